@@ -1,0 +1,43 @@
+# Every target works from a bare checkout: it first sets up .venv with the exact versions in constraints.txt.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+# Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel.
+WORKERS ?= 2
+TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 MPLBACKEND=Agg
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint format papers bench clean
+
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python examples/natural_images.py --output report
+
+test: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+papers: $(INSTALLED)
+	$(BIN)/python -m pytest tests/papers -m paper
+
+bench: $(INSTALLED)
+	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s
+
+clean:
+	rm -rf .venv report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

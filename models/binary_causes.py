@@ -1,0 +1,41 @@
+"""What models with independent binary causes have in common: their data, the truncated posterior of a batch, and the prior's M-step."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.population import Population
+
+PRIOR_FLOOR = 1e-6
+
+
+def check_data(y: Tensor, num_observed: int) -> Tensor:
+    """Returns the data if they have shape ``(N, num_observed)``.
+
+    Raises:
+        ValueError: if they do not.
+    """
+    if y.dim() != 2 or y.shape[1] != num_observed or not len(y):
+        raise ValueError(f"y must have shape (N, {num_observed}) with N > 0, one row per data point; got {tuple(y.shape)}")
+    return y
+
+
+def rows_of(y: Tensor, population: Population) -> Tensor:
+    """The population's data points among all data ``y``."""
+    return y if population.indices is None else y[population.indices.to(y.device)]
+
+
+def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
+    """``num_rows`` randomly chosen data points, without repetition if there are as many; missing entries become their dimension's mean."""
+    device = None if generator is None else generator.device
+    order = torch.randperm(len(y), generator=generator, device=device).to(y.device)
+    rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
+    return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
+
+
+def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
+    r"""Maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle` of the expected log prior, or its mean over the latents if shared."""
+    frequency = active / num_data
+    frequency = frequency.mean() if is_shared else frequency
+    return frequency.clamp(PRIOR_FLOOR, 1 - PRIOR_FLOOR)

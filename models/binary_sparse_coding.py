@@ -1,0 +1,156 @@
+"""Binary sparse coding: a linear superposition of binary causes with Gaussian noise."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.population import Population
+
+_RIDGE = 1e-10
+_VARIANCE_FLOOR = 1e-6
+
+
+class BinarySparseCoding(PyroModule):
+    r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s, \sigma^2 I)`.
+
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        shared_prior: whether all latents share one :math:`\pi`.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+
+    Reference:
+        Henniges, Puertas, Bornschein, Eggert and Lücke, "Binary Sparse Coding", LVA/ICA 2010.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    prior: Tensor
+
+    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weight, scale, prior = self.weight, self.scale, self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", LinearSuperposition(states, weight, scale), obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> BinarySparseCoding:
+        r"""Starts from the data: dictionary elements are random data points, :math:`\sigma^2` is the data's variance, :math:`\pi = 2 / H`.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        check_data(y, self.num_observed)
+        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
+        rows = random_rows(y, self.num_latents, generator)
+        # A little noise tells elements apart that started from equal data points.
+        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        self.weight = (rows + 0.01 * deviation * noise).mT.to(self.weight).contiguous()
+        self.scale = deviation.to(self.scale)
+        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``pairs``, that of :math:`\langle s s^\top \rangle`,
+            ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are missing anywhere in ``y``;
+            ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared entries; ``observed``,
+            the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population).double()
+        weights = population.weights(temperature)
+        is_missing = rows.isnan()
+        observed = (~is_missing).double()
+        rows = rows.masked_fill(is_missing, 0.0)
+        if bool(y.isnan().any()):
+            active, pairs = _moments_per_dimension(population.words, weights, observed, self.num_latents)
+        else:
+            active, pairs = packed.moments(population.words, weights, self.num_latents)
+        return {
+            "num_data": rows.new_tensor(len(rows)),
+            "states": active.sum(0),
+            "pairs": pairs,
+            "cross": rows.mT @ active,
+            "squares": rows.square().sum(),
+            "observed": observed.sum(),
+        }
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        With :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed and
+        :math:`c_d = \sum_n y_{nd} \langle s \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
+        the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
+        the dictionary towards its old value, so the elements of latents that are never active stay as they are.
+        """
+        pairs, cross, weight = statistics["pairs"], statistics["cross"], self.weight.double()
+        gradient = cross - _rows_times(weight, pairs)
+        ridge = _RIDGE * pairs.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(pairs.dtype).tiny)
+        factor = torch.linalg.cholesky(pairs + ridge * torch.eye(self.num_latents, dtype=pairs.dtype, device=pairs.device))
+        if pairs.dim() == 2:
+            weight = weight + torch.cholesky_solve(gradient.mT, factor).mT
+        else:
+            weight = weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
+        squares = statistics["squares"] + (weight * (_rows_times(weight, pairs) - 2 * cross)).sum()
+        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
+        self.weight = weight.to(self.weight)
+        self.scale = torch.maximum(squares / statistics["observed"], floor).sqrt().to(self.scale)
+        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+
+
+def _rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
+    """Every row of the dictionary times the (common, or its own) symmetric matrix of second moments."""
+    return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
+
+
+def _moments_per_dimension(words: Tensor, weights: Tensor, observed: Tensor, num_latents: int) -> tuple[Tensor, Tensor]:
+    """First moments ``(N, H)``, and second moments ``(D, H, H)`` over the data points that have dimension ``d``."""
+    first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
+    size = max(1, 2**27 // (8 * num_latents**2))
+    for block_words, block_weights, block_observed in zip(words.split(size), weights.split(size), observed.split(size), strict=True):
+        active, pairs = packed.moments(block_words, block_weights, num_latents, per_datum=True)
+        first.append(active)
+        second.addmm_(block_observed.mT, pairs.flatten(1))
+    return torch.cat(first), second.unflatten(1, (num_latents, num_latents))

@@ -1,0 +1,175 @@
+"""Noisy-OR: binary observations that any of the active binary causes can switch on."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.distributions import NoisyOrSuperposition
+from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.population import Population
+
+_WEIGHT_FLOOR = 1e-6
+_NEVER_ACTIVE = 1e-10
+
+
+class NoisyOr(PyroModule):
+    r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
+
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+
+    The M-step adds hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\, t_{dh}`, of which
+    :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. This is exact EM: with the full batch the free energy never
+    decreases and the weights stay in the unit interval. As the statistics depend on the weights through the posterior of the causes,
+    statistics collected under other weights (minibatches) make it an online EM.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        leak: probability :math:`w_0` that a dimension is on without a cause.
+        learn_leak: whether the M-step also updates the leak, then one per dimension.
+        shared_prior: whether all latents share one :math:`\pi`.
+        update: ``"exact"``, or ``"fixed_point"`` for the fixed-point equation of the weights (Guiraud, Drefs and Lücke 2018, Eqs. 12 and
+            13), which may lower the free energy and whose results are clipped to the unit interval.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: probabilities :math:`W`, ``(D, H)``, kept away from 0 and 1 by ``1e-6``.
+        leak: leak :math:`w_0`, a scalar, or ``(D,)`` if learnt.
+        prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
+
+    Raises:
+        ValueError: for an unknown update, or a leak that is not a probability below one.
+
+    Reference:
+        Guiraud, Drefs and Lücke, "Evolutionary Expectation Maximization", GECCO 2018.
+    """
+
+    statistics_depend_on_parameters = True
+
+    weight: Tensor
+    leak: Tensor
+    prior: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        leak: float = 1e-3,
+        learn_leak: bool = False,
+        shared_prior: bool = False,
+        update: str = "exact",
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if update not in ("exact", "fixed_point"):
+            raise ValueError(f"update must be 'exact' or 'fixed_point'; got {update!r}")
+        if not (0 < leak < 1 if learn_leak else 0 <= leak < 1):
+            raise ValueError(f"leak must be a probability below one, and positive if it is learnt; got {leak}")
+        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        self.learn_leak, self.update = learn_leak, update
+        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        weight = 0.2 + 0.5 * torch.rand(num_observed, num_latents, dtype=dtype)
+        self.weight = PyroParam(weight, constraints.unit_interval)  # type: ignore[assignment]
+        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
+        if learn_leak:
+            self.leak = PyroParam(torch.full((num_observed,), leak, dtype=dtype), constraints.unit_interval)  # type: ignore[assignment]
+        else:
+            self.register_buffer("leak", torch.tensor(leak, dtype=dtype))
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)`` in {0, 1}; without data it generates ``num_data`` observations."""
+        weight, leak, prior = self.weight, self.leak, self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> NoisyOr:
+        r"""Starts from the data: weights uniform in [0.2, 0.7], a little higher where a random data point is on; :math:`\pi = 2 / H`.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        check_data(y, self.num_observed)
+        rows = random_rows(y, self.num_latents, generator)
+        noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
+        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,
+            ``(D,)``; ``trials``, the sum of :math:`\langle s_h \rangle` over the data points that have dimension ``d``, ``(D, H)``;
+            ``causes`` and ``leak_causes``, the expected number of hidden causes :math:`t` that are on, ``(D, H)`` and ``(D,)``; with
+            ``update="fixed_point"`` also ``claims``, the sum of :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that
+            have dimension ``d``. All can be added and scaled.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population)
+        weights = population.weights(temperature)
+        weight, leak = self.weight.double(), self.leak.double().expand(self.num_observed)
+        log_complements = torch.log1p(-weight), torch.log1p(-leak)
+        active, ratio, leak_ratio = packed.noisy_or_statistics(population.words, weights, rows, *log_complements)
+        observed = (~rows.isnan()).double()
+        statistics = {
+            "num_data": active.new_tensor(len(rows)),
+            "states": active.sum(0),
+            "observed": observed.sum(0),
+            "trials": observed.mT @ active,
+            "causes": weight * ratio,
+            "leak_causes": leak * leak_ratio,
+        }
+        if self.update == "fixed_point":
+            everything_on = torch.where(rows.isnan(), rows, 1.0)
+            statistics["claims"] = packed.noisy_or_statistics(population.words, weights, everything_on, *log_complements)[1]
+        return statistics
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint of states and hidden causes.
+
+        :math:`W_{dh}` is the expected number of causes :math:`t_{dh}` that are on, per expected number of data points with latent ``h``
+        active and dimension ``d`` observed; the leak is the same for a latent that is always active, and
+        :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. The weights of latents that are never active
+        stay as they are.
+        """
+        old, trials = self.weight.double(), statistics["trials"]
+        weight = self._fixed_point(statistics) if self.update == "fixed_point" else statistics["causes"] / trials
+        weight = torch.where(trials > _NEVER_ACTIVE, weight, old).clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR)
+        self.weight = weight.to(self.weight)
+        if self.learn_leak:
+            observed = statistics["observed"]
+            leak = torch.where(observed > 0, statistics["leak_causes"] / observed, self.leak.double())
+            self.leak = leak.clamp(_WEIGHT_FLOOR, 1 - _WEIGHT_FLOOR).to(self.leak)
+        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+
+    def _fixed_point(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Right-hand side of the fixed-point equation, in which the other causes' probability of silence is ``(1 - N) / (1 - W)``."""
+        old = self.weight.double()
+        blamed = statistics["claims"] - statistics["causes"] / old
+        weight = 1 - (1 - old) * blamed / (statistics["claims"] - statistics["trials"])
+        return torch.where(weight.isfinite(), weight, old)

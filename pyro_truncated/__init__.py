@@ -1,0 +1,20 @@
+"""Truncated posteriors over huge discrete latent spaces, as guides for Pyro models."""
+
+from pyro_truncated.elbo import Truncated_ELBO
+from pyro_truncated.em import ClosedForm
+from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.population import Population
+from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, SampledSearch, Search
+from pyro_truncated.states import StateSpace
+
+__all__ = [
+    "AutoTruncated",
+    "ClosedForm",
+    "EvolutionarySearch",
+    "ExhaustiveSearch",
+    "Population",
+    "SampledSearch",
+    "Search",
+    "StateSpace",
+    "Truncated_ELBO",
+]

@@ -1,0 +1,69 @@
+"""Observations with missing entries: the constraint they satisfy, and densities evaluated over them in blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.utils.checkpoint import checkpoint
+
+_BLOCK_BYTES = 2**28
+
+
+class or_missing(constraints.Constraint):
+    """Values that satisfy ``base`` or are NaN, which marks a missing entry.
+
+    Args:
+        base: constraint on the entries that are not missing.
+    """
+
+    def __init__(self, base: constraints.Constraint) -> None:
+        self.base_constraint = base
+        super().__init__()
+
+    @property
+    def is_discrete(self) -> bool:  # type: ignore[override]
+        """Whether the base constraint is discrete."""
+        return bool(self.base_constraint.is_discrete)
+
+    @property
+    def event_dim(self) -> int:  # type: ignore[override]
+        """Event dimension of the base constraint."""
+        return int(self.base_constraint.event_dim)
+
+    def check(self, value: Tensor) -> Tensor:
+        """True where the entry is valid or missing."""
+        valid: Tensor = self.base_constraint.check(value)
+        return valid | value.isnan()
+
+
+# A value that is not observed is not missing either: it is inferred where the base constraint says.
+biject_to.register(or_missing, lambda constraint: biject_to(constraint.base_constraint))
+transform_to.register(or_missing, lambda constraint: transform_to(constraint.base_constraint))
+
+
+def in_blocks(function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size) -> Tensor:
+    """Evaluates ``function(states, value) -> batch_shape`` on slices of the leading batch dimension, under a memory budget.
+
+    Intermediate results of a slice are recomputed for its gradient instead of being kept.
+
+    Args:
+        function: elementwise in the batch; it may use tensors as large as ``(*batch_shape, D)``.
+        states: states ``(*batch, H)``.
+        value: observations ``(*batch, D)``.
+        batch_shape: the shape both broadcast to.
+
+    Returns:
+        The values of the function, ``batch_shape``.
+    """
+    width = max(states.shape[-1], value.shape[-1])
+    num_blocks = -(-8 * batch_shape.numel() * width // _BLOCK_BYTES)
+    if num_blocks <= 1:
+        return function(states, value)
+    states = states.expand(batch_shape + states.shape[-1:])
+    value = value.expand(batch_shape + value.shape[-1:])
+    pieces = zip(states.tensor_split(num_blocks), value.tensor_split(num_blocks), strict=True)
+    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces if len(piece[0])]
+    return torch.cat(results)

@@ -1,0 +1,247 @@
+"""Truncated_ELBO: search for better states, then the exact free energy of the populations and its gradient."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer import ELBO, TraceEnum_ELBO
+from pyro.util import warn_if_nan
+from torch import Tensor
+
+from pyro_truncated.em import ClosedForm, Statistics
+from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.log_joint import Assign, LogJoint
+from pyro_truncated.population import Population
+from pyro_truncated.search.base import Search
+
+Temperature = float | Callable[[int], float]
+
+
+class Truncated_ELBO(ELBO):
+    r"""Searches the populations of :class:`~pyro_truncated.AutoTruncated` guides, then evaluates the free energy and its gradient.
+
+    .. math:: \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n), \qquad
+              \nabla \mathcal F = \sum_n \sum_{s \in K_n} q_n(s) \nabla \log p(s, y_n).
+
+    The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes populations; ``loss_and_grads`` (``SVI.step``) and
+    ``differentiable_loss`` under enabled gradients search first. Where the guide has other parts (continuous latents beside the discrete ones), the search scores
+    states given draws of these, and the gradient is that of the stock :class:`~pyro.infer.TraceEnum_ELBO` on the very same minibatch.
+
+    With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected for its M-step.
+
+    Args:
+        search: proposes states.
+        search_steps: search steps before each evaluation.
+        search_every: evaluations per round of search (1: before each).
+        temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses
+            :math:`q \propto p^{1/\tau}` (annealing). The loss reported is always that of :math:`\tau = 1`.
+        **kwargs: what :class:`pyro.infer.ELBO` takes.
+
+    Raises:
+        TypeError: if ``search`` is no search, or the guide holds no ``AutoTruncated``.
+        ValueError: for a step count below 1 or a temperature below 1.
+    """
+
+    def __init__(self, search: Search, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any) -> None:
+        if not isinstance(search, Search):
+            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {type(search).__name__}")
+        for name, value in (("search_steps", search_steps), ("search_every", search_every)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer; got {value!r}")
+        super().__init__(**kwargs)
+        self.search = search
+        self.search_steps = search_steps
+        self.search_every = search_every
+        self.temperature = temperature
+        self.num_evaluations = 0
+        self._stock = TraceEnum_ELBO(**kwargs)
+        self._revision: int | None = None
+
+    # --- what Pyro calls ---
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the free energy of the populations as they are; nothing changes."""
+        if not _stands_alone(guide, args, kwargs):
+            return float(self._stock.loss(model, guide, *args, **kwargs))
+        with torch.no_grad(), poutine.block():
+            particles = self._particles(guide)
+            free_energy = sum(self._free_energy(guide, args, kwargs) for _ in range(particles)) / particles
+        return _checked(-float(free_energy))
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Minus the free energy as a differentiable tensor: what ``Truncated_ELBO(search)(model, guide)``, the ``torch.nn.Module`` form, returns.
+
+        Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
+        """
+        values = self._search(guide, args, kwargs) if torch.is_grad_enabled() else {}
+        with Assign(values):
+            if not _stands_alone(guide, args, kwargs):
+                return self._stock.differentiable_loss(model, Assign(values)(guide), *args, **kwargs)
+            particles = self._particles(guide)
+            loss = -torch.stack([self._free_energy(guide, args, kwargs, values) for _ in range(particles)]).mean()
+        warn_if_nan(loss, "loss")
+        return loss
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
+        closed_form = getattr(model, "closed_form", None)
+        alone = _stands_alone(guide, args, kwargs)
+        if closed_form is not None:
+            if not alone:
+                raise NotImplementedError("closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides")
+            return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
+        values = self._search(guide, args, kwargs)
+        if not alone:
+            return float(self._stock.loss_and_grads(model, Assign(values)(guide), *args, **kwargs))
+        particles = self._particles(guide)
+        losses = [self._backward(guide, args, kwargs, values, particles) for _ in range(particles)]
+        return _checked(sum(losses) / particles)
+
+    def _particles(self, guide: AutoTruncated) -> int:
+        """Without other latents the free energy is exact, and one particle as good as many."""
+        return self.num_particles if guide.layout.other_latents else 1
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        return self._stock._get_trace(model, guide, args, kwargs)
+
+    # --- the E-step ---
+
+    def _temperature(self) -> float:
+        value = self.temperature(self.num_evaluations) if callable(self.temperature) else self.temperature
+        if not value >= 1.0:
+            raise ValueError(f"temperature must be at least 1; got {value}")
+        return float(value)
+
+    @torch.no_grad()
+    def _search(self, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Improves the populations of every truncated part of the guide; returns the subsamples that were searched."""
+        due = self.num_evaluations % self.search_every == 0
+        self.num_evaluations += 1
+        subsamples: dict[str, Tensor] = {}
+        with poutine.block():
+            if _stands_alone(guide, args, kwargs):
+                log_joint = guide.log_joint_of(*args, values=_master_subsamples(guide, args, kwargs), **kwargs)
+                if due:
+                    guide.search_(self.search, log_joint, self.search_steps)
+                return _subsamples(log_joint)
+            trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            draws = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample"}
+            for part in truncated_parts(trace):
+                own = {name: value for name, value in draws.items() if name not in part.layout.sites and name != part.index_name}
+                log_joint = part.log_joint_of(*args, values=own, **kwargs)
+                if due:
+                    part.search_(self.search, log_joint, self.search_steps)
+                subsamples.update(_subsamples(log_joint))
+        return subsamples
+
+    # --- the free energy of a guide that stands alone ---
+
+    def _free_energy(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor] | None = None) -> Tensor:
+        log_joint = guide.log_joint_of(*args, values=values, **kwargs)
+        population = guide.population(log_joint.indices)
+        blocks = [log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)]
+        return log_joint.scale * torch.stack(blocks).sum()
+
+    def _backward(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor], particles: int) -> float:
+        """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
+        temperature = self._temperature()
+        with torch.enable_grad():
+            log_joint = guide.log_joint_of(*args, values=values, **kwargs)
+        if guide.conditional is not None:
+            return self._backward_whole(guide, log_joint, temperature, particles)
+        with torch.no_grad():
+            population = guide._rescored(log_joint)
+            population = guide.store_(population.log_joint, log_joint.indices)
+            weights = population.weights(temperature) * log_joint.scale / particles
+        with torch.enable_grad():
+            for rows, block in log_joint.gradient_blocks(guide.num_states):
+                scores = log_joint.score(population.words[rows, block], rows)
+                # States of probability zero have weight zero but an infinite score.
+                weighted = torch.where(weights[rows, block] > 0, weights[rows, block] * scores, 0.0)
+                if weighted.requires_grad:
+                    (-weighted.sum()).backward(retain_graph=True)
+        return -float(log_joint.scale * population.free_energy().sum())
+
+    def _backward_whole(self, guide: AutoTruncated, log_joint: LogJoint, temperature: float, particles: int) -> float:
+        """With a conditional, the draws that score the states must be the ones that are differentiated."""
+        with torch.enable_grad():
+            population = guide.population(log_joint.indices)
+            scores = log_joint.score(population.words)
+            objective = temperature * (scores / temperature).logsumexp(-1).sum() * log_joint.scale
+            if objective.requires_grad:
+                (-objective / particles).backward()
+        population = guide.store_(scores.detach(), log_joint.indices)
+        return -float(log_joint.scale * population.free_energy().sum())
+
+    # --- closed form ---
+
+    @torch.no_grad()
+    def _closed_form_step(self, closed_form: ClosedForm, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        temperature = self._temperature()
+        with poutine.block():
+            log_joint = guide.log_joint_of(*args, **kwargs)
+            if self._revision is not None and self._revision != guide.revision:
+                closed_form.forget()
+            before = guide.population(log_joint.indices)
+            previous = closed_form.previous(before, log_joint.full_size)
+            if previous is not None and callable(self.temperature):
+                raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
+            old = None if previous is None else self._statistics(closed_form, previous, temperature, args, kwargs)
+            if self.num_evaluations % self.search_every == 0:
+                population = guide.search_(self.search, log_joint, self.search_steps)
+            else:
+                population = guide.store_(guide._rescored(log_joint).log_joint, log_joint.indices)
+            self.num_evaluations += 1
+            self._revision = guide.revision
+            new = self._statistics(closed_form, population, temperature, args, kwargs)
+            closed_form.collect(new, old, log_joint.indices, log_joint.full_size)
+        return -float(log_joint.scale * population.free_energy().sum())
+
+    def _statistics(self, closed_form: ClosedForm, population: Population, temperature: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Statistics:
+        found: Statistics = closed_form.model.sufficient_statistics(population, *args, temperature=temperature, **kwargs)
+        return found
+
+
+def truncated_parts(trace: poutine.Trace) -> list[AutoTruncated]:
+    """The truncated guides that took part in a guide trace; they announce themselves at their index sites."""
+    marks = [node["infer"]["truncated"]["guide"]() for node in trace.nodes.values() if node["type"] == "sample" and "truncated" in node.get("infer", {})]
+    if not marks:
+        raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
+    return marks
+
+
+def _stands_alone(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the guide is one AutoTruncated that needs no draws of other latents."""
+    if not isinstance(guide, AutoTruncated):
+        return False
+    guide.setup(*args, **kwargs)
+    if guide.master is not None:
+        return False
+    if guide.layout.other_latents and guide.conditional is None:
+        warnings.warn(
+            f"no guide covers the latents {guide.layout.other_latents}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
+            "AutoGuideList, or give it a conditional.",
+            stacklevel=3,
+        )
+    return True
+
+
+def _master_subsamples(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Subsamples of the plates that the user's ``create_plates`` makes, if there is one."""
+    if guide.create_plates is None:
+        return {}
+    return {name: plate.indices for name, plate in guide._create_plates(*args, **kwargs).items()}
+
+
+def _subsamples(log_joint: LogJoint) -> dict[str, Tensor]:
+    nodes = log_joint.probe.nodes
+    return {name: value for name, value in log_joint.values.items() if name in nodes and poutine.util.site_is_subsample(nodes[name])}
+
+
+def _checked(loss: float) -> float:
+    warn_if_nan(loss, "loss")
+    return loss

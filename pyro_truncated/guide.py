@@ -1,0 +1,513 @@
+"""AutoTruncated: the exact posterior over discrete latents, renormalised on a small population of states per data point."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from pyro.infer.autoguide import AutoGuide
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+from torch import Tensor
+
+from pyro_truncated.log_joint import Conditional, LogJoint
+from pyro_truncated.population import Population, initial_population
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.sites import Layout
+from pyro_truncated.states import StateSpace
+
+States = Tensor | Mapping[str, Tensor]
+Init = States | Callable[[], States] | None
+
+
+class AutoTruncated(AutoGuide):
+    r"""Guide whose distribution over the discrete latents is the model's posterior, cut down to a population of states and renormalised.
+
+    For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
+
+    .. math:: q_n(s) = \frac{p(s, y_n)}{\sum_{s' \in K_n} p(s', y_n)} \quad (s \in K_n), \qquad
+              \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n) \le \log p(y).
+
+    The discrete latent sites are found in the model: Bernoulli, categorical, one-hot and count sites, vector-valued or not, several of them at once (their
+    posterior is joint), inside a data plate with or without subsampling, in plates nested in it, or outside all plates (then all of them form
+    one state). The other latents are left to other guides in an :class:`~pyro.infer.autoguide.AutoGuideList` - give this guide the *whole* model,
+    not a blocked one, because it scores states under it - or to ``conditional``.
+
+    The guide samples one auxiliary index per data point, enumerated in parallel, and sets the sites to the indexed state, so the stock
+    :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal F`. It never improves its populations by itself: train with
+    :class:`~pyro_truncated.Truncated_ELBO`, which searches, or call :meth:`search_`.
+
+    Example::
+
+        guide = AutoTruncated(model, num_states=64)
+        svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
+        svi.step(y)
+        guide.marginals()["s"]  # posterior probability that each latent is on
+
+    Args:
+        model: a Pyro model that vectorises over a left-most dimension, as parallel enumeration asks for.
+        num_states: states per data point, ``S``. Memory is ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
+        conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name; samples (with
+            ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its collapsed log joint.
+        init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a callable that
+            returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
+        max_count: upper bound of sites with infinite support (Poisson), one number or by site name.
+        create_plates: as for every autoguide; needed only if the guide should subsample differently from the model.
+        memory_budget: bytes that the temporaries of one operation may take, roughly.
+
+    Raises:
+        ValueError: on the first call, if there is no discrete site, a count has no bound, ``num_states`` exceeds the state space, or the initial states
+            are misshapen or repeat.
+        NotImplementedError: on the first call, if a discrete site lies in a sequential plate.
+    """
+
+    words: Tensor
+    log_joint: Tensor
+    cardinalities: Tensor
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        num_states: int = 64,
+        *,
+        conditional: Conditional | None = None,
+        init: Init = None,
+        max_count: int | Mapping[str, int] | None = None,
+        create_plates: Callable[..., Any] | None = None,
+        memory_budget: int = 2**28,
+    ) -> None:
+        if not isinstance(num_states, int) or num_states < 1:
+            raise ValueError(f"num_states must be a positive integer; got {num_states!r}")
+        if memory_budget < 2**20:
+            raise ValueError(f"memory_budget is in bytes and must be at least 2**20; got {memory_budget}")
+        super().__init__(model, create_plates=create_plates)
+        self.num_states = num_states
+        self.max_count = max_count
+        self.memory_budget = memory_budget
+        self._init = init
+        # Neither may become a submodule: their parameters belong to the model or to other guides.
+        self._conditional = (conditional,)
+        self._layout: Layout | None = None
+        self.revision = 0
+
+    # --- set-up ---
+
+    @property
+    def conditional(self) -> Conditional | None:
+        """The callable that samples continuous latents given the states."""
+        return self._conditional[0]
+
+    @property
+    def layout(self) -> Layout:
+        """The discrete sites and the data plate."""
+        if self._layout is None:
+            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
+        return self._layout
+
+    @property
+    def space(self) -> StateSpace:
+        """The space of one data point's states."""
+        return self.layout.space
+
+    @property
+    def index_name(self) -> str:
+        """Name of the auxiliary index site."""
+        return "_".join([*self.layout.sites, "index"])
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Inspects the model and creates the initial populations; called by the first use of the guide."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with poutine.block(), torch.no_grad():
+            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+        self._layout = Layout(trace, self.max_count, lambda names: _dependents(self.model, names, args, kwargs))
+        try:
+            super()._setup_prototype(*args, **kwargs)
+        except NotImplementedError:
+            # Sequential plates trouble us only around discrete sites, which Layout has refused already.
+            self._prototype_frames = {
+                f.name: f for _, site in trace.iter_stochastic_nodes() for f in site["cond_indep_stack"] if f.vectorized
+            }
+        if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
+            warnings.warn(
+                "AutoTruncated sees no observed site: its posterior would be the prior. Give it the whole model, not poutine.block(model, ...).", stacklevel=2
+            )
+        if "words" in self._buffers:
+            self._check_loaded()
+        else:
+            device = trace.nodes[next(iter(self._layout.sites))]["value"].device
+            self._create_populations(device)
+
+    def _create_populations(self, device: torch.device) -> None:
+        layout = self.layout
+        if self.num_states > layout.space.size:
+            raise ValueError(
+                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only {layout.space.size} joint states. "
+                f"Use num_states={layout.space.size} for exact inference."
+            )
+        if self._init is None:
+            words = initial_population(layout.space, layout.num_data, self.num_states, device=device)
+        else:
+            words = self._words_from(self._init() if callable(self._init) else self._init).to(device)
+        self.register_buffer("words", words)
+        # NaN marks populations that have never been scored.
+        self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
+        self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
+
+    def _words_from(self, states: States) -> Tensor:
+        """Packs and checks states given by the user."""
+        if isinstance(states, Tensor):
+            if len(self.layout.sites) != 1:
+                raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(self.layout.sites)}")
+            states = {next(iter(self.layout.sites)): states}
+        levels = self.layout.encode(states)
+        expected = (self.layout.num_data, self.num_states)
+        if levels.shape[:-1] != expected:
+            raise ValueError(f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}")
+        words = self.space.pack(levels)
+        rows = Population(self.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
+        if len(rows):
+            raise ValueError(
+                f"initial states repeat within {len(rows)} of {words.shape[0]} data points (first: data point {int(rows[0])}). "
+                "A repeated state would be counted twice and the bound could exceed the evidence."
+            )
+        return words
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # A fresh guide has no buffers yet: make them in the shapes that come in.
+        for name in ("words", "log_joint", "cardinalities"):
+            value = state_dict.get(prefix + name)
+            if value is not None and (name not in self._buffers or self._buffers[name].shape != value.shape):
+                self.register_buffer(name, torch.empty_like(value))
+        words = state_dict.get(prefix + "words")
+        if words is not None and words.shape[1] != self.num_states:
+            error_msgs = args[-1]
+            error_msgs.append(f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _check_loaded(self) -> None:
+        cardinalities = tuple(self.cardinalities.tolist())
+        if cardinalities != self.space.cardinalities:
+            raise ValueError(
+                f"the loaded populations are of {len(cardinalities)} latents with {sum(cardinalities)} values in all, "
+                f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
+            )
+
+    # --- scoring and search ---
+
+    def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
+        """A scorer of states for the data points that the model selects when called with these arguments.
+
+        Raises:
+            ValueError: if the model's data plate differs in size from the guide's populations, its subsample is out of range, or the
+                populations are on another device than the model.
+        """
+        self.setup(*args, **kwargs)
+        log_joint = LogJoint(
+            self.model, self.layout, args, kwargs, values=values, conditional=self.conditional, memory_budget=self.memory_budget
+        )
+        if log_joint.full_size != self.words.shape[0]:
+            raise ValueError(
+                f"the guide holds populations of {self.words.shape[0]} data points, but the model's plate '{self.layout.data_plate}' now has "
+                f"{log_joint.full_size}. For other data use guide.infer(new_data, search, steps)."
+            )
+        if log_joint.device != self.words.device:
+            raise ValueError(f"the populations are on {self.words.device}, the model's states on {log_joint.device}; call guide.to({str(log_joint.device)!r})")
+        self._check_indices(log_joint.indices)
+        return log_joint
+
+    def _check_indices(self, indices: Tensor | None) -> None:
+        if indices is not None and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.words.shape[0]:
+            raise ValueError(f"subsample indices must lie in 0 .. {self.words.shape[0] - 1}; got {int(indices.min())} .. {int(indices.max())}")
+
+    def population(self, indices: Tensor | None = None) -> Population:
+        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
+        if "words" not in self._buffers:
+            raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
+        self._check_indices(indices)
+        if indices is None:
+            return Population(self.space, self.words, self.log_joint)
+        return Population(self.space, self.words[indices], self.log_joint[indices], indices)
+
+    def posterior(self, *args: Any, **kwargs: Any) -> Population:
+        """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values=self._values_from_trace(args, kwargs), **kwargs)
+            return self._rescored(log_joint)
+
+    def _rescored(self, log_joint: LogJoint) -> Population:
+        population = self.population(log_joint.indices)
+        blocks = [log_joint.score(population.words[rows], rows) for rows in log_joint.row_blocks(self.num_states)]
+        return dataclasses.replace(population, log_joint=torch.cat(blocks))
+
+    @torch.no_grad()
+    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
+        """Improves the populations of a scorer's data points in place, and returns them with their log joints."""
+        indices = log_joint.indices
+        observations = log_joint.observations()
+        log_joints = []
+        for rows in log_joint.row_blocks(2 * self.num_states):
+            where = rows if indices is None else indices[rows]
+            words = self.words[where]
+            score = _scorer(log_joint, rows)
+            batch = SearchBatch(Population(self.space, words, score(words)), score, {name: value[rows] for name, value in observations.items()})
+            for _ in range(steps):
+                batch = dataclasses.replace(batch, population=search.step(batch))
+            self.words[where] = batch.population.words
+            log_joints.append(batch.population.log_joint)
+        return self.store_(torch.cat(log_joints), indices)
+
+    def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
+        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.
+
+        Raises:
+            ValueError: if a data point's states all have probability zero.
+        """
+        impossible = (log_joint.amax(-1) == -math.inf).nonzero()
+        if len(impossible):
+            raise ValueError(
+                f"the model gives probability zero to every state in the populations of {len(impossible)} data points (first: {int(impossible[0])} of the batch). "
+                "Start from parameters under which the data are possible, or give the likelihood a floor (a leak, a noise term)."
+            )
+        self.revision += 1
+        if self.log_joint.dtype != log_joint.dtype:
+            self.log_joint = self.log_joint.to(log_joint.dtype)
+        self.log_joint[slice(None) if indices is None else indices] = log_joint
+        return self.population(indices)
+
+    def infer(self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any) -> AutoTruncated:
+        """Populations for unseen data under the model as it is; neither the model nor this guide changes.
+
+        Args:
+            data: the model's positional arguments: one tensor, or a tuple of them.
+            search: fills the populations.
+            steps: number of search steps.
+            num_states: states per data point; default: as in this guide.
+            init: initial states, as for the constructor.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            A guide of its own for these data.
+        """
+        args = data if isinstance(data, tuple) else (data,)
+        guide = AutoTruncated(
+            self.model,
+            num_states or self.num_states,
+            conditional=self.conditional,
+            init=init,
+            max_count=self.max_count,
+            memory_budget=self.memory_budget,
+        )
+        with torch.no_grad(), poutine.block():
+            log_joint = guide.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
+            if log_joint.num_data != log_joint.full_size:
+                raise ValueError(f"infer() needs all {log_joint.full_size} data points at once; the model subsampled {log_joint.num_data} of them")
+            guide.search_(search, log_joint, steps)
+        return guide
+
+    # --- the guide as a Pyro program ---
+
+    def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
+        self.setup(*args, **kwargs)
+        values = self._values_from_trace(args, kwargs)
+        plates = self._open_plates(values, args, kwargs)
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values={**values, **_indices_of(plates)}, **kwargs)
+            population = self._rescored(log_joint)
+        with ExitStack() as stack:
+            if self.layout.data_plate is not None:
+                stack.enter_context(plates[self.layout.data_plate])
+            states = self._sample_states(population, log_joint, plates)
+            result: dict[str, Tensor] = dict(states)
+            if self.conditional is not None:
+                result.update(self.conditional(states, *args, **kwargs) or {})
+        return result
+
+    def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The plates to sample in, from the guide list or ``create_plates``, else with the very subsamples that the model draws.
+
+        So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word.
+        """
+        if self.master is not None or self.create_plates is not None:
+            created: dict[str, Any] = self._create_plates(*args, **kwargs)
+            return created
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values=values, **kwargs)
+        frames = {f.name: f for site in self.layout.sites for f in log_joint.probe.nodes[site]["cond_indep_stack"]}
+        self.plates = {
+            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values.get(name), dim=frame.dim)
+            for name, frame in frames.items()
+        }
+        return self.plates
+
+    def _sample_states(self, population: Population, log_joint: LogJoint, plates: Mapping[str, Any]) -> dict[str, Tensor]:
+        layout = self.layout
+        log_joints, words = population.log_joint, population.words
+        impossible = log_joints == -math.inf
+        if log_joints.dim() == 2 and bool(impossible.any()):
+            # An enumerating ELBO multiplies log densities by weights: a state of probability zero stands in for by the best one at a vanishing weight.
+            best = log_joints.argmax(-1, keepdim=True)
+            words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
+            log_joints = torch.where(impossible, log_joints.amax(-1, keepdim=True) - 1000.0, log_joints)
+        logits = log_joints.log_softmax(-1)
+        if layout.data_dim:
+            logits = logits.reshape(*logits.shape[:-1], *(1,) * (-layout.data_dim - 1), logits.shape[-1])
+        else:
+            logits = logits.squeeze(-2)
+        infer = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
+        # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's index as well.
+        with poutine.scale(scale=log_joint.scale_beyond_plates):
+            index = pyro.sample(self.index_name, dist.Categorical(logits=logits), infer=infer)
+        if layout.data_dim:
+            rows = torch.arange(len(words), device=words.device).reshape(-1, *(1,) * (-layout.data_dim - 1))
+            levels = self.space.unpack(words[rows, index])
+        else:
+            levels = self.space.unpack(words[0][index])
+        values = layout.decode(levels, max(layout.depth, levels.dim() - 1), log_joint.dtypes)
+        return {name: self._sample_site(name, value, plates, logits.dtype) for name, value in values.items()}
+
+    def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+        site = self.layout.sites[name]
+        with ExitStack() as stack:
+            for frame in site.frames:
+                if frame.name != self.layout.data_plate:
+                    stack.enter_context(plates[frame.name])
+            value = _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))
+            # Integer values would otherwise bring a float32 density into a float64 model.
+            density = torch.zeros((), dtype=dtype, device=value.device).expand(value.shape[: value.dim() - site.event_dim])
+            return pyro.sample(name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
+
+    def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
+        names = set(self.layout.other_latents) if self._layout is not None else set()
+        if not names:
+            return {}
+        found: dict[str, Any] = {}
+        for handler in _PYRO_STACK:
+            if isinstance(handler, TraceMessenger):
+                found.update({name: handler.trace.nodes[name]["value"] for name in names if name in handler.trace.nodes})
+        if not found and self.master is not None:
+            found = self._values_from_siblings(args, kwargs)
+        return {name: value.detach() for name, value in found.items()}
+
+    def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Draws of the other latents from the other parts of the surrounding guide list, outside of any trace."""
+        if self.master is None:
+            return {}
+        found: dict[str, Any] = {}
+        with poutine.block(), torch.no_grad():
+            for part in self.master():
+                if part is self:
+                    break
+                found.update(part(*args, **kwargs))
+        return {name: found[name] for name in self.layout.other_latents if name in found}
+
+    # --- the posterior as numbers ---
+
+    def weights(self, indices: Tensor | None = None) -> Tensor:
+        """Posterior weights of the states, ``(N, S)``, as of when they were last scored (by a training step, say)."""
+        return self._scored(indices).weights()
+
+    def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
+        population = self.population(indices)
+        return self.layout.split(population.states())
+
+    def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """Posterior marginals by site: the probability of 1 ``(N, *site shape)`` at Boolean sites, of each value ``(N, *site shape, V)`` at others."""
+        population = self._scored(indices)
+        result, start = {}, 0
+        for name, site in self.layout.sites.items():
+            latents = range(start, start + site.num_latents)
+            start += site.num_latents
+            if site.kind == "boolean":
+                result[name] = population.marginals()[:, latents.start : latents.stop].reshape(-1, *site.shape)
+                continue
+            size = max(site.cardinalities)
+            values = torch.arange(size, device=self.words.device)
+            probs = population.expectation(lambda s, at=latents, v=values: s[..., at.start : at.stop].unsqueeze(-1) == v)
+            result[name] = probs.reshape(-1, *site.shape, size)
+        return result
+
+    def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """The most probable joint state by site, ``(N, *site shape)``."""
+        return self.layout.split(self.space.unpack(self._scored(indices).mode()))
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior."""
+        population = self.posterior(*args, **kwargs)
+        levels = self.space.unpack(population.mode())
+        if self.layout.data_dim:
+            levels = levels.reshape(-1, *(1,) * (-self.layout.data_dim - 1), levels.shape[-1])
+        else:
+            levels = levels[0]
+        values = self.layout.decode(levels, self.layout.depth)
+        return {
+            name: _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))
+            for (name, value), site in zip(values.items(), self.layout.sites.values(), strict=True)
+        }
+
+    def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
+        """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
+        return self._scored(indices).expectation(lambda levels: f(self.layout.split(levels)), memory_budget=self.memory_budget)
+
+    def sample_posterior(self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
+        words = self._scored(indices).sample(num_samples, generator)
+        return self.layout.split(self.space.unpack(words))
+
+    def _scored(self, indices: Tensor | None) -> Population:
+        population = self.population(indices)
+        if bool(population.log_joint.isnan().any()):
+            raise RuntimeError(
+                "some of these populations have never been scored under the model; train first, or refresh them with guide.refresh_(*args) (with the model's arguments)"
+            )
+        return population
+
+    @torch.no_grad()
+    def refresh_(self, *args: Any, **kwargs: Any) -> Population:
+        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay."""
+        log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
+        population = self._rescored(log_joint)
+        return self.store_(population.log_joint, log_joint.indices)
+
+
+def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: plate.indices for name, plate in plates.items()}
+
+
+def _scorer(log_joint: LogJoint, rows: slice) -> Callable[[Tensor], Tensor]:
+    return lambda words: log_joint.score(words, rows)
+
+
+def _trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
+    """Drops leading batch dimensions of size one beyond the site's own plates."""
+    while value.dim() - event_dim > depth and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def _dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Sites downstream of the named ones, through any number of others."""
+    with poutine.block():
+        upstream = get_dependencies(model, args, dict(kwargs))["prior_dependencies"]
+    below = set(names)
+    grown = True
+    while grown:
+        more = {site for site, parents in upstream.items() if below & set(parents)} - below
+        below |= more
+        grown = bool(more)
+    return below - names

@@ -1,0 +1,352 @@
+"""Log joints of many discrete states at once under any vectorised Pyro model."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_truncated.sites import Layout, latent_nodes
+
+Conditional = Callable[..., Any]
+
+
+class Assign(Messenger):
+    """Effect handler that gives sample statements (plates' subsamples too) the values it is told, without observing them."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__()
+        self.values = values
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if msg["name"] in self.values and not msg["is_observed"]:
+            msg["value"] = self.values[msg["name"]]
+
+
+def _only_params_escape() -> Any:
+    """Hides sample statements from the handlers outside (the guide's own trace, its plates) but not parameters, which SVI must see."""
+    return poutine.block(hide_fn=lambda msg: msg["type"] != "param")
+
+
+class LogJoint:
+    r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
+
+    The model is run once as a probe when this object is made: that fixes the data plate's subsample and shows whether the states can be
+    scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states in a new
+    left-most dimension, and sums the log probabilities of the sites inside the data plate over every other plate. Masks are kept; of the
+    scales only the ratio to the data plate's own scale, so that :attr:`scale` times the sum over data points is the scaled objective.
+
+    With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
+    :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
+
+    Args:
+        model: the Pyro model.
+        layout: its discrete sites.
+        args: the model's positional arguments.
+        kwargs: the model's keyword arguments.
+        values: fixed values by site name: other latents, subsamples of plates.
+        conditional: samples continuous latents given the states, or ``None``.
+        memory_budget: bytes that one run of the model on candidates may take, roughly.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        layout: Layout,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        *,
+        values: Mapping[str, Any] | None = None,
+        conditional: Conditional | None = None,
+        memory_budget: int = 2**28,
+    ) -> None:
+        self.model, self.layout, self.args, self.kwargs = model, layout, args, dict(kwargs)
+        self.values = dict(values or {})
+        self.conditional = conditional
+        self.memory_budget = memory_budget
+        self.probe = self._trace(self.values)
+        self._check_structure()
+        for name, node in self.probe.nodes.items():
+            # Whatever is not scored stays as the probe drew it: subsamples, and latents that no guide has given a value.
+            if node["type"] == "sample" and (site_is_subsample(node) or name in layout.other_latents):
+                self.values[name] = node["value"]
+        self.dtypes = {name: self.probe.nodes[name]["value"].dtype for name in layout.sites}
+        self.device = next(self.probe.nodes[name]["value"].device for name in layout.sites)
+        first = self.probe.nodes[next(iter(layout.sites))]
+        self.scale: float | Tensor = first["scale"]
+        extra = (v.dim() - self.probe.nodes[k]["fn"].event_dim for k, v in self.values.items() if k in self.probe.nodes and not site_is_subsample(self.probe.nodes[k]))
+        self.depth = max([layout.depth, *extra])
+
+    def _trace(self, values: Mapping[str, Any]) -> poutine.Trace:
+        with _only_params_escape(), Assign(values):
+            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+
+    def _check_structure(self) -> None:
+        latents = {node["name"] for node in latent_nodes(self.probe)}
+        missing = set(self.layout.sites) - latents
+        if missing:
+            raise ValueError(f"the model no longer samples the discrete sites {sorted(missing)} that the guide was set up for")
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Indices ``(N,)`` of this batch's data points, or ``None`` if it holds all of them in order."""
+        name = self.layout.data_plate
+        if name is None:
+            return None
+        frame = self._data_frame()
+        if frame.full_size is None or frame.full_size == frame.size:
+            indices = self.values.get(name)
+            arange = torch.arange(frame.size, device=None if indices is None else indices.device)
+            return None if indices is None or torch.equal(indices, arange) else indices
+        return torch.as_tensor(self.values[name])
+
+    @property
+    def num_data(self) -> int:
+        """Number of data points in this batch, ``N``."""
+        return 1 if self.layout.data_plate is None else int(self._data_frame().size)
+
+    @property
+    def full_size(self) -> int:
+        """Number of data points in the full data set."""
+        if self.layout.data_plate is None:
+            return 1
+        frame = self._data_frame()
+        return int(frame.full_size or frame.size)
+
+    @property
+    def scale_beyond_plates(self) -> float | Tensor:
+        """The part of :attr:`scale` that does not come from subsampled plates."""
+        stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
+        return self.scale / math.prod((frame.full_size or frame.size) / frame.size for frame in stack)
+
+    def _data_frame(self) -> Any:
+        stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
+        return next(frame for frame in stack if frame.name == self.layout.data_plate)
+
+    # --- scoring ---
+
+    def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
+        """Log joints ``(N, C)`` of packed states ``(N, C, num_words)``; differentiable in whatever the model is.
+
+        ``rows`` restricts the data points to a slice of the batch; only possible where :meth:`row_blocks` offers more than one.
+
+        Raises:
+            ValueError: if a log joint is NaN or ``+inf``; the message names the site.
+        """
+        if rows is not None and self.packed is None and words.shape[0] != self.num_data:
+            raise ValueError("this model can only be scored on all data points of the batch at once")
+        log_joint = self._score_packed(words, rows) if self.packed is not None else self._score_dense(words)
+        self._check_finite(log_joint, words)
+        return log_joint
+
+    def row_blocks(self, states_per_row: int) -> list[slice]:
+        """Slices of the batch's data points that can be scored on their own, each within the memory budget."""
+        if self.packed is None:
+            return [slice(0, self.num_data)]
+        # Words and log joints of the candidates, about three copies of each.
+        per_row = max(1, 3 * states_per_row * 8 * (self.layout.space.num_words + 1))
+        step = max(1, self.memory_budget // per_row)
+        return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
+
+    def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
+        """Blocks of data points and states to differentiate one after the other, each within the memory budget."""
+        if self.packed is not None:
+            yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
+            return
+        step = self._candidates_per_run()
+        yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))
+
+    @property
+    def packed(self) -> _PackedModel | None:
+        """How to score packed states directly, or ``None`` if the model does not have the shape for it.
+
+        The shape: in the data plate one vector ``Bernoulli`` site, and observations whose distributions evaluate packed states (those of
+        :mod:`pyro_truncated.distributions`) with that very site as their ``states``; no masks, no inner plates, no conditional.
+        """
+        if not hasattr(self, "_packed"):
+            self._packed = None if self.conditional is not None else _packed_model(self)
+        return self._packed
+
+    def _score_packed(self, words: Tensor, rows: slice | None) -> Tensor:
+        model = self.packed
+        assert model is not None
+        chosen = slice(None) if rows is None else rows
+        logits = model.logits if model.logits.dim() == 1 else model.logits[chosen]
+        total: Tensor | float = 0.0
+        for fn, value in model.observations:
+            total = total + fn.packed_log_prob(words, value[chosen], logits)
+            logits = None
+        constant = model.constant if model.constant.dim() == 0 else model.constant[chosen].unsqueeze(-1)
+        return total + constant
+
+    def _score_dense(self, words: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            return self._score_block(words)
+        return torch.cat([self._score_block(block) for block in words.split(self._candidates_per_run(), 1)], 1)
+
+    def _candidates_per_run(self) -> int:
+        """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
+        nodes = [node for node in self.probe.nodes.values() if node["type"] == "sample" and not site_is_subsample(node)]
+        largest = max((math.prod((*node["fn"].batch_shape, *node["fn"].event_shape)) for node in nodes), default=1)
+        return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
+
+    def _score_block(self, words: Tensor) -> Tensor:
+        return sum_block(self.site_log_probs(words)).movedim(0, -1)
+
+    def assigned_values(self, words: Tensor) -> dict[str, Tensor]:
+        """Site values of candidates ``(N, C, num_words)``, with the candidates in the dimension left of all plates."""
+        levels = self.layout.space.unpack(words).transpose(0, 1)
+        dim = self.layout.data_dim
+        batch = [1] * self.depth
+        if dim:
+            batch[dim] = levels.shape[1]
+        return self.layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), self.depth, self.dtypes)
+
+    def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
+        """Log probability of each site inside the data plate, ``(C, ..., N)``, for candidates ``(N, C, num_words)``."""
+        states = self.assigned_values(words)
+        values = {**self.values, **states}
+        terms: dict[str, Tensor] = {}
+        if self.conditional is not None:
+            for name, node in self._conditional_trace(states).nodes.items():
+                if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node):
+                    values[name] = node["value"]
+                    terms[f"conditional of {name}"] = -self._reduce(node)
+        # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
+        with pyro.validation_enabled(False):
+            trace = self._trace(values)
+        for name, node in trace.nodes.items():
+            if node["type"] == "sample" and not site_is_subsample(node) and self._inside(node):
+                terms[name] = self._reduce(node)
+        return terms
+
+    def _conditional_trace(self, states: Mapping[str, Tensor]) -> poutine.Trace:
+        assert self.conditional is not None
+        with _only_params_escape(), ExitStack() as stack:
+            if self.layout.data_plate is not None:
+                frame = self._data_frame()
+                stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values.get(frame.name), dim=frame.dim))
+            return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
+
+    def _inside(self, node: Mapping[str, Any]) -> bool:
+        name = self.layout.data_plate
+        return name is None or any(frame.name == name for frame in node["cond_indep_stack"])
+
+    def _reduce(self, node: Mapping[str, Any]) -> Tensor:
+        """A site's log probability summed over all plates but the data plate."""
+        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, node["mask"])
+        lead = max(0, log_prob.dim() - self.depth)
+        log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape)) if lead == 0 else log_prob
+        plates = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.name != self.layout.data_plate}
+        plates = {dim for dim in plates if dim != self.layout.data_dim}
+        if plates:
+            log_prob = log_prob.sum(sorted(plates), keepdim=True)
+        # What is left are candidates, dimensions of other latents' draws (vectorised particles) and the data.
+        dim = self.layout.data_dim
+        log_prob = log_prob.movedim(dim, -1) if dim else log_prob.unsqueeze(-1)
+        keep = [size for size in log_prob.shape[1:-1] if size != 1]
+        return log_prob.reshape(log_prob.shape[0], *keep, log_prob.shape[-1])
+
+    def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
+        if not log_joint.numel():
+            return
+        top = log_joint.detach().max()
+        if bool(top < math.inf):
+            return
+        kind = "NaN" if bool(log_joint.isnan().any()) else "+inf"
+        flat = (log_joint.isnan() | (log_joint == math.inf)).reshape(-1, log_joint.shape[-1]).nonzero()[0]
+        culprits = ""
+        if words.shape[0] == self.num_data:
+            with torch.no_grad():
+                terms = self.site_log_probs(words[:, flat[1] : flat[1] + 1])
+            bad = [name for name, term in terms.items() if not bool((term < math.inf).all())]
+            culprits = f" at site {', '.join(repr(name) for name in bad)}" if bad else ""
+        raise ValueError(
+            f"the log joint is {kind}{culprits} for a state of data point {int(flat[0])} of the batch. "
+            "Check the model's parameters and data (missing values need a distribution that allows them)."
+        )
+
+    def observations(self) -> dict[str, Tensor]:
+        """Observed values inside the data plate by site name, data points first, inner plates next, then the event."""
+        found = {}
+        for name, node in self.probe.nodes.items():
+            if node["type"] == "sample" and node["is_observed"] and torch.is_tensor(node["value"]) and self._inside(node):
+                value, event_dim = node["value"], node["fn"].event_dim
+                if self.layout.data_dim and value.dim() >= event_dim - self.layout.data_dim:
+                    value = value.movedim(self.layout.data_dim - event_dim, 0)
+                    found[name] = value
+        return found
+
+
+def sum_block(terms: Mapping[str, Tensor]) -> Tensor:
+    """Sum of the sites' log probabilities ``(C, ..., N)``, broadcast against each other."""
+    total: Tensor | None = None
+    for term in terms.values():
+        # Sites that do not vary with the draws of other latents lack the dimensions in the middle.
+        if total is not None and term.dim() != total.dim():
+            short, long = sorted((term, total), key=Tensor.dim)
+            short = short.reshape(short.shape[0], *(1,) * (long.dim() - short.dim()), *short.shape[1:])
+            term, total = short, long
+        total = term if total is None else total + term
+    assert total is not None
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class _PackedModel:
+    """A model whose states are scored packed: Bernoulli logits ``(H,)`` or ``(N, H)``, their constant, and the observations."""
+
+    logits: Tensor
+    constant: Tensor
+    observations: list[tuple[Any, Tensor]]
+
+
+def _packed_model(log_joint: LogJoint) -> _PackedModel | None:
+    layout, probe = log_joint.layout, log_joint.probe
+    if layout.data_dim != -1 or len(layout.sites) != 1 or not layout.space.is_binary:
+        return None
+    (site,) = layout.sites.values()
+    nodes = [
+        node for node in probe.nodes.values() if node["type"] == "sample" and not site_is_subsample(node) and log_joint._inside(node)
+    ]
+    state = probe.nodes[site.name]
+    if site.kind != "boolean" or site.plates or len(site.event_shape) != 1:
+        return None
+    observed = [node for node in nodes if node["name"] != site.name]
+    if not observed or any(node["mask"] is not None or len(node["cond_indep_stack"]) != 1 for node in nodes):
+        return None
+    for node in observed:
+        fn = node["fn"]
+        if not (node["is_observed"] and getattr(fn, "has_packed_log_prob", False) and fn.states is state["value"] and node["scale"] == state["scale"]):
+            return None
+        if node["value"].shape[:1] != (log_joint.num_data,):
+            return None
+    logits = _bernoulli_logits(state["fn"], log_joint.num_data, layout.space.num_latents)
+    if logits is None:
+        return None
+    return _PackedModel(logits, -torch.nn.functional.softplus(logits).sum(-1), [(node["fn"], node["value"]) for node in observed])
+
+
+def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
+    """Logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution; ``None`` if it is anything else."""
+    while type(fn).__name__ in ("Independent", "ExpandedDistribution") and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    if not isinstance(fn, torch.distributions.Bernoulli):
+        return None
+    logits = fn.logits
+    if logits.dim() == 2 and logits.shape[0] == num_data and logits.stride(0) == 0:
+        logits = logits[0]
+    if logits.dim() <= 1:
+        return logits.expand(num_latents)
+    return logits.expand(num_data, num_latents) if logits.dim() == 2 else None

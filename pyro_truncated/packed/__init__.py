@@ -1,0 +1,36 @@
+"""Operations on packed states: compiled kernels on the CPU, vectorised torch on any other device."""
+
+import numba
+import torch
+
+from pyro_truncated.packed.bits import activation_probabilities, draw_values, unpack, value_probabilities
+from pyro_truncated.packed.energy import moments, noisy_or_log_prob, noisy_or_statistics, pair_energy, square_error
+from pyro_truncated.packed.evolution import cross, draw_seed, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
+from pyro_truncated.packed.initial import initial_states
+from pyro_truncated.packed.selection import repeated, select_top
+
+__all__ = [
+    "activation_probabilities",
+    "cross",
+    "draw_seed",
+    "draw_values",
+    "flip_random",
+    "flip_sparse",
+    "initial_states",
+    "moments",
+    "noisy_or_log_prob",
+    "noisy_or_statistics",
+    "pair_energy",
+    "repeated",
+    "select_parents",
+    "select_top",
+    "sparse_flip_probabilities",
+    "square_error",
+    "unpack",
+    "value_probabilities",
+]
+
+# Starting numba's threads resets the number of threads of the OpenMP runtime, which torch shares: do it once, now, and put it back.
+_num_threads = torch.get_num_threads()
+numba.get_num_threads()
+torch.set_num_threads(_num_threads)

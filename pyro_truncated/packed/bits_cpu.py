@@ -1,0 +1,75 @@
+"""Compiled kernels behind :mod:`pyro_truncated.packed.bits`."""
+
+import numpy as np
+from numba import njit, prange
+
+from pyro_truncated.packed.random_cpu import STEP, stream, uniform
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def unpack_bits(words, out):
+    """Bits of ``words`` ``(R, W)`` as numbers ``(R, L)``, one bit per latent."""
+    num_latents = out.shape[1]
+    for r in prange(len(words)):
+        for w in range(words.shape[1]):
+            bits = words[r, w]
+            for i in range(min(64, num_latents - 64 * w)):
+                # By way of a small integer, because few processors convert vectors of 64-bit integers to floats.
+                out[r, 64 * w + i] = np.int8((bits >> i) & 1)
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def unpack_fields(words, word, shift, mask, out):
+    """Fields of ``words`` ``(R, W)`` as numbers ``(R, L)``."""
+    for r in prange(len(words)):
+        for h in range(len(word)):
+            out[r, h] = np.int32((words[r, word[h]] >> shift[h]) & mask[h])
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def add_weights_of_bits(words, weights, out):
+    """Adds each state's weight to ``out`` ``(N, L)`` wherever its bit is set."""
+    num_data, num_states, num_words = words.shape
+    for n in prange(num_data):
+        for s in range(num_states):
+            weight = weights[n, s]
+            for w in range(num_words):
+                bits = np.uint64(words[n, s, w])
+                position = 64 * w
+                while bits:
+                    # Skipping zeros eight at a time suits sparse states.
+                    while not bits & np.uint64(255):
+                        bits >>= np.uint64(8)
+                        position += 8
+                    if bits & np.uint64(1):
+                        out[n, position] += weight
+                    bits >>= np.uint64(1)
+                    position += 1
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def add_weights_of_values(words, weights, word, shift, mask, out):
+    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values."""
+    num_data, num_states, _ = words.shape
+    for n in prange(num_data):
+        for s in range(num_states):
+            for h in range(len(word)):
+                out[n, h, (words[n, s, word[h]] >> shift[h]) & mask[h]] += weights[n, s]
+
+
+@njit(cache=True, nogil=True, parallel=True)
+def draw_values(tails, word, shift, seed, out):
+    """Independent latents by inversion: the value is the number of tail probabilities ``P(value > v)`` above a uniform number."""
+    num_data, num_samples, num_words = out.shape
+    for n in prange(num_data):
+        state = stream(seed, n)
+        for c in range(num_samples):
+            for w in range(num_words):
+                out[n, c, w] = 0
+            for h in range(len(word)):
+                state += STEP
+                u = uniform(state)
+                value = 0
+                while value < tails.shape[2] and u < tails[n, h, value]:
+                    value += 1
+                out[n, c, word[h]] |= np.int64(value) << shift[h]

@@ -1,0 +1,33 @@
+"""Selection of packed states in plain torch, for any device: lexicographic sorts instead of hash sets."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def repeated(words: Tensor) -> Tensor:
+    """Marks the states ``(N, C)`` that equal an earlier state of their row."""
+    order = torch.arange(words.shape[1], device=words.device).expand(words.shape[:2])
+    # Stable sorts by one word after the other leave equal states side by side, the earliest first.
+    for word in words.unbind(-1):
+        order = order.gather(1, word.gather(1, order).argsort(dim=1, stable=True))
+    ordered = words.gather(1, order.unsqueeze(-1).expand_as(words))
+    equal = torch.zeros_like(order, dtype=torch.bool)
+    equal[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]).all(-1)
+    return torch.empty_like(equal).scatter_(1, order, equal)
+
+
+def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
+    """Best ``size`` distinct states, and the smallest number of distinct states that a row with too few of them has (else -1)."""
+    words = torch.cat([words, extra_words], 1)
+    log_joint = torch.cat([log_joint, extra_log_joint], 1)
+    surplus = repeated(words)
+    fewest = int((~surplus).sum(1).min()) if len(words) else size
+    if fewest < size:
+        return words[:, :0], log_joint[:, :0], fewest
+    # Ranking by log joint first and by repetition second keeps distinct states of log joint -inf ahead of repetitions.
+    order = log_joint.argsort(dim=1, descending=True, stable=True)
+    order = order.gather(1, surplus.gather(1, order).byte().argsort(dim=1, stable=True))
+    chosen = order[:, :size].sort(dim=1).values
+    return words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, words.shape[-1])), log_joint.gather(1, chosen), -1

@@ -1,0 +1,65 @@
+"""What a search is: a strategy that proposes states for the populations of a batch of data points."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from pyro_truncated.population import Population, join
+from pyro_truncated.states import StateSpace
+
+
+@dataclasses.dataclass(frozen=True)
+class SearchBatch:
+    """What a search gets to see: the populations of ``N`` data points and a way to score states.
+
+    Attributes:
+        population: current populations, log joints up to date.
+        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``.
+        observations: the batch's observed values by site name, data points first.
+    """
+
+    population: Population
+    score: Callable[[Tensor], Tensor]
+    observations: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    @property
+    def space(self) -> StateSpace:
+        """The state space."""
+        return self.population.space
+
+    def scored(self, words: Tensor) -> Population:
+        """Candidates ``(N, C, num_words)`` with their log joints."""
+        return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
+
+
+class Search(abc.ABC):
+    """Proposes states; the best distinct ones of population and proposals survive.
+
+    Searches add up: ``a + b`` lets both propose for the same populations.
+    """
+
+    @abc.abstractmethod
+    def propose(self, batch: SearchBatch) -> Population:
+        """Candidate states of every data point with their log joints, ``(N, C)``; repetitions are allowed."""
+
+    def step(self, batch: SearchBatch) -> Population:
+        """The improved populations: by default the union of population and proposals cut down to the best, so no free energy ever falls."""
+        return batch.population.merge(self.propose(batch))
+
+    def __add__(self, other: Search) -> Search:
+        return CombinedSearch((self, other))
+
+
+class CombinedSearch(Search):
+    """Several searches that propose for the same populations; written ``a + b``."""
+
+    def __init__(self, searches: tuple[Search, ...]) -> None:
+        self.searches = searches
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """All proposals side by side."""
+        return join([search.propose(batch) for search in self.searches])

@@ -1,0 +1,134 @@
+"""Evolutionary search: parents selected by fitness, crossover, and mutations of their children."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import packed
+from pyro_truncated.population import Population, join
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states import StateSpace
+
+Selection = Literal["fitparents", "randparents"]
+Mutation = Literal["randflips", "sparseflips"]
+
+
+class EvolutionarySearch(Search):
+    r"""Lets the states of every data point breed, after Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization".
+
+    Each generation selects ``parents`` distinct states per data point, makes children of them and scores these once. The children
+    of a generation are the population that the parents of the next are selected from, as in the paper's algorithm 1; those of all
+    generations are proposed. The paper names the variants by the operators they use:
+
+    ====================  ==========================================================================================
+    ``"fitparents"``      parents in proportion to fitness, equation (7), see :func:`~pyro_truncated.packed.select_parents`
+    ``"randparents"``     parents uniformly
+    ``crossover``         "cross": both offspring of every pair of parents, cut at one random point, then mutated
+    ``"randflips"``       exactly one random latent of each child changes
+    ``"sparseflips"``     flips that pull the children's activity towards a target, see :func:`~pyro_truncated.packed.flip_sparse`
+    ====================  ==========================================================================================
+
+    Nothing but the default target activity depends on how the data are split into batches.
+
+    Args:
+        parents: number of parents per data point, at most the number of states in its population.
+        children: mutated copies of each parent; with crossover the number follows from that of the pairs and this is not used:
+            ``parents * (parents - 1)`` children in all, so that the default 8 parents have 56 children either way.
+        generations: number of generations.
+        selection: ``"fitparents"`` or ``"randparents"``.
+        crossover: whether children come from pairs of parents.
+        mutation: ``"randflips"`` or ``"sparseflips"``.
+        flip_probability: mean probability of a flip in ``"sparseflips"``; default ``1 / L``, one flip per child.
+        target_activity: mean number of active binary latents that ``"sparseflips"`` aims at; default: their mean number under the
+            current truncated posteriors of the batch, the sparsity learned by the model.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range or unknown.
+    """
+
+    def __init__(
+        self,
+        parents: int = 8,
+        children: int = 7,
+        generations: int = 2,
+        *,
+        selection: Selection = "fitparents",
+        crossover: bool = False,
+        mutation: Mutation = "randflips",
+        flip_probability: float | None = None,
+        target_activity: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, number in (("parents", parents), ("children", children), ("generations", generations)):
+            if number < 1:
+                raise ValueError(f"{name} must be a positive integer; got {number}")
+        if selection not in ("fitparents", "randparents"):
+            raise ValueError(f"selection must be 'fitparents' or 'randparents'; got {selection!r}")
+        if mutation not in ("randflips", "sparseflips"):
+            raise ValueError(f"mutation must be 'randflips' or 'sparseflips'; got {mutation!r}")
+        if crossover and parents < 2:
+            raise ValueError(f"crossover needs pairs, so at least 2 parents; got {parents}")
+        if flip_probability is not None and not 0 < flip_probability <= 1:
+            raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
+        if target_activity is not None and not target_activity >= 0:
+            raise ValueError(f"target_activity must not be negative; got {target_activity}")
+        self.parents = parents
+        self.children = children
+        self.generations = generations
+        self.selection = selection
+        self.crossover = crossover
+        self.mutation = mutation
+        self.flip_probability = flip_probability
+        self.target_activity = target_activity
+        self.generator = generator
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The children of all generations.
+
+        Raises:
+            ValueError: if the populations hold fewer states than there are parents, or crossover meets a single latent.
+        """
+        if batch.population.num_states < self.parents:
+            raise ValueError(
+                f"cannot select {self.parents} parents from populations of {batch.population.num_states} states; "
+                "use more states (num_states) or fewer parents"
+            )
+        if self.crossover and batch.space.num_latents < 2:
+            raise ValueError("crossover needs at least two discrete latents per data point, the model has one; use crossover=False")
+        target = self._target(batch.population) if self.mutation == "sparseflips" else math.nan
+        pool = batch.population
+        generations: list[Population] = []
+        for _ in range(self.generations):
+            pool = batch.scored(self._breed(pool, target, known_distinct=not generations))
+            generations.append(pool)
+        return join(generations)
+
+    def _target(self, population: Population) -> float:
+        """Mean number of active binary latents; latents of more values have no activity to steer."""
+        if self.target_activity is not None:
+            return self.target_activity
+        binary = population.space.cardinality == 2
+        return float(population.marginals()[:, binary.to(population.words.device)].sum(-1).mean())
+
+    def _breed(self, pool: Population, target: float, known_distinct: bool) -> Tensor:
+        """One generation of children ``(N, C, num_words)``."""
+        space, fitness = pool.space, pool.log_joint
+        if not known_distinct:
+            # Siblings may be equal; without this, a state with many copies would be its own partner.
+            fitness = fitness.masked_fill(packed.repeated(pool.words), -math.inf)
+        chosen = packed.select_parents(fitness, self.parents, by_fitness=self.selection == "fitparents", generator=self.generator)
+        parents = pool.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
+        if not self.crossover:
+            return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
+        return self._mutate(packed.cross(parents, space, generator=self.generator), space, target)
+
+    def _mutate(self, children: Tensor, space: StateSpace, target: float) -> Tensor:
+        if self.mutation == "randflips":
+            return packed.flip_random(children, space, generator=self.generator)
+        flip_probability = self.flip_probability or 1 / max(1, len(space.mutable))
+        return packed.flip_sparse(children, space, target, flip_probability, generator=self.generator)

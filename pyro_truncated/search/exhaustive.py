@@ -1,0 +1,52 @@
+"""Exhaustive search: every state of the space is a candidate."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.population import Population, join
+from pyro_truncated.search.base import Search, SearchBatch
+
+_BLOCK_ENTRIES = 2**22
+
+
+class ExhaustiveSearch(Search):
+    """Scores all states of the space and keeps the best; exact EM where a population holds the whole space.
+
+    Args:
+        max_states: largest number of states in the space that it consents to score for every data point.
+    """
+
+    def __init__(self, max_states: int = 2**20) -> None:
+        self.max_states = max_states
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """All states, ``(N, space.size)``: for small spaces and batches only, :meth:`step` needs no such memory."""
+        return join([batch.scored(words) for words in self._blocks(batch)])
+
+    def step(self, batch: SearchBatch) -> Population:
+        """The best states of the space, found block by block.
+
+        Raises:
+            ValueError: if the space holds more than ``max_states`` states.
+        """
+        population = batch.population
+        for words in self._blocks(batch):
+            population = population.merge(dataclasses.replace(population, words=words, log_joint=batch.score(words)))
+        return population
+
+    def _blocks(self, batch: SearchBatch) -> Iterator[Tensor]:
+        """All states in blocks ``(N, C, num_words)``."""
+        space, num_data = batch.space, len(batch.population)
+        if space.size > self.max_states:
+            raise ValueError(
+                f"exhaustive search would score {space.readable_size} states for each data point, more than max_states={self.max_states}; "
+                "use EvolutionarySearch, or raise max_states"
+            )
+        words = space.enumerate(batch.population.words.device)
+        for block in torch.split(words, max(1, _BLOCK_ENTRIES // max(1, num_data))):
+            yield block.expand(num_data, -1, -1).contiguous()

@@ -1,0 +1,47 @@
+"""Sampled search: candidates with independent latents, from the posterior's marginals and from a prior."""
+
+from __future__ import annotations
+
+import torch
+
+from pyro_truncated import packed
+from pyro_truncated.population import Population
+from pyro_truncated.search.base import Search, SearchBatch
+
+
+class SampledSearch(Search):
+    r"""Proposes random states whose latents are drawn independently of each other.
+
+    A share of them comes from a prior, the others from the current posterior marginals of the data point. The prior is the
+    marginals' mean over the batch, with one data point's worth of uniform marginals added so that no value is out of reach:
+    :math:`(1/V_l + \sum_n q_n(s_l = v)) / (N + 1)`.
+
+    Args:
+        num_samples: number of candidates per data point.
+        prior_share: fraction of the candidates that come from the prior, rounded to a whole number of candidates.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(self, num_samples: int, *, prior_share: float = 0.5, generator: torch.Generator | None = None) -> None:
+        if num_samples < 1:
+            raise ValueError(f"num_samples must be a positive integer; got {num_samples}")
+        if not 0 <= prior_share <= 1:
+            raise ValueError(f"prior_share must lie in [0, 1]; got {prior_share}")
+        self.num_samples = num_samples
+        self.num_prior = round(prior_share * num_samples)
+        self.generator = generator
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """``num_samples`` states per data point; repetitions are left to the merge."""
+        space, marginals = batch.space, batch.population.value_probabilities()
+        cardinality = space.cardinality.to(marginals.device).unsqueeze(-1)
+        uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
+        prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
+        words = [
+            packed.draw_values(probabilities, number, space, generator=self.generator)
+            for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
+        ]
+        return batch.scored(torch.cat(words, 1))

@@ -1,0 +1,270 @@
+"""The discrete latent sites of a Pyro model, and how their values map to a :class:`~pyro_truncated.states.StateSpace`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.states import StateSpace
+
+
+@dataclasses.dataclass(frozen=True)
+class DiscreteSite:
+    """One discrete latent site, seen from one data point.
+
+    Attributes:
+        name: the site's name in the model.
+        kind: ``"boolean"``, ``"integer"`` or ``"one_hot"``.
+        plates: ``(dim, size)`` of the plates around the site other than the data plate, outermost (most negative ``dim``) first.
+        event_shape: shape of the value's event, without the one-hot dimension.
+        low: smallest value (0 but for integer intervals that start elsewhere).
+        cardinalities: number of values of each latent, in the order of ``(*plates, *event_shape)``.
+        frames: the site's plates, for the guide to enter.
+        dtype: type of the site's values in the prototype run.
+    """
+
+    name: str
+    kind: str
+    plates: tuple[tuple[int, int], ...]
+    event_shape: tuple[int, ...]
+    low: int
+    cardinalities: tuple[int, ...]
+    frames: tuple[Any, ...]
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the site's latents for one data point: inner plates, then the event."""
+        return (*(size for _, size in self.plates), *self.event_shape)
+
+    @property
+    def num_latents(self) -> int:
+        """Number of discrete latents at the site, per data point."""
+        return len(self.cardinalities)
+
+    @property
+    def event_dim(self) -> int:
+        """Number of event dimensions of the value Pyro sees."""
+        return len(self.event_shape) + (self.kind == "one_hot")
+
+    def to_values(self, levels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees; one-hot sites gain a last dimension."""
+        dtype = self.dtype if dtype is None else dtype
+        if self.kind == "one_hot":
+            return torch.nn.functional.one_hot(levels.long(), self.cardinalities[0]).to(dtype)
+        values = levels.to(dtype)
+        return values + self.low if self.low else values
+
+    def to_levels(self, values: Tensor) -> Tensor:
+        """Inverse of :meth:`to_values`, as int64.
+
+        Raises:
+            ValueError: if a value is not in the site's support.
+        """
+        if self.kind == "one_hot":
+            levels = values.argmax(-1)
+            valid = bool((self.to_values(levels, values.dtype) == values).all())
+        else:
+            levels = (values - self.low).round().long()
+            high = torch.tensor(self.cardinalities, device=values.device).reshape(self.shape)
+            valid = bool(((levels + self.low == values) & (levels >= 0) & (levels < high)).all())
+        if not valid:
+            raise ValueError(f"states for site '{self.name}' hold values outside its support ({self.kind}, {max(self.cardinalities)} values from {self.low})")
+        return levels
+
+
+class Layout:
+    """Where a model's discrete latents live: one *data plate* (or none), and the sites inside it.
+
+    The data plate is the outermost plate that holds all discrete latent sites and everything that depends on them, so that its members have
+    independent posteriors. Where there is none (a site outside every plate; feature selectors whose observations lie in another plate), all
+    discrete latents form the one state of a single "data point".
+
+    Args:
+        trace: a trace of the model (one value per site).
+        max_count: upper bound of counts with infinite support, for all such sites or by site name.
+        dependents: returns the names of the sites that depend on the given ones; asked only where the plates leave it open.
+
+    Raises:
+        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound.
+        NotImplementedError: for a sequential plate, or a subsampled plate inside the data plate that holds a discrete latent.
+    """
+
+    def __init__(
+        self,
+        trace: poutine.Trace,
+        max_count: int | Mapping[str, int] | None = None,
+        dependents: Callable[[set[str]], set[str]] | None = None,
+    ) -> None:
+        nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
+        if not nodes:
+            raise ValueError("the model has no discrete latent site; AutoTruncated has nothing to infer")
+        for node in nodes:
+            _refuse_sequential(node)
+        frame = _data_plate(trace, nodes, dependents)
+        self.data_plate: str | None = None if frame is None else frame.name
+        self.data_dim: int = 0 if frame is None else frame.dim
+        self.num_data: int = 1 if frame is None else (frame.full_size or frame.size)
+        self.sites = {node["name"]: _describe(node, self.data_plate, max_count) for node in nodes}
+        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites]
+        self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
+        dims = [frame.dim for node in trace.nodes.values() if node["type"] == "sample" for frame in node["cond_indep_stack"] if frame.vectorized]
+        self.depth: int = -min(dims, default=0)
+
+    def decode(self, levels: Tensor, depth: int, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Site values of states.
+
+        Args:
+            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plate at ``data_dim`` and size 1 at every inner plate.
+            depth: number of plate dimensions; ``batch`` is padded with ones up to it.
+            dtypes: value types by site; default: those of the prototype.
+
+        Returns:
+            Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
+        """
+        values, start = {}, 0
+        batch = levels.shape[:-1]
+        batch = (1,) * (depth - len(batch)) + tuple(batch)
+        for site in self.sites.values():
+            part = levels[..., start : start + site.num_latents].reshape(*batch, *site.shape)
+            start += site.num_latents
+            for position, (dim, _) in enumerate(site.plates):
+                part = part.transpose(len(batch) + dim, len(batch) + position)
+            part = part.reshape(*part.shape[: len(batch)], *site.event_shape)
+            values[site.name] = site.to_values(part, None if dtypes is None else dtypes[site.name])
+        return values
+
+    def split(self, levels: Tensor) -> dict[str, Tensor]:
+        """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates in front of the event."""
+        values, start = {}, 0
+        for site in self.sites.values():
+            part = levels[..., start : start + site.num_latents].reshape(*levels.shape[:-1], *site.shape)
+            values[site.name] = site.to_values(part)
+            start += site.num_latents
+        return values
+
+    def encode(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``.
+
+        Raises:
+            ValueError: for a missing or unknown site, a wrong shape, or values outside the support.
+        """
+        if set(values) != set(self.sites):
+            raise ValueError(f"states are needed for the sites {sorted(self.sites)}; got {sorted(values)}")
+        parts = []
+        for site in self.sites.values():
+            value = torch.as_tensor(values[site.name])
+            expected = (*site.shape, site.cardinalities[0]) if site.kind == "one_hot" else site.shape
+            if len(expected) and tuple(value.shape[-len(expected) :]) != expected:
+                raise ValueError(f"states for site '{site.name}' must end in the dimensions {expected}; got shape {tuple(value.shape)}")
+            levels = site.to_levels(value)
+            parts.append(levels.reshape(*levels.shape[: levels.dim() - len(site.shape)], site.num_latents))
+        return torch.cat(parts, -1)
+
+
+def latent_nodes(trace: poutine.Trace) -> list[dict[str, Any]]:
+    """The latent sample sites of a trace: neither observed nor a plate's subsample."""
+    return [node for _, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)]
+
+
+def _refuse_sequential(node: Mapping[str, Any]) -> None:
+    for frame in node["cond_indep_stack"]:
+        if not frame.vectorized:
+            raise NotImplementedError(
+                f"discrete latent site '{node['name']}' lies in the sequential plate '{frame.name}' (iterated over in a Python loop). "
+                f"Vectorise it: `with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
+            )
+
+
+def _data_plate(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> Any:
+    """The outermost plate around all discrete sites and whatever depends on them, or None."""
+    stacks = [node["cond_indep_stack"] for node in nodes]
+    shared = set.intersection(*({frame.name for frame in stack} for stack in stacks))
+    names = {node["name"] for node in nodes}
+    outside = [
+        (node["name"], {frame.name for frame in node["cond_indep_stack"]})
+        for node in trace.nodes.values()
+        if node["type"] == "sample" and not site_is_subsample(node) and node["name"] not in names
+    ]
+    below: set[str] | None = None
+    # Pyro lists the frames of a site outermost first.
+    for frame in stacks[0]:
+        if frame.name not in shared:
+            continue
+        strangers = {name for name, plates in outside if frame.name not in plates}
+        if strangers and dependents is not None:
+            below = dependents(names) if below is None else below
+            strangers &= below
+            if strangers:
+                continue
+        return frame
+    return None
+
+
+def _describe(node: Mapping[str, Any], data_plate: str | None, max_count: int | Mapping[str, int] | None) -> DiscreteSite:
+    inner = sorted((f for f in node["cond_indep_stack"] if f.name != data_plate), key=lambda f: f.dim)
+    for frame in inner:
+        if frame.full_size is not None and frame.full_size != frame.size:
+            raise NotImplementedError(
+                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}' inside the data plate; only the data plate may be subsampled"
+            )
+    kind, low, cardinality = _support(node, max_count)
+    event_shape = tuple(node["fn"].event_shape)
+    event_shape = event_shape[:-1] if kind == "one_hot" else event_shape
+    plates = tuple((frame.dim, frame.size) for frame in inner)
+    shape = (*(size for _, size in plates), *event_shape)
+    num_latents = math.prod(shape)
+    if cardinality.numel() == 1:
+        cardinalities = (int(cardinality),) * num_latents
+    else:
+        cardinalities = _per_latent(cardinality, node, data_plate, shape)
+    return DiscreteSite(node["name"], kind, plates, event_shape, low, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype)
+
+
+def _per_latent(cardinality: Tensor, node: Mapping[str, Any], data_plate: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Cardinalities that differ between latents; where they differ between data points, the largest (the rest has probability zero)."""
+    full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
+    for frame in node["cond_indep_stack"]:
+        if frame.name == data_plate:
+            full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
+    return tuple(int(v) for v in full.reshape(shape).flatten())
+
+
+def _support(node: Mapping[str, Any], max_count: int | Mapping[str, int] | None) -> tuple[str, int, Tensor]:
+    """Kind, lowest value and number of values of a discrete site."""
+    support = node["fn"].support
+    while isinstance(support, constraints.independent):
+        support = support.base_constraint
+    if support is constraints.boolean:
+        return "boolean", 0, torch.tensor(2)
+    if support is constraints.one_hot:
+        return "one_hot", 0, torch.tensor(node["fn"].event_shape[-1])
+    low = getattr(support, "lower_bound", 0)
+    bound = max_count.get(node["name"]) if isinstance(max_count, Mapping) else max_count
+    high = getattr(support, "upper_bound", None)
+    if high is None:
+        if bound is None:
+            raise ValueError(
+                f"discrete latent site '{node['name']}' ({_family(node['fn'])}) has infinite support and no bound. "
+                f"Give one: AutoTruncated(model, max_count={{'{node['name']}': 20}})."
+            )
+        high = bound
+    elif bound is not None:
+        high = torch.as_tensor(high).clamp(max=bound)
+    low_value = int(torch.as_tensor(low).min())
+    return "integer", low_value, torch.as_tensor(high).long() - low_value + 1
+
+
+def _family(fn: Any) -> str:
+    """Name of a distribution without its wrappers."""
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return type(fn).__name__

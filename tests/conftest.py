@@ -1,0 +1,71 @@
+"""Fixtures that every test gets: a fixed seed, an empty parameter store, and a check that no global setting leaks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import matplotlib
+import numpy as np
+import pyro
+import pytest
+import torch
+
+from pyro_truncated import datasets
+
+matplotlib.use("Agg")
+
+
+def _global_state() -> dict[str, object]:
+    return {
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "grad mode": torch.is_grad_enabled(),
+        "torch validation": torch.distributions.Distribution._validate_args,
+        "threads": torch.get_num_threads(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        **{f"pyro setting {name}": value for name, value in pyro.settings.get().items()},
+    }
+
+
+def _restore(state: dict[str, object], settings: dict[str, object]) -> None:
+    torch.set_default_dtype(state["default dtype"])
+    torch.set_default_device(state["default device"])
+    torch.set_grad_enabled(bool(state["grad mode"]))
+    torch.set_num_threads(int(str(state["threads"])))
+    torch.use_deterministic_algorithms(bool(state["deterministic algorithms"]))
+    pyro.settings.set(**settings)
+
+
+@pytest.fixture(autouse=True)
+def clean_globals() -> Iterator[None]:
+    """Seeds every generator, empties Pyro's parameter store, and fails a test that leaves a global setting changed."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    pyro.enable_validation(True)
+    before, settings = _global_state(), pyro.settings.get()
+    yield
+    pyro.clear_param_store()
+    after = _global_state()
+    leaked = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    if leaked:
+        _restore(before, settings)
+        pytest.fail("the test left global settings changed (before, after): " + repr(leaked))
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A seeded generator for tests that draw their own data."""
+    return torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def real_data() -> Callable[[str], dict[str, np.ndarray]]:
+    """Loads a real data set by name, or skips the test where the data folder does not hold it."""
+
+    def load(name: str) -> dict[str, np.ndarray]:
+        try:
+            return datasets.load(name)
+        except datasets.DatasetNotFoundError as error:
+            pytest.skip(str(error))
+
+    return load

@@ -1,0 +1,344 @@
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import arviz as az
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+import xarray as xr
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated._arviz_compat import get_dataset, group_names
+from pyro_truncated.diagnostics import to_arviz
+
+NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 6, 3, 4
+STATES = torch.tensor(list(itertools.product((0.0, 1.0), repeat=NUM_LATENTS)), dtype=torch.float64)
+RATE, NOISE = 0.3, 0.8
+
+
+@pytest.fixture
+def weight(generator: torch.Generator) -> Tensor:
+    return torch.randn(NUM_OBSERVED, NUM_LATENTS, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def data(generator: torch.Generator) -> Tensor:
+    return torch.randn(NUM_DATA, NUM_OBSERVED, generator=generator, dtype=torch.float64)
+
+
+@pytest.fixture
+def model(weight: Tensor) -> Callable[..., None]:
+    def linear(y: Tensor, batch_size: int | None = None) -> None:
+        with pyro.plate("data", len(y), subsample_size=batch_size) as rows:
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, NOISE).to_event(1), obs=y[rows])
+
+    return linear
+
+
+def fitted(model: Callable[..., None], *args: Any, num_states: int = 16, guide: Any = None, steps: int = 1, **kwargs: Any) -> Any:
+    """A guide with the best states found by enumeration; the optimiser does not move anything."""
+    guide = AutoTruncated(model, num_states) if guide is None else guide
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1))
+    for _ in range(steps):
+        svi.step(*args, **kwargs)
+    return guide
+
+
+def exact_log_joint(y: Tensor, weight: Tensor, shift: Tensor | float = 0.0) -> Tensor:
+    prior = dist.Bernoulli(torch.tensor(RATE).double()).log_prob(STATES).sum(1)
+    return prior + dist.Normal(STATES @ weight.mT + shift, NOISE).log_prob(y[:, None]).sum(-1)
+
+
+def log_density_parts(idata: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    stats = get_dataset(idata, "sample_stats")
+    return stats["lp"].values[0], stats["log_q"].values[0], stats["log_weight"].values[0]
+
+
+def test_groups_and_dimensions(model: Callable[..., None], data: Tensor) -> None:
+    idata = to_arviz(model, fitted(model, data), data, num_samples=7, dims={"y": ["pixel"]}, coords={"pixel": ["a", "b", "c"]})
+    assert set(group_names(idata)) == {"posterior", "sample_stats", "log_likelihood", "observed_data", "truncated_posterior"}
+    posterior = get_dataset(idata, "posterior")
+    assert posterior["s"].dims == ("chain", "draw", "data", "s_dim_0")
+    assert posterior["s"].shape == (1, 7, NUM_DATA, NUM_LATENTS)
+    assert posterior["s"].dtype == np.int8
+    assert posterior["s_index"].dims == ("chain", "draw", "data")
+    assert posterior["s_index"].dtype == np.int32
+    observed = get_dataset(idata, "observed_data")["y"]
+    assert observed.dims == ("data", "pixel")
+    assert observed["pixel"].values.tolist() == ["a", "b", "c"]
+    np.testing.assert_array_equal(observed.values, data)
+    truncated = get_dataset(idata, "truncated_posterior")
+    assert truncated["states"].dims == ("data", "state", "latent")
+    assert truncated["states"].dtype == np.int8
+    assert truncated["latent"].values.tolist() == ["s[0]", "s[1]", "s[2]", "s[3]"]
+
+
+def test_truncated_posterior_is_the_enumerated_one(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
+    truncated = get_dataset(to_arviz(model, fitted(model, data), data, num_samples=2), "truncated_posterior")
+    log_joint = exact_log_joint(data, weight)
+    posterior = log_joint.softmax(1)
+    np.testing.assert_allclose(truncated["free_energy"], log_joint.logsumexp(1), rtol=1e-10)
+    np.testing.assert_allclose(truncated["activation_prob"], posterior @ STATES, atol=1e-10)
+    np.testing.assert_allclose(truncated["effective_states"], torch.special.entr(posterior).sum(1).exp(), rtol=1e-10)
+    code = (truncated["states"].values * np.array([8, 4, 2, 1])).sum(-1)
+    np.testing.assert_allclose(truncated["weights"].values, np.take_along_axis(posterior.numpy(), code, 1), atol=1e-10)
+
+
+def test_log_likelihood_sums_the_states_out(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
+    likelihood = get_dataset(to_arviz(model, fitted(model, data), data, num_samples=4), "log_likelihood")["y"]
+    assert likelihood.dims == ("chain", "draw", "data")
+    expected = exact_log_joint(data, weight).logsumexp(1).numpy()
+    np.testing.assert_allclose(likelihood.values, np.broadcast_to(expected, (1, 4, NUM_DATA)), rtol=1e-10)
+
+
+def test_log_densities_of_the_draws(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
+    idata = to_arviz(model, fitted(model, data, num_states=5), data, num_samples=20)
+    drawn = torch.from_numpy(get_dataset(idata, "posterior")["s"].values[0]).double()
+    prior = dist.Bernoulli(torch.tensor(RATE).double()).log_prob(drawn).sum((1, 2))
+    expected = prior + dist.Normal(drawn @ weight.mT, NOISE).log_prob(data).sum((1, 2))
+    lp, log_q, log_weight = log_density_parts(idata)
+    np.testing.assert_allclose(lp, expected, rtol=1e-10)
+    np.testing.assert_allclose(log_weight, lp - log_q)
+    # On its support a truncated posterior is proportional to the joint.
+    best = exact_log_joint(data, weight).topk(5).values.logsumexp(1).sum()
+    np.testing.assert_allclose(log_weight, np.full(20, best), rtol=1e-10)
+
+
+def test_lp_holds_what_lies_outside_the_plate(data: Tensor, weight: Tensor) -> None:
+    def model(y: Tensor) -> None:
+        pyro.sample("offset", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0), obs=torch.ones((), dtype=torch.float64))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, NOISE).to_event(1), obs=y)
+
+    idata = to_arviz(model, fitted(model, data), data, num_samples=3)
+    evidence = exact_log_joint(data, weight).logsumexp(1).sum() - 0.5 - 0.5 * math.log(2 * math.pi)
+    np.testing.assert_allclose(log_density_parts(idata)[2], np.full(3, evidence), rtol=1e-10)
+    assert get_dataset(idata, "observed_data")["offset"].shape == ()
+
+
+def test_draws_follow_the_weights_and_index_the_states(model: Callable[..., None], data: Tensor) -> None:
+    num_samples = 20_000
+    idata = to_arviz(model, fitted(model, data), data, num_samples=num_samples, seed=1)
+    posterior, truncated = get_dataset(idata, "posterior"), get_dataset(idata, "truncated_posterior")
+    expected = truncated["activation_prob"].values
+    deviation = np.sqrt(expected * (1 - expected) / num_samples)
+    # Six standard deviations, 24 entries: false alarm at a rate of 5e-8.
+    assert (np.abs(posterior["s"].values[0].mean(0) - expected) <= 6 * deviation + 1e-12).all()
+    index = posterior["s_index"].values[0]
+    np.testing.assert_array_equal(truncated["states"].values[np.arange(NUM_DATA), index], posterior["s"].values[0])
+
+
+def test_seed_decides_the_draws_and_spares_the_global_generator(model: Callable[..., None], data: Tensor) -> None:
+    guide = fitted(model, data)
+    state = torch.get_rng_state()
+    first, second = (get_dataset(to_arviz(model, guide, data, num_samples=9, seed=5), "posterior") for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_array_equal(first["s_index"], second["s_index"])
+    assert first.attrs["seed"] == 5
+    to_arviz(model, guide, data, num_samples=9)
+    assert not torch.equal(torch.get_rng_state(), state)
+
+
+def test_large_arrays_are_left_out_with_a_hint(model: Callable[..., None], data: Tensor) -> None:
+    idata = to_arviz(model, fitted(model, data), data, num_samples=5, memory_budget=100)
+    posterior, truncated = get_dataset(idata, "posterior"), get_dataset(idata, "truncated_posterior")
+    assert list(posterior) == ["s_index"]
+    assert "s: over the memory budget" in posterior.attrs["omitted"]
+    assert "states" not in truncated
+    assert "guide.states()" in truncated.attrs["omitted"]
+    assert "omitted" not in get_dataset(to_arviz(model, fitted(model, data), data, num_samples=5), "posterior").attrs
+
+
+def test_guides_trained_on_minibatches(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
+    guide = fitted(model, data, batch_size=2, steps=40)
+    with pytest.raises(ValueError, match="needs all 6 data points; the model subsampled 2"):
+        to_arviz(model, guide, data, batch_size=2)
+    truncated = get_dataset(to_arviz(model, guide, data, num_samples=2), "truncated_posterior")
+    # Forty batches of two of six miss a data point with probability 6 * (2 / 3)**40 = 5e-7; its populations are exhaustive anyway.
+    np.testing.assert_allclose(truncated["free_energy"], exact_log_joint(data, weight).logsumexp(1), rtol=1e-10)
+
+
+def global_model(weight: Tensor) -> Callable[[Tensor], None]:
+    def model(y: Tensor) -> None:
+        shift = pyro.sample("shift", dist.Normal(torch.zeros(NUM_OBSERVED, dtype=torch.float64), 1.0).to_event(1))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT + shift, NOISE).to_event(1), obs=y)
+
+    return model
+
+
+def with_normal(model: Callable[..., None], *names: str) -> AutoGuideList:
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, expose=list(names)), init_scale=0.3))
+    guide.append(AutoTruncated(model, num_states=16))
+    return guide
+
+
+def test_global_latents_of_another_guide(data: Tensor, weight: Tensor) -> None:
+    model = global_model(weight)
+    guide = fitted(model, data, guide=with_normal(model, "shift"))
+    idata = to_arviz(model, guide, data, num_samples=8, dims={"shift": ["pixel"]}, seed=0)
+    shift = get_dataset(idata, "posterior")["shift"]
+    assert shift.dims == ("chain", "draw", "pixel")
+    assert len(np.unique(shift.values[0, :, 0])) == 8
+    log_joint = torch.stack([exact_log_joint(data, weight, value) for value in torch.from_numpy(shift.values[0])])
+    evidence = log_joint.logsumexp(-1)
+    np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], evidence, rtol=1e-6)
+    truncated = get_dataset(idata, "truncated_posterior")
+    np.testing.assert_allclose(truncated["free_energy"], evidence.mean(0), rtol=1e-6)
+    np.testing.assert_allclose(truncated["activation_prob"], (log_joint.softmax(-1) @ STATES).mean(0), atol=1e-6)
+    np.testing.assert_allclose(truncated["weights"].sum("state"), np.ones(NUM_DATA), rtol=1e-6)
+    loc, scale = pyro.param("AutoGuideList.0.locs.shift"), pyro.param("AutoGuideList.0.scales.shift")
+    value = torch.from_numpy(shift.values[0])
+    expected = dist.Normal(0.0, 1.0).log_prob(value).sum(1) - dist.Normal(loc, scale).log_prob(value).sum(1) + evidence.sum(1)
+    np.testing.assert_allclose(log_density_parts(idata)[2], expected.detach(), rtol=1e-6)
+    assert truncated.attrs["point_estimates_only"] == 0
+
+
+def test_local_latents_of_another_guide(data: Tensor, weight: Tensor) -> None:
+    def model(y: Tensor, dependent: bool = False) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            shift = pyro.sample("shift", dist.Normal(s.sum(-1) if dependent else torch.zeros((), dtype=torch.float64), 1.0))
+            pyro.sample("y", dist.Normal(s @ weight.mT + shift.unsqueeze(-1), NOISE).to_event(1), obs=y)
+
+    guide = fitted(model, data, guide=with_normal(model, "shift"))
+    idata = to_arviz(model, guide, data, num_samples=3)
+    shift = get_dataset(idata, "posterior")["shift"]
+    assert shift.dims == ("chain", "draw", "data")
+    values = torch.from_numpy(shift.values[0])[..., None, None]
+    expected = torch.stack([exact_log_joint(data, weight, value).logsumexp(1) for value in values])
+    np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], expected, rtol=1e-6)
+    assert "log_likelihood" not in group_names(to_arviz(model, guide, data, num_samples=3, dependent=True))
+
+
+def test_exact_conditional(data: Tensor, weight: Tensor) -> None:
+    # y = s * slope + shift + noise with a scalar shift: given s, the shift is Gaussian, and y has a dense covariance.
+    precision = 1 + NUM_OBSERVED / NOISE**2
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            shift = pyro.sample("shift", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+            pyro.sample("y", dist.Normal(s @ weight.mT + shift.unsqueeze(-1), NOISE).to_event(1), obs=y)
+
+    def conditional(states: dict[str, Tensor], y: Tensor) -> None:
+        mean = (y - states["s"].double() @ weight.mT).sum(-1) / NOISE**2 / precision
+        pyro.sample("shift", dist.Normal(mean, precision**-0.5))
+
+    guide = fitted(model, data, guide=AutoTruncated(model, 16, conditional=conditional))
+    idata = to_arviz(model, guide, data, num_samples=3)
+    covariance = NOISE**2 * torch.eye(NUM_OBSERVED, dtype=torch.float64) + 1
+    prior = dist.Bernoulli(torch.tensor(RATE).double()).log_prob(STATES).sum(1)
+    log_joint = prior + dist.MultivariateNormal(STATES @ weight.mT, covariance).log_prob(data[:, None])
+    evidence = log_joint.logsumexp(1)
+    np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], evidence.expand(3, -1), rtol=1e-6)
+    np.testing.assert_allclose(log_density_parts(idata)[2], np.full(3, evidence.sum()), rtol=1e-6)
+    assert get_dataset(idata, "posterior")["shift"].dims == ("chain", "draw", "data")
+
+
+def test_several_sites_in_nested_plates(generator: torch.Generator) -> None:
+    y = torch.randn(5, 2, generator=generator)
+
+    def model(y: Tensor) -> None:
+        views = pyro.plate("view", 2, dim=-1)
+        with pyro.plate("data", 5, dim=-2):
+            kind = pyro.sample("kind", dist.Categorical(torch.tensor([0.2, 0.5, 0.3])))
+            with views:
+                count = pyro.sample("count", dist.Binomial(2, torch.tensor(0.4)))
+                pyro.sample("y", dist.Normal(kind + count, 1.0), obs=y)
+
+    guide = fitted(model, y, num_states=27)
+    idata = to_arviz(model, guide, y, num_samples=4)
+    posterior, truncated = get_dataset(idata, "posterior"), get_dataset(idata, "truncated_posterior")
+    assert posterior["kind"].dims == ("chain", "draw", "data")
+    assert posterior["count"].dims == ("chain", "draw", "data", "view")
+    assert truncated["latent"].values.tolist() == ["kind", "count[0]", "count[1]"]
+    assert get_dataset(idata, "observed_data")["y"].dims == ("data", "view")
+    kind, count = torch.arange(3.0), torch.arange(3.0)
+    one_view = dist.Binomial(2, torch.tensor(0.4)).log_prob(count) + dist.Normal(kind[:, None] + count, 1.0).log_prob(y[..., None, None])
+    evidence = (one_view.logsumexp(-1).sum(1) + torch.tensor([0.2, 0.5, 0.3]).log()).logsumexp(1)
+    np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0, 0], evidence, rtol=1e-5)
+
+
+def test_no_data_plate(generator: torch.Generator) -> None:
+    inputs = torch.randn(8, 3, generator=generator)
+    y = torch.randn(8, generator=generator)
+
+    def model(y: Tensor) -> None:
+        chosen = pyro.sample("chosen", dist.Bernoulli(torch.tensor(0.5)).expand([3]).to_event(1))
+        with pyro.plate("data", 8):
+            pyro.sample("y", dist.Normal((inputs * chosen.unsqueeze(-2)).sum(-1), 1.0), obs=y)
+
+    idata = to_arviz(model, fitted(model, y, num_states=8), y, num_samples=6)
+    assert "log_likelihood" not in group_names(idata)
+    assert get_dataset(idata, "posterior")["chosen"].dims == ("chain", "draw", "chosen_dim_0")
+    assert get_dataset(idata, "posterior")["chosen_index"].dims == ("chain", "draw")
+    truncated = get_dataset(idata, "truncated_posterior")
+    assert truncated["weights"].dims == ("state",)
+    states = torch.tensor(list(itertools.product((0.0, 1.0), repeat=3)))
+    log_joint = dist.Normal(states @ inputs.mT, 1.0).log_prob(y).sum(1) - 3 * math.log(2)
+    np.testing.assert_allclose(truncated["free_energy"], log_joint.logsumexp(0), rtol=1e-5)
+    np.testing.assert_allclose(truncated["activation_prob"], log_joint.softmax(0) @ states, atol=1e-5)
+
+
+def test_training_records(model: Callable[..., None], data: Tensor) -> None:
+    guide = fitted(model, data)
+    training = get_dataset(to_arviz(model, guide, data, num_samples=1, training={"loss": [3.0, 2.0, 1.0]}), "training")
+    assert training["loss"].dims == ("restart", "step")
+    np.testing.assert_array_equal(training["loss"], [[3.0, 2.0, 1.0]])
+    for wrong in ({"loss": np.zeros((1, 1, 1))}, {"loss": [3.0, 2.0], "gap": torch.ones(2, 2)}):
+        with pytest.raises(ValueError, match="must all have the same dimensions"):
+            to_arviz(model, guide, data, num_samples=1, training=wrong)
+
+
+def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> None:
+    guide = fitted(model, data)
+    with pytest.raises(ValueError, match="num_samples must be at least 1"):
+        to_arviz(model, guide, data, num_samples=0)
+    with pytest.raises(ValueError, match=r"dims names the sites \['z'\]"):
+        to_arviz(model, guide, data, num_samples=1, dims={"z": ["a"]})
+    with pytest.raises(ValueError, match="has 1 event dimensions; dims names 2"):
+        to_arviz(model, guide, data, num_samples=1, dims={"s": ["a", "b"]})
+    with pytest.raises(ValueError, match=r"coords\['data'\] has 2 entries"):
+        to_arviz(model, guide, data, num_samples=1, coords={"data": [1, 2]})
+    with pytest.raises(TypeError, match="AutoTruncated"):
+        to_arviz(model, lambda y: pyro.sample("s", dist.Bernoulli(0.5).expand([6, 4]).to_event(2)), data)
+
+
+def test_netcdf_round_trip(model: Callable[..., None], data: Tensor, tmp_path: Path) -> None:
+    idata = to_arviz(model, fitted(model, data), data, num_samples=5, seed=1, training={"loss": [2.0, 1.0]})
+    idata.to_netcdf(tmp_path / "fit.nc")
+    loaded = az.from_netcdf(tmp_path / "fit.nc")
+    for name in group_names(idata):
+        xr.testing.assert_equal(get_dataset(loaded, name).load(), get_dataset(idata, name))
+    assert get_dataset(loaded, "posterior")["s"].dtype == np.int8
+
+
+def test_arviz_reads_it(data: Tensor, weight: Tensor) -> None:
+    model = global_model(weight)
+    idata = to_arviz(model, fitted(model, data, guide=with_normal(model, "shift")), data, num_samples=200, seed=0)
+    summary = az.summary(idata, var_names=["shift"], kind="stats")
+    expected = get_dataset(idata, "posterior")["shift"].mean(("chain", "draw")).values
+    # The table is rounded: to three digits in 0.2x, to two significant figures of the error in 1.x.
+    np.testing.assert_allclose(summary["mean"].astype(float), expected, atol=0.051)
+    elpd = az.loo(idata, reff=1.0)
+    likelihood = get_dataset(idata, "log_likelihood")["y"].values[0]
+    in_sample = (torch.from_numpy(likelihood).logsumexp(0) - math.log(200)).sum().item()
+    assert elpd.n_data_points == NUM_DATA
+    # Leaving a data point out can only lower its expected predictive density here, by little: p_loo is positive.
+    assert in_sample - 5 < (elpd.elpd_loo if hasattr(elpd, "elpd_loo") else elpd.elpd) < in_sample

@@ -1,0 +1,221 @@
+"""Truncated_ELBO against brute-force enumeration."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import pytest
+import torch
+from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
+from tests import zoo
+
+cases = pytest.mark.parametrize("make", zoo.CASES, ids=lambda make: make.__name__)
+
+
+def gradients(loss: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    if loss is not None:
+        loss.backward()
+    found = {}
+    for name, value in pyro.get_param_store().named_parameters():
+        found[name] = value.grad.clone()
+        value.grad = None
+    return found
+
+
+def step(elbo, model, guide, args) -> tuple[float, dict[str, torch.Tensor]]:
+    loss = elbo.loss_and_grads(model, guide, *args)
+    return loss, gradients()
+
+
+@cases
+def test_all_states_give_the_evidence_and_its_gradient(make):
+    case = make()
+    exact = case.table().logsumexp(0).sum()
+    expected = gradients(-exact)
+    guide = AutoTruncated(case.model, num_states=case.num_states, max_count=case.max_count)
+    loss, found = step(Truncated_ELBO(ExhaustiveSearch()), case.model, guide, case.args)
+    assert loss == pytest.approx(-exact.item(), rel=1e-9)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+@cases
+def test_stock_enumeration_agrees(make):
+    case = make()
+    guide = AutoTruncated(case.model, num_states=case.num_states, max_count=case.max_count)
+    loss, grads = step(Truncated_ELBO(ExhaustiveSearch()), case.model, guide, case.args)
+    stock_loss, stock_grads = step(TraceEnum_ELBO(max_plate_nesting=2), case.model, guide, case.args)
+    assert stock_loss == pytest.approx(loss, rel=1e-9)
+    for name in grads:
+        torch.testing.assert_close(stock_grads[name], grads[name], rtol=1e-7, atol=1e-9)
+
+
+@cases
+def test_fewer_states_never_exceed_the_evidence_and_match_their_own_sum(make):
+    case = make()
+    table = case.table().detach()
+    guide = AutoTruncated(case.model, num_states=max(1, case.num_states // 2), max_count=case.max_count)
+    elbo = Truncated_ELBO(SampledSearch(5))
+    before = elbo.loss(case.model, guide, *case.args)
+    losses = [elbo.loss_and_grads(case.model, guide, *case.args) for _ in range(5)]
+    assert -before <= table.logsumexp(0).sum() + 1e-9
+    assert all(-loss <= table.logsumexp(0).sum() + 1e-9 for loss in losses)
+    assert losses == sorted(losses, reverse=True)
+    # The best populations are the top of each data point's table.
+    best = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, guide, *case.args)
+    assert -best == pytest.approx(table.topk(guide.num_states, 0).values.logsumexp(0).sum().item(), rel=1e-9)
+
+
+@cases
+def test_differentiable_loss_is_the_same_loss(make):
+    case = make()
+    guide = AutoTruncated(case.model, num_states=case.num_states, max_count=case.max_count)
+    elbo = Truncated_ELBO(ExhaustiveSearch())
+    loss, expected = step(elbo, case.model, guide, case.args)
+    again = elbo.differentiable_loss(case.model, guide, *case.args)
+    assert again.item() == pytest.approx(loss, rel=1e-12)
+    for name, value in gradients(again).items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_loss_changes_nothing():
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, num_states=8)
+    elbo = Truncated_ELBO(EvolutionarySearch(parents=3, children=2))
+    svi = SVI(case.model, guide, Adam({"lr": 0.01}), elbo)
+    svi.step(*case.args)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    first = svi.evaluate_loss(*case.args)
+    with torch.no_grad():
+        second = elbo.differentiable_loss(case.model, guide, *case.args).item()
+    assert first == svi.evaluate_loss(*case.args) == pytest.approx(second, rel=1e-12)
+    assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
+
+
+def subsampled(y, batch_size=None, scale=1.0):
+    weight = pyro.param("weight", lambda: torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+    with pyro.plate("data", len(y), subsample_size=batch_size) as index, poutine.scale(scale=scale):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3, dtype=torch.float64)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y[index])
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize("elbo", [Truncated_ELBO(ExhaustiveSearch()), TraceEnum_ELBO(max_plate_nesting=1)], ids=["truncated", "stock"])
+def test_subsampling_is_unbiased_and_batch_sizes_may_vary(elbo, scale):
+    y = torch.randn(6, 3, dtype=torch.float64)
+    guide = AutoTruncated(subsampled, num_states=16)
+    full, full_grads = step(Truncated_ELBO(ExhaustiveSearch()), subsampled, guide, (y, None, scale))
+    for batch_size in (1, 2, 3):
+        losses, grads = [], []
+        for _ in range(300):
+            loss, grad = step(elbo, subsampled, guide, (y, batch_size, scale))
+            losses.append(loss)
+            grads.append(grad["weight"])
+        losses = torch.tensor(losses)
+        # Five standard errors: one false alarm in 1.7 million, per comparison.
+        assert abs(losses.mean() - full) < 5 * losses.std() / 300**0.5
+        grads = torch.stack(grads)
+        assert ((grads.mean(0) - full_grads["weight"]).abs() < 5 * grads.std(0) / 300**0.5 + 1e-12).all()
+
+
+def test_subsampled_search_touches_only_its_data_points():
+    y = torch.randn(10, 3, dtype=torch.float64)
+    guide = AutoTruncated(subsampled, num_states=4)
+    guide.setup(y)
+    before = guide.words.clone()
+    Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(subsampled, guide, y, 3)
+    scored = ~guide.log_joint.isnan().any(-1)
+    assert scored.sum() == 3
+    assert torch.equal(guide.words[~scored], before[~scored])
+
+
+def test_parameters_inside_the_model_are_optimised_by_svi():
+    y = torch.randn(20, 3, dtype=torch.float64)
+    guide = AutoTruncated(subsampled, num_states=16)
+    svi = SVI(subsampled, guide, Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
+    losses = [svi.step(y) for _ in range(40)]
+    assert losses[-1] < losses[0] - 1
+
+
+def test_module_form_trains_with_a_torch_optimiser():
+    y = torch.randn(20, 3, dtype=torch.float64)
+
+    class Model(pyro.nn.PyroModule):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.linspace(-1, 1, 12, dtype=torch.float64).reshape(3, 4))
+
+        def forward(self, y):
+            with pyro.plate("data", len(y)):
+                s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3, dtype=torch.float64)).to_event(1))
+                pyro.sample("y", dist.Normal(s @ self.weight.mT, 0.5).to_event(1), obs=y)
+
+    with pyro.settings.context(module_local_params=True):
+        model = Model()
+        guide = AutoTruncated(model, num_states=8)
+        loss_fn = Truncated_ELBO(EvolutionarySearch(parents=3, children=2, generations=1))(model, guide)
+        loss_fn(y)
+        optimiser = torch.optim.Adam(loss_fn.parameters(), lr=0.05)
+        losses = []
+        for _ in range(30):
+            optimiser.zero_grad()
+            loss = loss_fn(y)
+            loss.backward()
+            optimiser.step()
+            losses.append(loss.item())
+    assert losses[-1] < losses[0] - 1
+
+
+def test_temperature_softens_the_gradient_but_not_the_loss():
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, num_states=32)
+    cold, _ = step(Truncated_ELBO(ExhaustiveSearch()), case.model, guide, case.args)
+    warm, found = step(Truncated_ELBO(ExhaustiveSearch(), temperature=lambda t: 3.0), case.model, guide, case.args)
+    assert warm == cold
+    objective = 3.0 * (case.table() / 3.0).logsumexp(0).sum()
+    for name, value in gradients(-objective).items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_search_every_and_search_steps():
+    calls = []
+
+    class Counting(SampledSearch):
+        def step(self, batch):
+            calls.append(1)
+            return super().step(batch)
+
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, num_states=8)
+    elbo = Truncated_ELBO(Counting(3), search_steps=2, search_every=3)
+    for _ in range(6):
+        elbo.loss_and_grads(case.model, guide, *case.args)
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"search_steps": 0}, "search_steps must be a positive integer; got 0"),
+        ({"search_every": 1.5}, "search_every must be a positive integer; got 1.5"),
+    ],
+)
+def test_bad_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Truncated_ELBO(ExhaustiveSearch(), **arguments)
+
+
+def test_bad_search_guide_and_temperature():
+    with pytest.raises(TypeError, match="search must be a pyro_truncated search"):
+        Truncated_ELBO("evolutionary")
+    case = zoo.binary()
+    with pytest.raises(TypeError, match="needs a guide with an AutoTruncated part"):
+        Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, lambda y: None, *case.args)
+    guide = AutoTruncated(case.model, num_states=8)
+    with pytest.raises(ValueError, match="temperature must be at least 1"):
+        Truncated_ELBO(ExhaustiveSearch(), temperature=0.5).loss_and_grads(case.model, guide, *case.args)
