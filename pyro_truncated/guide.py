@@ -109,7 +109,7 @@ class AutoTruncated(AutoGuide):
 
     @property
     def layout(self) -> Layout:
-        """The discrete sites and the data plate."""
+        """The discrete sites and the data plates."""
         if self._layout is None:
             raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
         return self._layout
@@ -220,7 +220,7 @@ class AutoTruncated(AutoGuide):
         )
         if log_joint.full_size != self.words.shape[0]:
             raise ValueError(
-                f"the guide holds populations of {self.words.shape[0]} data points, but the model's plate '{self.layout.data_plate}' now has "
+                f"the guide holds populations of {self.words.shape[0]} data points, but the model's data plate {list(self.layout.plates)} now has "
                 f"{log_joint.full_size}. For other data use guide.infer(new_data, search, steps)."
             )
         if log_joint.device != self.words.device:
@@ -323,35 +323,34 @@ class AutoTruncated(AutoGuide):
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
         self.setup(*args, **kwargs)
         values = self._values_from_trace(args, kwargs)
-        plates = self._open_plates(values, args, kwargs)
         with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values={**values, **_indices_of(plates)}, **kwargs)
+            plates, log_joint = self._open_plates(values, args, kwargs)
             population = self._rescored(log_joint)
         with ExitStack() as stack:
-            if self.layout.data_plate is not None:
-                stack.enter_context(plates[self.layout.data_plate])
+            for name in self.layout.plates:
+                stack.enter_context(plates[name])
             states = self._sample_states(population, log_joint, plates)
             result: dict[str, Tensor] = dict(states)
             if self.conditional is not None:
                 result.update(self.conditional(states, *args, **kwargs) or {})
         return result
 
-    def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], LogJoint]:
         """The plates to sample in, from the guide list or ``create_plates``, else with the very subsamples that the model draws.
 
         So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word.
         """
         if self.master is not None or self.create_plates is not None:
             created: dict[str, Any] = self._create_plates(*args, **kwargs)
-            return created
-        with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=values, **kwargs)
+            return created, self.log_joint_of(*args, values={**values, **_indices_of(created)}, **kwargs)
+        log_joint = self.log_joint_of(*args, values=values, **kwargs)
         frames = {f.name: f for site in self.layout.sites for f in log_joint.probe.nodes[site]["cond_indep_stack"]}
         self.plates = {
-            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values.get(name), dim=frame.dim)
-            for name, frame in frames.items()
+            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim) for name, frame in frames.items()
         }
-        return self.plates
+        if any(plate.indices is not log_joint.values[name] for name, plate in self.plates.items()):
+            log_joint = self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
+        return self.plates, log_joint
 
     def _sample_states(self, population: Population, log_joint: LogJoint, plates: Mapping[str, Any]) -> dict[str, Tensor]:
         layout = self.layout
@@ -363,19 +362,14 @@ class AutoTruncated(AutoGuide):
             words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
             log_joints = torch.where(impossible, log_joints.amax(-1, keepdim=True) - 1000.0, log_joints)
         logits = log_joints.log_softmax(-1)
-        if layout.data_dim:
-            logits = logits.reshape(*logits.shape[:-1], *(1,) * (-layout.data_dim - 1), logits.shape[-1])
-        else:
-            logits = logits.squeeze(-2)
+        batch = layout.spread(log_joint.sizes)
+        logits = logits.reshape(*logits.shape[:-2], *batch, logits.shape[-1])
         infer = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
         # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's index as well.
         with poutine.scale(scale=log_joint.scale_beyond_plates):
             index = pyro.sample(self.index_name, dist.Categorical(logits=logits), infer=infer)
-        if layout.data_dim:
-            rows = torch.arange(len(words), device=words.device).reshape(-1, *(1,) * (-layout.data_dim - 1))
-            levels = self.space.unpack(words[rows, index])
-        else:
-            levels = self.space.unpack(words[0][index])
+        rows = torch.arange(len(words), device=words.device).reshape(batch)
+        levels = self.space.unpack(words[rows, index])
         values = layout.decode(levels, max(layout.depth, levels.dim() - 1), log_joint.dtypes)
         return {name: self._sample_site(name, value, plates, logits.dtype) for name, value in values.items()}
 
@@ -383,7 +377,7 @@ class AutoTruncated(AutoGuide):
         site = self.layout.sites[name]
         with ExitStack() as stack:
             for frame in site.frames:
-                if frame.name != self.layout.data_plate:
+                if frame.name not in self.layout.plates:
                     stack.enter_context(plates[frame.name])
             value = _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))
             # Integer values would otherwise bring a float32 density into a float64 model.
@@ -448,12 +442,10 @@ class AutoTruncated(AutoGuide):
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior."""
-        population = self.posterior(*args, **kwargs)
-        levels = self.space.unpack(population.mode())
-        if self.layout.data_dim:
-            levels = levels.reshape(-1, *(1,) * (-self.layout.data_dim - 1), levels.shape[-1])
-        else:
-            levels = levels[0]
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
+            population = self._rescored(log_joint)
+        levels = self.space.unpack(population.mode()).reshape(*self.layout.spread(log_joint.sizes), -1)
         values = self.layout.decode(levels, self.layout.depth)
         return {
             name: _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))

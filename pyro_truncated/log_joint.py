@@ -41,10 +41,10 @@ def _only_params_escape() -> Any:
 class LogJoint:
     r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
 
-    The model is run once as a probe when this object is made: that fixes the data plate's subsample and shows whether the states can be
+    The model is run once as a probe when this object is made: that fixes the subsamples of plates and shows whether the states can be
     scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states in a new
-    left-most dimension, and sums the log probabilities of the sites inside the data plate over every other plate. Masks are kept; of the
-    scales only the ratio to the data plate's own scale, so that :attr:`scale` times the sum over data points is the scaled objective.
+    left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept; of the
+    scales only the ratio to that of the discrete sites, so that :attr:`scale` times the sum over data points is the scaled objective.
 
     With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
     :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
@@ -99,29 +99,38 @@ class LogJoint:
 
     @property
     def indices(self) -> Tensor | None:
-        """Indices ``(N,)`` of this batch's data points, or ``None`` if it holds all of them in order."""
-        name = self.layout.data_plate
-        if name is None:
-            return None
-        frame = self._data_frame()
-        if frame.full_size is None or frame.full_size == frame.size:
-            indices = self.values.get(name)
-            arange = torch.arange(frame.size, device=None if indices is None else indices.device)
-            return None if indices is None or torch.equal(indices, arange) else indices
-        return torch.as_tensor(self.values[name])
+        """Positions ``(N,)`` of this batch's data points among all of them, or ``None`` if it holds all in order.
+
+        Raises:
+            ValueError: if a plate's subsample is out of range.
+        """
+        positions: Tensor | None = None
+        whole = True
+        for frame in self._frames:
+            size = int(frame.full_size or frame.size)
+            chosen = torch.as_tensor(self.values[frame.name])
+            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
+                raise ValueError(
+                    f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {int(chosen.min())} .. {int(chosen.max())}"
+                )
+            whole &= torch.equal(chosen, torch.arange(size, device=chosen.device))
+            positions = chosen if positions is None else (positions.unsqueeze(-1) * size + chosen).flatten()
+        return None if whole else positions
 
     @property
     def num_data(self) -> int:
         """Number of data points in this batch, ``N``."""
-        return 1 if self.layout.data_plate is None else int(self._data_frame().size)
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the data plates in this batch."""
+        return tuple(int(frame.size) for frame in self._frames)
 
     @property
     def full_size(self) -> int:
         """Number of data points in the full data set."""
-        if self.layout.data_plate is None:
-            return 1
-        frame = self._data_frame()
-        return int(frame.full_size or frame.size)
+        return math.prod(int(frame.full_size or frame.size) for frame in self._frames)
 
     @property
     def scale_beyond_plates(self) -> float | Tensor:
@@ -129,9 +138,10 @@ class LogJoint:
         stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
         return self.scale / math.prod((frame.full_size or frame.size) / frame.size for frame in stack)
 
-    def _data_frame(self) -> Any:
+    @property
+    def _frames(self) -> list[Any]:
         stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
-        return next(frame for frame in stack if frame.name == self.layout.data_plate)
+        return sorted((frame for frame in stack if frame.name in self.layout.plates), key=lambda frame: frame.dim)
 
     # --- scoring ---
 
@@ -206,10 +216,7 @@ class LogJoint:
     def assigned_values(self, words: Tensor) -> dict[str, Tensor]:
         """Site values of candidates ``(N, C, num_words)``, with the candidates in the dimension left of all plates."""
         levels = self.layout.space.unpack(words).transpose(0, 1)
-        dim = self.layout.data_dim
-        batch = [1] * self.depth
-        if dim:
-            batch[dim] = levels.shape[1]
+        batch = self.layout.spread(self.sizes, self.depth)
         return self.layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), self.depth, self.dtypes)
 
     def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
@@ -233,30 +240,26 @@ class LogJoint:
     def _conditional_trace(self, states: Mapping[str, Tensor]) -> poutine.Trace:
         assert self.conditional is not None
         with _only_params_escape(), ExitStack() as stack:
-            if self.layout.data_plate is not None:
-                frame = self._data_frame()
-                stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values.get(frame.name), dim=frame.dim))
+            for frame in self._frames:
+                stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values[frame.name], dim=frame.dim))
             return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
 
     def _inside(self, node: Mapping[str, Any]) -> bool:
-        name = self.layout.data_plate
-        return name is None or any(frame.name == name for frame in node["cond_indep_stack"])
+        return set(self.layout.plates) <= {frame.name for frame in node["cond_indep_stack"]}
 
     def _reduce(self, node: Mapping[str, Any]) -> Tensor:
-        """A site's log probability summed over all plates but the data plate."""
+        """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
         log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, node["mask"])
-        lead = max(0, log_prob.dim() - self.depth)
-        log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape)) if lead == 0 else log_prob
-        plates = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized and frame.name != self.layout.data_plate}
-        plates = {dim for dim in plates if dim != self.layout.data_dim}
-        if plates:
-            log_prob = log_prob.sum(sorted(plates), keepdim=True)
+        log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
+        inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(self.layout.dims)
+        if inner:
+            log_prob = log_prob.sum(sorted(inner), keepdim=True)
         # What is left are candidates, dimensions of other latents' draws (vectorised particles) and the data.
-        dim = self.layout.data_dim
-        log_prob = log_prob.movedim(dim, -1) if dim else log_prob.unsqueeze(-1)
-        keep = [size for size in log_prob.shape[1:-1] if size != 1]
-        return log_prob.reshape(log_prob.shape[0], *keep, log_prob.shape[-1])
+        dims = self.layout.dims
+        log_prob = log_prob.movedim(dims, tuple(range(-len(dims), 0))) if dims else log_prob.unsqueeze(-1)
+        middle = log_prob.shape[1 : log_prob.dim() - max(1, len(dims))]
+        return log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.num_data)
 
     def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
         if not log_joint.numel():
@@ -280,12 +283,13 @@ class LogJoint:
     def observations(self) -> dict[str, Tensor]:
         """Observed values inside the data plate by site name, data points first, inner plates next, then the event."""
         found = {}
+        dims = self.layout.dims
         for name, node in self.probe.nodes.items():
             if node["type"] == "sample" and node["is_observed"] and torch.is_tensor(node["value"]) and self._inside(node):
                 value, event_dim = node["value"], node["fn"].event_dim
-                if self.layout.data_dim and value.dim() >= event_dim - self.layout.data_dim:
-                    value = value.movedim(self.layout.data_dim - event_dim, 0)
-                    found[name] = value
+                if dims and value.dim() >= event_dim - dims[0]:
+                    value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
+                    found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
         return found
 
 
@@ -314,7 +318,7 @@ class _PackedModel:
 
 def _packed_model(log_joint: LogJoint) -> _PackedModel | None:
     layout, probe = log_joint.layout, log_joint.probe
-    if layout.data_dim != -1 or len(layout.sites) != 1 or not layout.space.is_binary:
+    if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
         return None
     (site,) = layout.sites.values()
     nodes = [

@@ -67,7 +67,8 @@ class Population:
 
     def effective_states(self) -> Tensor:
         r"""Exponential of the posterior's entropy, :math:`\exp(-\sum_s q_n \log q_n)`, ``(N,)``: from 1 to ``S``."""
-        return torch.special.entr(self.weights()).sum(-1).exp()
+        entropy: Tensor = torch.special.entr(self.weights()).sum(-1)
+        return entropy.exp()
 
     def mode(self) -> Tensor:
         """The most probable state of each data point as words ``(N, num_words)``."""

@@ -23,7 +23,7 @@ class DiscreteSite:
     Attributes:
         name: the site's name in the model.
         kind: ``"boolean"``, ``"integer"`` or ``"one_hot"``.
-        plates: ``(dim, size)`` of the plates around the site other than the data plate, outermost (most negative ``dim``) first.
+        plates: ``(dim, size)`` of the plates around the site other than the data plates, outermost (most negative ``dim``) first.
         event_shape: shape of the value's event, without the one-hot dimension.
         low: smallest value (0 but for integer intervals that start elsewhere).
         cardinalities: number of values of each latent, in the order of ``(*plates, *event_shape)``.
@@ -82,20 +82,29 @@ class DiscreteSite:
 
 
 class Layout:
-    """Where a model's discrete latents live: one *data plate* (or none), and the sites inside it.
+    """Where a model's discrete latents live: its *data plates*, and the sites inside them.
 
-    The data plate is the outermost plate that holds all discrete latent sites and everything that depends on them, so that its members have
-    independent posteriors. Where there is none (a site outside every plate; feature selectors whose observations lie in another plate), all
-    discrete latents form the one state of a single "data point".
+    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have independent
+    posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a site outside every
+    plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a single "data point".
 
     Args:
         trace: a trace of the model (one value per site).
         max_count: upper bound of counts with infinite support, for all such sites or by site name.
         dependents: returns the names of the sites that depend on the given ones; asked only where the plates leave it open.
 
+    Attributes:
+        sites: the discrete sites by name.
+        plates: names of the data plates, by dimension from left to right.
+        dims: their dimensions (negative).
+        num_data: number of data points: product of the data plates' full sizes.
+        space: the joint state space of one data point.
+        other_latents: names of the model's other latent sites.
+        depth: number of plate dimensions in the model.
+
     Raises:
         ValueError: if there is no discrete latent site, or one of them has infinite support and no bound.
-        NotImplementedError: for a sequential plate, or a subsampled plate inside the data plate that holds a discrete latent.
+        NotImplementedError: for a sequential plate, or a subsampled plate other than a data plate that holds a discrete latent.
     """
 
     def __init__(
@@ -109,21 +118,28 @@ class Layout:
             raise ValueError("the model has no discrete latent site; AutoTruncated has nothing to infer")
         for node in nodes:
             _refuse_sequential(node)
-        frame = _data_plate(trace, nodes, dependents)
-        self.data_plate: str | None = None if frame is None else frame.name
-        self.data_dim: int = 0 if frame is None else frame.dim
-        self.num_data: int = 1 if frame is None else (frame.full_size or frame.size)
-        self.sites = {node["name"]: _describe(node, self.data_plate, max_count) for node in nodes}
+        frames = _data_plates(trace, nodes, dependents)
+        self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
+        self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
+        self.num_data: int = math.prod(frame.full_size or frame.size for frame in frames)
+        self.sites = {node["name"]: _describe(node, self.plates, max_count) for node in nodes}
         self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites]
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
         dims = [frame.dim for node in trace.nodes.values() if node["type"] == "sample" for frame in node["cond_indep_stack"] if frame.vectorized]
         self.depth: int = -min(dims, default=0)
 
+    def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
+        """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""
+        shape = [1] * (max((-dim for dim in self.dims), default=0) if depth is None else depth)
+        for dim, size in zip(self.dims, sizes, strict=True):
+            shape[dim] = size
+        return tuple(shape)
+
     def decode(self, levels: Tensor, depth: int, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
         """Site values of states.
 
         Args:
-            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plate at ``data_dim`` and size 1 at every inner plate.
+            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
             depth: number of plate dimensions; ``batch`` is padded with ones up to it.
             dtypes: value types by site; default: those of the prototype.
 
@@ -184,37 +200,29 @@ def _refuse_sequential(node: Mapping[str, Any]) -> None:
             )
 
 
-def _data_plate(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> Any:
-    """The outermost plate around all discrete sites and whatever depends on them, or None."""
+def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:
+    """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
     stacks = [node["cond_indep_stack"] for node in nodes]
     shared = set.intersection(*({frame.name for frame in stack} for stack in stacks))
     names = {node["name"] for node in nodes}
-    outside = [
-        (node["name"], {frame.name for frame in node["cond_indep_stack"]})
+    others = {
+        node["name"]: {frame.name for frame in node["cond_indep_stack"]}
         for node in trace.nodes.values()
         if node["type"] == "sample" and not site_is_subsample(node) and node["name"] not in names
-    ]
-    below: set[str] | None = None
-    # Pyro lists the frames of a site outermost first.
-    for frame in stacks[0]:
-        if frame.name not in shared:
-            continue
-        strangers = {name for name, plates in outside if frame.name not in plates}
-        if strangers and dependents is not None:
-            below = dependents(names) if below is None else below
-            strangers &= below
-            if strangers:
-                continue
-        return frame
-    return None
+    }
+    if dependents is not None and any(not shared <= plates for plates in others.values()):
+        below = dependents(names)
+        others = {name: plates for name, plates in others.items() if name in below}
+        shared = shared.intersection(*others.values())
+    return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)
 
 
-def _describe(node: Mapping[str, Any], data_plate: str | None, max_count: int | Mapping[str, int] | None) -> DiscreteSite:
-    inner = sorted((f for f in node["cond_indep_stack"] if f.name != data_plate), key=lambda f: f.dim)
+def _describe(node: Mapping[str, Any], data_plates: Sequence[str], max_count: int | Mapping[str, int] | None) -> DiscreteSite:
+    inner = sorted((f for f in node["cond_indep_stack"] if f.name not in data_plates), key=lambda f: f.dim)
     for frame in inner:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise NotImplementedError(
-                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}' inside the data plate; only the data plate may be subsampled"
+                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: its members share a posterior, so all are needed"
             )
     kind, low, cardinality = _support(node, max_count)
     event_shape = tuple(node["fn"].event_shape)
@@ -225,15 +233,15 @@ def _describe(node: Mapping[str, Any], data_plate: str | None, max_count: int | 
     if cardinality.numel() == 1:
         cardinalities = (int(cardinality),) * num_latents
     else:
-        cardinalities = _per_latent(cardinality, node, data_plate, shape)
+        cardinalities = _per_latent(cardinality, node, data_plates, shape)
     return DiscreteSite(node["name"], kind, plates, event_shape, low, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype)
 
 
-def _per_latent(cardinality: Tensor, node: Mapping[str, Any], data_plate: str | None, shape: tuple[int, ...]) -> tuple[int, ...]:
+def _per_latent(cardinality: Tensor, node: Mapping[str, Any], data_plates: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Cardinalities that differ between latents; where they differ between data points, the largest (the rest has probability zero)."""
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
-        if frame.name == data_plate:
+        if frame.name in data_plates:
             full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
     return tuple(int(v) for v in full.reshape(shape).flatten())
 

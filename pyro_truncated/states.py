@@ -134,7 +134,7 @@ class StateSpace:
         generator: torch.Generator | None = None,
         device: torch.device | str | None = None,
     ) -> Tensor:
-        """Draws states ``(*shape, num_words)``: a latent is non-zero with probability ``activity``, then uniform over its non-zero values."""
+        """Draws states ``(*shape, num_words)``: each latent is non-zero with probability ``activity``, all its non-zero values alike."""
         others = (self.cardinality - 1).to(device or "cpu")
         on = torch.rand((*shape, self.num_latents), generator=generator, device=device) < activity
         value = torch.rand((*shape, self.num_latents), generator=generator, device=device, dtype=torch.double) * others

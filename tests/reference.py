@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 def log_joint_table(
-    model: Callable, args: Sequence, sites: Mapping[str, Sequence[Tensor]], num_data: int, plate: str = "data", dim: int = -1
+    model: Callable, args: Sequence, sites: Mapping[str, Sequence[Tensor]], num_data: int, plate: str = "data", dim: int | None = -1
 ) -> tuple[Tensor, list[tuple]]:
     """Log joint ``(T, N)`` of every combination of site values, each set for all data points at once.
 
@@ -29,6 +29,9 @@ def log_joint_table(
             if plate not in {frame.name for frame in node["cond_indep_stack"]}:
                 continue
             log_prob = scale_and_mask(node["fn"].log_prob(node["value"]), mask=node["mask"])
+            if dim is None:  # every batch dimension holds data
+                total = total + log_prob.flatten()
+                continue
             data_last = log_prob.movedim(dim, -1) if log_prob.dim() > 1 else log_prob
             total = total + data_last.reshape(-1, data_last.shape[-1]).sum(0)
         rows.append(total)

@@ -284,7 +284,7 @@ def test_selectors_in_a_feature_plate_form_one_global_state():
         rows.append(dist.Bernoulli(torch.tensor(0.3, dtype=D64)).log_prob(s).sum() + dist.Normal(x @ s, 0.5).log_prob(y).sum())
     guide = AutoTruncated(variable_selection, num_states=16)
     loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(variable_selection, guide, x, y)
-    assert guide.layout.data_plate is None
+    assert guide.layout.plates == ()
     assert loss == pytest.approx(-torch.stack(rows).logsumexp(0).item(), rel=1e-9)
     assert TraceEnum_ELBO(max_plate_nesting=1).loss(variable_selection, guide, x, y) == pytest.approx(loss, rel=1e-9)
     assert guide.marginals()["on"].shape == (1, 4)
@@ -480,7 +480,7 @@ def test_states_of_probability_zero_are_harmless():
 def test_other_data_than_trained_on():
     case = zoo.binary()
     guide = trained(case, 4)
-    with pytest.raises(ValueError, match=r"holds populations of 6 data points, but the model's plate 'data' now has 4.*guide.infer"):
+    with pytest.raises(ValueError, match=r"holds populations of 6 data points, but the model's data plate \['data'\] now has 4.*guide.infer"):
         guide(case.args[0][:4])
 
 
@@ -494,7 +494,7 @@ def test_subsample_out_of_range():
 
     guide = AutoTruncated(model, num_states=2)
     Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, y, torch.tensor([1, 5]))
-    with pytest.raises(ValueError, match=r"subsample indices must lie in 0 .. 5; got 1 .. 6"):
+    with pytest.raises(ValueError, match=r"subsample indices of plate 'data' must lie in 0 .. 5; got 1 .. 6"):
         guide(y, torch.tensor([1, 6]))
     with pytest.raises(ValueError, match=r"got -1 .. 2"):
         guide.population(torch.tensor([-1, 2]))

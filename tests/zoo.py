@@ -29,7 +29,7 @@ class Case:
     num_states: int
     max_count: dict[str, int] | None = None
     plate: str = "data"
-    dim: int = -1
+    dim: int | None = -1
 
     def table(self) -> Tensor:
         """Log joints ``(T, N)`` of all states by brute force, differentiable in the parameters."""
@@ -134,17 +134,32 @@ def nested() -> Case:
 
 
 def nested_right() -> Case:
-    """The data plate at dim -2, a plate of latents inside it at dim -1."""
+    """The data plate at dim -2, a plate of latents inside it at dim -1 whose members share an observation."""
+    y, total = torch.randn(4, 3, dtype=D64), torch.randn(4, 1, dtype=D64)
+
+    def model(y, total):
+        loc = _param("loc", torch.tensor([-1.0, 1.0], dtype=D64))
+        with pyro.plate("data", 4, dim=-2):
+            with pyro.plate("columns", 3, dim=-1):
+                z = pyro.sample("z", dist.Categorical(torch.tensor([0.3, 0.7], dtype=D64)))
+                pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
+            pyro.sample("total", dist.Normal(loc[z].sum(-1, keepdim=True), 1.0), obs=total)
+
+    sites = {"z": [torch.tensor(z).reshape(1, 3) for z in itertools.product(range(2), repeat=3)]}
+    return Case(model, (y, total), sites, 4, 8, dim=-2)
+
+
+def two_plates() -> Case:
+    """Two plates that both hold everything: twelve data points with a state each."""
     y = torch.randn(4, 3, dtype=D64)
 
     def model(y):
         loc = _param("loc", torch.tensor([-1.0, 1.0], dtype=D64))
-        with pyro.plate("data", 4, dim=-2), pyro.plate("columns", 3, dim=-1):
+        with pyro.plate("rows", 4, dim=-2), pyro.plate("columns", 3, dim=-1):
             z = pyro.sample("z", dist.Categorical(torch.tensor([0.3, 0.7], dtype=D64)))
             pyro.sample("y", dist.Normal(loc[z], 1.0), obs=y)
 
-    sites = {"z": [torch.tensor(z).reshape(1, 3) for z in itertools.product(range(2), repeat=3)]}
-    return Case(model, (y,), sites, 4, 8, dim=-2)
+    return Case(model, (y,), {"z": [torch.tensor([[k]]) for k in range(2)]}, 12, 2, plate="columns", dim=None)
 
 
 def masked() -> Case:
@@ -169,4 +184,4 @@ def masked_data() -> Case:
     return dataclasses.replace(case, model=lambda y: poutine.mask(inner, mask=torch.arange(len(y)) % 2 == 0)(y))
 
 
-CASES = (binary, mixture, two_sites, counts, one_hot, nested, nested_right, masked, masked_data)
+CASES = (binary, mixture, two_sites, counts, one_hot, nested, nested_right, two_plates, masked, masked_data)

@@ -78,7 +78,7 @@ def to_arviz(
         **kwargs: the model's keyword arguments.
 
     Returns:
-        The groups above. ``log_likelihood`` is missing where it does not exist: there is no data plate to tell the data points apart, or a
+        The groups above. ``log_likelihood`` is missing where it does not exist: there is no data plate to tell data points apart, or a
         latent of theirs that another guide draws has a prior that depends on the discrete ones.
 
     Raises:
@@ -153,7 +153,7 @@ def _draw_states(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[st
     index = torch.multinomial(population.weights(), num_samples, replacement=True).mT
     drawn = population.log_joint.double().gather(1, index.mT).mT
     log_q = (drawn - free_energy).sum(1)
-    likelihood = None if guide.layout.data_plate is None else free_energy.expand(num_samples, -1)
+    likelihood = free_energy.expand(num_samples, -1) if guide.layout.plates else None
     return _Draws(guide, log_joint, population, index, {}, drawn.sum(1) + _outside(log_joint), log_q, likelihood)
 
 
@@ -207,8 +207,8 @@ def _the_part(guide_trace: poutine.Trace) -> AutoTruncated:
 def _refuse_subsample(log_joint: LogJoint) -> None:
     if log_joint.num_data != log_joint.full_size:
         raise ValueError(
-            f"to_arviz needs all {log_joint.full_size} data points; the model subsampled {log_joint.num_data} of them in the plate "
-            f"'{log_joint.layout.data_plate}'. Pass arguments with which it takes the full data, and make the guide's plates with "
+            f"to_arviz needs all {log_joint.full_size} data points; the model subsampled {log_joint.num_data} of them in "
+            f"{' x '.join(log_joint.layout.plates)}. Pass arguments with which it takes the full data, and make the guide's plates with "
             "create_plates if it has parts that remember the size of a minibatch."
         )
 
@@ -219,7 +219,7 @@ def _likelihood(log_joint: LogJoint, population: Population) -> Tensor | None:
     Only latents that another guide draws count: for those of a ``conditional`` the free energy holds :math:`\log p - \log q` already.
     """
     layout = log_joint.layout
-    if layout.data_plate is None:
+    if not layout.plates:
         return None
     free_energy = population.free_energy()
     local = [name for name in layout.other_latents if log_joint._inside(log_joint.probe.nodes[name])]
@@ -247,7 +247,7 @@ class _Writer:
         self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
         self.layout = draws.log_joint.layout
         self.nodes = draws.log_joint.probe.nodes
-        self.datum = () if self.layout.data_plate is None else (self.layout.data_plate,)
+        self.datum, self.sizes = self.layout.plates, draws.log_joint.sizes
         unknown = set(dims) - {name for name, node in self.nodes.items() if _is_site(node)}
         if unknown:
             raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
@@ -328,11 +328,12 @@ class _Writer:
         return self._dataset(variables, labels).assign_attrs(attrs)
 
     def _rows(self, values: Tensor) -> np.ndarray:
-        return _array(values if self.datum else values[0])
+        """Values ``(N, ...)`` with one dimension per data plate."""
+        return _array(values.reshape((*self.sizes, *values.shape[1:])))
 
     def _per_datum(self, values: Tensor) -> Variable:
-        """Draws ``(draws, N, ...)`` with the dimension of the data points named, or dropped where there is no data plate."""
-        return (self.datum, _array(values)) if self.datum else ((), _array(values[:, 0]))
+        """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
+        return self.datum, _array(values.reshape(len(values), *self.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor) -> Variable:
         """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.packed import bits_cpu
 from pyro_truncated.packed.evolution import draw_seed
-from pyro_truncated.packed.selection import check_words
+from pyro_truncated.packed.selection import check_words, uses_kernels
 
 if TYPE_CHECKING:
     from pyro_truncated.states import StateSpace
@@ -27,7 +27,7 @@ def unpack(words: Tensor, space: StateSpace, dtype: torch.dtype) -> Tensor:
     """
     if words.shape[-1:] != (space.num_words,) or words.dtype != torch.int64:
         raise ValueError(f"words must be int64 and end in a dimension of {space.num_words}; got {tuple(words.shape)} of {words.dtype}")
-    if words.device.type != "cpu" or dtype not in _COMPILED:
+    if not uses_kernels(words) or dtype not in _COMPILED:
         return _unpack_dense(words, space, dtype)
     rows = words.contiguous().view(-1, space.num_words)
     out = torch.empty(len(rows), space.num_latents, dtype=dtype)
@@ -52,7 +52,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, space: StateSpace) 
     if not space.is_binary:
         return value_probabilities(words, weights, space)[..., 1:].sum(-1)
     check_words("words", words)
-    if words.device.type != "cpu":
+    if not uses_kernels(words):
         blocks = [
             torch.einsum("ns,nsl->nl", weights[rows], _unpack_dense(words[rows], space, weights.dtype)) for rows in _blocks(words, space)
         ]
@@ -78,10 +78,11 @@ def value_probabilities(words: Tensor, weights: Tensor, space: StateSpace) -> Te
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     check_words("words", words)
     num_data, num_values = words.shape[0], max(space.cardinalities)
-    if words.device.type == "cpu":
+    if uses_kernels(words):
         out = torch.zeros(num_data, space.num_latents, num_values, dtype=torch.float64)
-        fields = (t.numpy() for t in (space.word, space.shift, _field_masks(space)))
-        bits_cpu.add_weights_of_values(words.contiguous().numpy(), weights.detach().contiguous().numpy(), *fields, out.numpy())
+        states, shares = words.contiguous().numpy(), weights.detach().contiguous().numpy()
+        masks = _field_masks(space).numpy()
+        bits_cpu.add_weights_of_values(states, shares, space.word.numpy(), space.shift.numpy(), masks, out.numpy())
         return out.to(weights.dtype)
     out = weights.new_zeros(num_data, space.num_latents, num_values)
     for rows in _blocks(words, space):
@@ -110,14 +111,14 @@ def draw_values(probabilities: Tensor, num_samples: int, space: StateSpace, *, g
     seed = draw_seed(generator)
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
     tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
-    if tails.device.type == "cpu":
+    if uses_kernels(tails):
         out = torch.empty(len(tails), num_samples, space.num_words, dtype=torch.int64)
         bits_cpu.draw_values(tails.numpy(), space.word.numpy(), space.shift.numpy(), seed, out.numpy())
         return out
     local = torch.Generator(tails.device).manual_seed(seed)
     block = max(1, _BLOCK_ENTRIES // max(1, len(tails) * space.num_latents))
     parts = []
-    for start in range(0, num_samples, block):
+    for start in range(0, max(1, num_samples), block):
         shape = (len(tails), min(block, num_samples - start), space.num_latents)
         uniform = torch.rand(shape, generator=local, device=tails.device, dtype=torch.double)
         values = sum((uniform < tail.unsqueeze(1)).long() for tail in tails.unbind(-1))

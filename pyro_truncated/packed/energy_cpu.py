@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba import njit, prange
 from torch import Tensor
+
+from pyro_truncated.packed.bits_cpu import trailing_zeros
 
 _MAX_BLOCKS = 64
 _ACCUMULATOR_BYTES = 8 * 2**20
@@ -101,14 +101,6 @@ def _num_blocks(num_data: int, accumulator_size: int) -> int:
     return max(1, min(num_data, _MAX_BLOCKS, max(4, _ACCUMULATOR_BYTES // (8 * accumulator_size))))
 
 
-@intrinsic
-def _trailing_zeros(typing_context, word):
-    def codegen(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
-
-    return types.int64(types.int64), codegen
-
-
 @njit(cache=True, nogil=True)
 def _active(words, n, c, active):
     """Writes the indices of the set bits of state ``c`` of row ``n`` into ``active``, in ascending order; returns how many there are."""
@@ -116,7 +108,7 @@ def _active(words, n, c, active):
     for w in range(words.shape[2]):
         word = words[n, c, w]
         while word != 0:
-            active[count] = 64 * w + _trailing_zeros(word)
+            active[count] = 64 * w + trailing_zeros(word)
             word &= word - 1
             count += 1
     return count

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.packed import evolution_cpu, evolution_dense
-from pyro_truncated.packed.selection import check_words
+from pyro_truncated.packed.selection import check_words, uses_kernels
 
 if TYPE_CHECKING:
     import numpy as np
@@ -54,7 +54,7 @@ def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = Tr
     if log_joint.dim() != 2 or not 1 <= num_parents <= log_joint.shape[1]:
         raise ValueError(f"cannot draw {num_parents} distinct parents from log joints of shape {tuple(log_joint.shape)}, expected (N, S)")
     seed = draw_seed(generator)
-    if log_joint.device.type != "cpu":
+    if not uses_kernels(log_joint):
         return evolution_dense.select_parents(log_joint, num_parents, by_fitness, seed)
     out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64)
     evolution_cpu.select_parents(log_joint.detach().contiguous().numpy(), by_fitness, seed, out.numpy())
@@ -82,7 +82,7 @@ def cross(parents: Tensor, space: StateSpace, *, generator: torch.Generator | No
     if space.num_latents < 2 or num_parents < 2:
         raise ValueError(f"crossover needs at least two latents and two parents; got {space.num_latents} and {num_parents}")
     seed = draw_seed(generator)
-    if parents.device.type != "cpu":
+    if not uses_kernels(parents):
         return evolution_dense.cross(parents, space, seed)
     out = parents.new_empty(num_data, num_parents * (num_parents - 1), num_words)
     evolution_cpu.cross(parents.contiguous().numpy(), space.word.numpy(), space.shift.numpy(), seed, out.numpy())
@@ -107,10 +107,10 @@ def flip_random(words: Tensor, space: StateSpace, *, generator: torch.Generator 
     """
     _check_mutable(words, space)
     seed = draw_seed(generator)
-    if words.device.type != "cpu":
+    if not uses_kernels(words):
         return evolution_dense.flip_random(words, space, seed)
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    evolution_cpu.flip_random(words.contiguous().numpy(), *fields_of(space, space.mutable), seed, out.numpy())
+    evolution_cpu.flip_random(words.contiguous().numpy(), fields_of(space, space.mutable), seed, out.numpy())
     return out
 
 
@@ -124,13 +124,16 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
 
     have the solution :math:`(H - k)\,p_0 = (m + d)/2`, :math:`k\,p_1 = (m - d)/2`. This is the paper's :math:`p_0` and
     :math:`p_1 = \alpha p_0` without the ratio :math:`\alpha`, which is undefined at :math:`k = 0` and :math:`m + d = 0` and negative
-    for :math:`|d| > m`. Where the solution leaves :math:`[0, 1]`, the condition on the activity prevails (it can always be met):
-    the number of flips is the one closest to :math:`m` that allows it, so at :math:`k = 0` the expected number of flips
-    is :math:`\tilde s` whatever :math:`m`.
+    for :math:`|d| > m`. Both conditions cannot always be met:
+
+    * a target further away than :math:`m` flips reach gets :math:`m` flips, all towards it, rather than more of them: a child stays
+      as close to its parent as asked for (in experiments, far better for the search than jumping to the target);
+    * otherwise the activity becomes the target, if need be with fewer than :math:`m` flips: at :math:`k = 0` there is nothing to
+      switch off, so :math:`H p_0 = \tilde s`.
 
     Args:
         num_latents: number of binary latents :math:`H`.
-        target_activity: wanted number of active latents :math:`\tilde s`; clipped to :math:`[0, H]`.
+        target_activity: wanted number of active latents :math:`\tilde s`.
         flip_probability: mean probability :math:`p_{bf}` of a flip.
 
     Returns:
@@ -138,8 +141,9 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
     """
     active = torch.arange(num_latents + 1, dtype=torch.double)
     idle = num_latents - active
-    change = min(max(target_activity, 0.0), num_latents) - active
-    raised = ((num_latents * flip_probability + change) / 2).maximum(change.clamp(min=0)).minimum(torch.minimum(idle, active + change))
+    flips = torch.full_like(active, num_latents * flip_probability)
+    change = (target_activity - active).maximum(-torch.minimum(flips, active)).minimum(torch.minimum(flips, idle))
+    raised = ((flips + change) / 2).minimum(torch.minimum(idle, active + change))
     lowered = raised - change
     return (raised / idle.clamp(min=1)).clamp(0, 1), (lowered / active.clamp(min=1)).clamp(0, 1)
 
@@ -174,7 +178,7 @@ def flip_sparse(
     others = (space.cardinality > 2).nonzero().squeeze(-1)
     switch_on, switch_off = sparse_flip_probabilities(len(binary), target_activity, flip_probability)
     seed = draw_seed(generator)
-    if words.device.type != "cpu":
+    if not uses_kernels(words):
         return evolution_dense.flip_sparse(words, space, switch_on, switch_off, flip_probability, seed)
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
     mask = torch.zeros(space.num_words, dtype=torch.int64).index_add_(0, space.word[binary], 1 << space.shift[binary])

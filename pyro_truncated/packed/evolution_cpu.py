@@ -105,7 +105,7 @@ def cross(parents, word, shift, seed, out):
 
 
 @njit(cache=True, nogil=True, inline="always")
-def _change(state_words, word, shift, cardinality, draw):
+def change_latent(state_words, word, shift, cardinality, draw):
     """Moves one latent to another of its values, all of them equally probable."""
     if cardinality == 2:
         state_words[word] ^= np.int64(1) << shift
@@ -119,8 +119,8 @@ def _change(state_words, word, shift, cardinality, draw):
 
 
 @njit(cache=True, nogil=True, parallel=True)
-def flip_random(words, word, shift, cardinality, seed, out):
-    """Changes one latent of every state, given the fields of the latents that can change."""
+def flip_random(words, fields, seed, out):
+    """Changes one latent of every state; ``fields`` are rows word, shift, cardinality of the latents that can change."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
         state = stream(seed, n)
@@ -128,9 +128,9 @@ def flip_random(words, word, shift, cardinality, seed, out):
             for w in range(num_words):
                 out[n, c, w] = words[n, c, w]
             state += STEP
-            h = below(state, len(word))
+            h = below(state, fields.shape[1])
             state += STEP
-            _change(out[n, c], word[h], shift[h], cardinality[h], state)
+            change_latent(out[n, c], fields[0, h], fields[1, h], fields[2, h], state)
 
 
 @njit(cache=True, nogil=True, inline="always")
@@ -161,7 +161,7 @@ def _switch_off(words, mask, probability, state, out):
 
 
 @njit(cache=True, nogil=True)
-def _walk(words, word, shift, cardinality, log_stay, only_zeros, state, out):
+def _walk(words, fields, log_stay, only_zeros, state, out):
     """Changes latents independently with probability ``1 - exp(log_stay)``, skipping from one change to the next.
 
     The gap between changes is geometric, so the cost is the number of changes and not that of latents.
@@ -171,13 +171,13 @@ def _walk(words, word, shift, cardinality, log_stay, only_zeros, state, out):
     while log_stay < 0.0:
         state += STEP
         gap = math.log(1.0 - uniform(state)) / log_stay
-        if gap >= len(word) - position:
+        if gap >= fields.shape[1] - position:
             break
         position += int(gap)
-        occupied = (words[word[position]] >> shift[position]) & 1
-        if not (only_zeros and occupied):
+        word, shift, cardinality = fields[0, position], fields[1, position], fields[2, position]
+        if not (only_zeros and (words[word] >> shift) & 1):
             state += STEP
-            _change(out, word[position], shift[position], cardinality[position], state)
+            change_latent(out, word, shift, cardinality, state)
             changed = True
         position += 1
     return state, changed
@@ -186,18 +186,18 @@ def _walk(words, word, shift, cardinality, log_stay, only_zeros, state, out):
 @njit(cache=True, nogil=True, parallel=True)
 def flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, seed, out):
     """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
-    num_data, num_states, num_words = words.shape
+    num_data, num_states, _ = words.shape
     for n in prange(num_data):
         state = stream(seed, n)
         for c in range(num_states):
-            for w in range(num_words):
-                out[n, c, w] = words[n, c, w]
-            active = _count_ones(words[n, c], mask)
-            state, up = _walk(words[n, c], binary[0], binary[1], binary[2], log_stay_off[active], True, state, out[n, c])
-            state, down = _switch_off(words[n, c], mask, switch_off[active], state, out[n, c])
-            state, moved = _walk(words[n, c], others[0], others[1], others[2], log_stay_other, False, state, out[n, c])
+            parent, child = words[n, c], out[n, c]
+            child[:] = parent
+            active = _count_ones(parent, mask)
+            state, up = _walk(parent, binary, log_stay_off[active], True, state, child)
+            state, down = _switch_off(parent, mask, switch_off[active], state, child)
+            state, moved = _walk(parent, others, log_stay_other, False, state, child)
             if not (up or down or moved):
                 state += STEP
                 h = below(state, mutable.shape[1])
                 state += STEP
-                _change(out[n, c], mutable[0, h], mutable[1, h], mutable[2, h], state)
+                change_latent(child, mutable[0, h], mutable[1, h], mutable[2, h], state)

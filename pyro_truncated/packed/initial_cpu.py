@@ -5,7 +5,7 @@ import math
 import numpy as np
 from numba import njit, prange
 
-from pyro_truncated.packed.evolution_cpu import _change
+from pyro_truncated.packed.evolution_cpu import change_latent
 from pyro_truncated.packed.random_cpu import STEP, below, stream, uniform
 from pyro_truncated.packed.selection_cpu import insert, new_table
 
@@ -32,7 +32,7 @@ def _change_any(state_words, fields, state):
     state += STEP
     h = below(state, fields.shape[1])
     state += STEP
-    _change(state_words, fields[0, h], fields[1, h], fields[2, h], state)
+    change_latent(state_words, fields[0, h], fields[1, h], fields[2, h], state)
     return state
 
 

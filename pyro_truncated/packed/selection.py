@@ -21,7 +21,7 @@ def repeated(words: Tensor) -> Tensor:
         ValueError: if ``words`` is not a three-dimensional int64 tensor.
     """
     check_words("words", words)
-    if words.device.type != "cpu":
+    if not uses_kernels(words):
         return selection_dense.repeated(words)
     out = torch.empty(words.shape[:2], dtype=torch.bool)
     selection_cpu.distinct(words.contiguous().numpy(), out.numpy())
@@ -52,16 +52,21 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     _check_pair(words_a, log_joint_a, words_b, log_joint_b, size)
     dtype = torch.promote_types(log_joint_a.dtype, log_joint_b.dtype)
     log_joint_a, log_joint_b = log_joint_a.detach().to(dtype), log_joint_b.detach().to(dtype)
-    if words_a.device.type == "cpu":
+    if uses_kernels(words_a):
         words = words_a.new_empty(words_a.shape[0], size, words_a.shape[2])
         log_joint = log_joint_a.new_empty(words_a.shape[0], size)
-        inputs = (t.contiguous().numpy() for t in (words_a, log_joint_a, words_b, log_joint_b))
-        fewest = selection_cpu.select_top(*inputs, words.numpy(), log_joint.numpy())
+        a, lj_a, b, lj_b = (t.contiguous().numpy() for t in (words_a, log_joint_a, words_b, log_joint_b))
+        fewest = selection_cpu.select_top(a, lj_a, b, lj_b, words.numpy(), log_joint.numpy())
     else:
         words, log_joint, fewest = selection_dense.select_top(words_a, log_joint_a, words_b, log_joint_b, size)
     if fewest >= 0:
         raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
     return words, log_joint
+
+
+def uses_kernels(tensor: Tensor) -> bool:
+    """Whether compiled kernels handle the tensor; plain torch does on any device but the CPU."""
+    return tensor.device.type == "cpu"
 
 
 def check_words(name: str, words: Tensor) -> None:

@@ -275,6 +275,25 @@ def test_several_sites_in_nested_plates(generator: torch.Generator) -> None:
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0, 0], evidence, rtol=1e-5)
 
 
+def test_two_data_plates(generator: torch.Generator) -> None:
+    y = torch.randn(3, 4, generator=generator)
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("row", 3, dim=-2), pyro.plate("column", 4, dim=-1):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE)))
+            pyro.sample("y", dist.Normal(2 * s, NOISE), obs=y)
+
+    idata = to_arviz(model, fitted(model, y, num_states=2), y, num_samples=5, coords={"row": ["a", "b", "c"]})
+    log_joint = torch.stack([torch.tensor(p).log() + dist.Normal(mean, NOISE).log_prob(y) for p, mean in ((1 - RATE, 0.0), (RATE, 2.0))])
+    truncated = get_dataset(idata, "truncated_posterior")
+    assert truncated["free_energy"].dims == ("row", "column")
+    assert truncated["row"].values.tolist() == ["a", "b", "c"]
+    np.testing.assert_allclose(truncated["free_energy"], log_joint.logsumexp(0), rtol=1e-5)
+    np.testing.assert_allclose(truncated["activation_prob"].sel(latent="s"), log_joint.softmax(0)[1], atol=1e-6)
+    assert get_dataset(idata, "posterior")["s"].dims == ("chain", "draw", "row", "column")
+    assert get_dataset(idata, "log_likelihood")["y"].dims == ("chain", "draw", "row", "column")
+
+
 def test_no_data_plate(generator: torch.Generator) -> None:
     inputs = torch.randn(8, 3, generator=generator)
     y = torch.randn(8, generator=generator)

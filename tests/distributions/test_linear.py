@@ -200,5 +200,5 @@ def test_wrong_inputs_are_refused() -> None:
         LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 4), 1.0)
     with pytest.raises(ValueError, match="scale"):
         LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), -1.0)
-    with pytest.raises(ValueError, match="within the support"):
-        LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), 1.0).log_prob(torch.full((2, 5), math.inf))
+    with pytest.raises(ValueError, match="right-most size"):
+        LinearSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), 1.0).log_prob(torch.zeros(2, 4))

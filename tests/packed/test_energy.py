@@ -190,7 +190,10 @@ def test_square_error_skips_missing_entries(kernels: ModuleType, space: StateSpa
 def test_square_error_gradients(kernels: ModuleType) -> None:
     words, _ = draw(StateSpace([2] * 6))
     is_missing = torch.rand(NUM_DATA, NUM_OBSERVED) < 0.3
-    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((NUM_DATA, NUM_OBSERVED), (NUM_OBSERVED, 6), (NUM_OBSERVED,))]
+    inputs = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((NUM_DATA, NUM_OBSERVED), (NUM_OBSERVED, 6), (NUM_OBSERVED,))
+    ]
     assert torch.autograd.gradcheck(lambda y, w, p: packed.square_error(words, y.masked_fill(is_missing, math.nan), w, p), inputs)
 
 
