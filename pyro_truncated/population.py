@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -41,8 +42,14 @@ class Population:
         return self.words.shape[1]
 
     def weights(self, temperature: float = 1.0) -> Tensor:
-        r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`."""
+        r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`.
+
+        A data point whose states all have probability zero has no posterior; its weights are equal, so that a search can go on.
+        """
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
+        impossible = log_joint.amax(-1, keepdim=True) == -math.inf
+        if impossible.any():
+            log_joint = log_joint.masked_fill(impossible, 0.0)
         return log_joint.softmax(-1)
 
     def free_energy(self) -> Tensor:

@@ -61,6 +61,14 @@ def test_marginals_are_sums_over_states(space: StateSpace, dtype: torch.dtype) -
     torch.testing.assert_close(population.value_probabilities(), each)
 
 
+def test_a_data_point_without_posterior_has_equal_weights() -> None:
+    space = StateSpace([2] * 4)
+    log_joint = torch.tensor([[-math.inf, -math.inf], [-math.inf, -3.0], [math.nan, -1.0]])
+    weights = Population(space, initial_population(space, 3, 2), log_joint).weights()
+    assert weights[:2].tolist() == [[0.5, 0.5], [0.0, 1.0]]
+    assert weights[2].isnan().all()  # an error elsewhere is not hidden
+
+
 def test_effective_states() -> None:
     space = StateSpace([2] * 4)
     words = initial_population(space, 2, 4)

@@ -25,7 +25,7 @@ EVOLUTIONARY = {
 }
 SEARCHES: dict[str, Callable[[], Search]] = {
     **{name: (lambda options=options: EvolutionarySearch(4, 3, 2, **options)) for name, options in EVOLUTIONARY.items()},
-    "sampled": lambda: SampledSearch(20),
+    "sampled": lambda: SampledSearch(100),
     "combined": lambda: SampledSearch(10, prior_share=0.2) + EvolutionarySearch(3, 2, 1) + EvolutionarySearch(2, crossover=True),
 }
 
