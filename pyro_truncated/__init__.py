@@ -4,7 +4,7 @@ from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
-from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, SampledSearch, Search
+from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
 from pyro_truncated.states import StateSpace
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "ClosedForm",
     "EvolutionarySearch",
     "ExhaustiveSearch",
+    "GPSelect",
     "Population",
+    "Preselection",
     "SampledSearch",
     "Search",
     "StateSpace",

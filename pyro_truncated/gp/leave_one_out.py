@@ -1,0 +1,231 @@
+r"""Leave-one-out predictions of Gaussian process regression for many outputs that share one covariance matrix.
+
+The outputs :math:`r_p \sim \mathcal N(0, C)`, :math:`p = 1 \ldots P`, are the columns of the targets :math:`R` ``(N, P)``, with
+:math:`C = K + \lambda I`: the noise belongs to :math:`C`. Leaving out one data point and predicting its targets from all others takes no
+refits, because
+
+.. math:: \hat R_n = R_n - [C^{-1} R]_n / [C^{-1}]_{nn}, \qquad v_n = 1 / [C^{-1}]_{nn}
+
+are the mean and the variance of its predictive distribution, noise included (Rasmussen and Williams, "Gaussian Processes for Machine
+Learning", 2006, equations 5.10 to 5.12). Means do not change when all of :math:`C` is scaled.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+# 1 - |V_n|^2 of a data point that alone determines its prediction is zero but for rounding.
+_SMALLEST_SHARE = 1e-12
+_JITTERS = (0.0, 1e-10, 1e-8, 1e-6, 1e-4)
+
+
+class NoisyCovariance(abc.ABC):
+    """The covariance matrix ``C`` of noisy observations, in a form that makes solving cheap."""
+
+    @property
+    @abc.abstractmethod
+    def log_determinant(self) -> Tensor:
+        r""":math:`\log |C|`."""
+
+    @property
+    @abc.abstractmethod
+    def inverse_diagonal(self) -> Tensor:
+        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+
+    @abc.abstractmethod
+    def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
+        r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""
+
+    @abc.abstractmethod
+    def quadratic(self, targets: Tensor) -> Tensor:
+        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+
+    def leave_one_out(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        r"""Predictions of every data point's targets from those of all others.
+
+        Args:
+            targets: :math:`R`, ``(N, P)``.
+            rows: positions ``(n,)`` of the data points to predict; default: all.
+
+        Returns:
+            Means ``(n, P)``, and the variances ``(n,)`` that all outputs share, noise included.
+        """
+        chosen = slice(None) if rows is None else rows
+        diagonal = self.inverse_diagonal[chosen]
+        return targets[chosen] - self.solve(targets, rows) / diagonal.unsqueeze(-1), 1 / diagonal
+
+    def log_likelihood(self, targets: Tensor, num_outputs: int | None = None) -> Tensor:
+        r"""Log density of all outputs, :math:`-\frac12\operatorname{tr}(R^\top C^{-1} R) - \frac P2\log|C| - \frac{NP}2\log 2\pi`.
+
+        Args:
+            targets: :math:`R`, ``(N, P)``, or any matrix of equal :math:`R R^\top`, see :func:`compress`.
+            num_outputs: number of outputs ``P``; default: that of the columns.
+        """
+        outputs = targets.shape[1] if num_outputs is None else num_outputs
+        constant = len(targets) * math.log(2 * math.pi)
+        return -0.5 * (self.quadratic(targets) + outputs * (self.log_determinant + constant))
+
+
+class DenseCovariance(NoisyCovariance):
+    r"""An exact covariance matrix :math:`C = K + \lambda I`: :math:`O(N^3)` once, then :math:`O(N^2 P)` per set of targets.
+
+    Args:
+        kernel_matrix: :math:`K`, ``(N, N)``.
+        noise: noise variance :math:`\lambda`, a scalar, or one per data point ``(N,)``.
+    """
+
+    def __init__(self, kernel_matrix: Tensor, noise: Tensor) -> None:
+        self.cholesky = stable_cholesky(kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix))))
+
+    @property
+    def log_determinant(self) -> Tensor:
+        r""":math:`\log |C|`."""
+        return 2 * self.cholesky.diagonal().log().sum()
+
+    @functools.cached_property
+    def inverse(self) -> Tensor:
+        r""":math:`C^{-1}`, ``(N, N)``."""
+        return torch.cholesky_inverse(self.cholesky)
+
+    @property
+    def inverse_diagonal(self) -> Tensor:
+        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        return self.inverse.diagonal()
+
+    def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
+        r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it, by the stored inverse."""
+        return (self.inverse if rows is None else self.inverse[rows]) @ targets
+
+    def quadratic(self, targets: Tensor) -> Tensor:
+        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`, without the inverse."""
+        whitened: Tensor = torch.linalg.solve_triangular(self.cholesky, targets, upper=False)
+        return whitened.square().sum()
+
+
+class LowRankCovariance(NoisyCovariance):
+    r"""A covariance matrix :math:`C = L L^\top + \Lambda` with ``Q`` columns in :math:`L`: :math:`O(N Q^2)` once, then :math:`O(N Q P)`.
+
+    With :math:`B = I + L^\top \Lambda^{-1} L = R_c R_c^\top` and :math:`V = R_c^{-1} L^\top \Lambda^{-1/2}`, Woodbury's identity reads
+    :math:`C^{-1} = \Lambda^{-1/2} (I - V^\top V) \Lambda^{-1/2}`.
+
+    Args:
+        factor: :math:`L`, ``(N, Q)``.
+        noise: diagonal of :math:`\Lambda`: a scalar :math:`\lambda`, or one value per data point ``(N,)``. With :math:`\lambda` plus the
+            diagonal of :math:`K - L L^\top` it is the FITC approximation, which keeps the prior variances exact.
+    """
+
+    def __init__(self, factor: Tensor, noise: Tensor) -> None:
+        self.factor = factor
+        self.noise = noise.expand(len(factor))
+        scaled = factor / self.noise.sqrt().unsqueeze(-1)
+        identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
+        self.cholesky = stable_cholesky(identity + scaled.mT @ scaled)
+        self.basis = torch.linalg.solve_triangular(self.cholesky, scaled.mT, upper=False)
+
+    @property
+    def log_determinant(self) -> Tensor:
+        r""":math:`\log |C|`."""
+        return self.noise.log().sum() + 2 * self.cholesky.diagonal().log().sum()
+
+    @property
+    def inverse_diagonal(self) -> Tensor:
+        r"""Diagonal of :math:`C^{-1}`, ``(N,)``."""
+        share: Tensor = 1 - self.basis.square().sum(0)
+        return share.clamp(min=_SMALLEST_SHARE) / self.noise
+
+    def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
+        r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""
+        chosen = slice(None) if rows is None else rows
+        scale = self.noise.sqrt().unsqueeze(-1)
+        scaled = targets / scale
+        solution: Tensor = (scaled[chosen] - self.basis[:, chosen].mT @ (self.basis @ scaled)) / scale[chosen]
+        return solution
+
+    def quadratic(self, targets: Tensor) -> Tensor:
+        r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        scaled = targets / self.noise.sqrt().unsqueeze(-1)
+        explained: Tensor = (self.basis @ scaled).square().sum()
+        return scaled.square().sum() - explained
+
+
+class StreamingRegression:
+    r"""Low-rank Gaussian process regression whose data come, and whose targets change, a minibatch at a time.
+
+    In terms of features :math:`\phi` (rows of a factor :math:`L`), the process is linear regression with standard normal weights. Two
+    sums over the data, :math:`B = I + \sum_n \phi_n\phi_n^\top / \lambda_n` and :math:`M = \sum_n \phi_n R_n / \lambda_n`, determine
+    all predictions; the data need not be kept.
+
+    Args:
+        num_features: number of features ``Q``.
+        num_outputs: number of outputs ``P``.
+        dtype: floating point type.
+        device: where the sums live.
+    """
+
+    def __init__(
+        self, num_features: int, num_outputs: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
+    ) -> None:
+        self.precision = torch.eye(num_features, dtype=dtype, device=device)
+        self.moment = torch.zeros(num_features, num_outputs, dtype=dtype, device=device)
+
+    def add(self, features: Tensor, targets: Tensor, noise: Tensor) -> None:
+        """New data points: features ``(n, Q)``, targets ``(n, P)``, noise variance (a scalar or ``(n,)``)."""
+        scaled = _over(features, noise)
+        self.precision = self.precision + scaled.mT @ features
+        self.moment = self.moment + scaled.mT @ targets
+
+    def replace(self, features: Tensor, old: Tensor, new: Tensor, noise: Tensor) -> None:
+        """New targets ``(n, P)`` in the place of the old ones for data points that were added before."""
+        self.moment = self.moment + _over(features, noise).mT @ (new - old)
+
+    def predict(self, features: Tensor) -> Tensor:
+        r"""Means :math:`\phi^\top B^{-1} M`, ``(m, P)``, at features ``(m, Q)``."""
+        return features @ self._solve(self.moment)
+
+    def leave_one_out(self, features: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Predictions for data points that were added, with these targets, each from all data but itself.
+
+        .. math:: \hat R_n = R_n - \frac{R_n - \phi_n^\top B^{-1} M}{1 - \phi_n^\top B^{-1} \phi_n / \lambda_n}
+
+        Returns:
+            Means ``(n, P)`` and variances ``(n,)``, noise included.
+        """
+        leverage = (features * self._solve(features.mT).mT).sum(-1) / noise
+        share = (1 - leverage).clamp(min=_SMALLEST_SHARE)
+        return targets - (targets - self.predict(features)) / share.unsqueeze(-1), noise / share
+
+    def _solve(self, columns: Tensor) -> Tensor:
+        return torch.cholesky_solve(columns, torch.linalg.cholesky(self.precision))
+
+
+def compress(targets: Tensor) -> Tensor:
+    r"""A matrix of at most ``N`` columns with the same :math:`R R^\top` as the targets ``(N, P)``, all that a marginal likelihood needs."""
+    if targets.shape[1] <= targets.shape[0]:
+        return targets
+    triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
+    return triangle.mT
+
+
+def stable_cholesky(matrix: Tensor) -> Tensor:
+    """Cholesky factor of a positive semi-definite matrix; only if rounding makes that fail, of one with a slightly larger diagonal.
+
+    Raises:
+        ValueError: if no small addition helps, so that the matrix is no covariance matrix.
+    """
+    mean = matrix.detach().diagonal().mean()
+    for jitter in _JITTERS:
+        lifted = matrix if not jitter else matrix + torch.diag_embed((jitter * mean).expand(len(matrix)))
+        factor, info = torch.linalg.cholesky_ex(lifted)
+        if not int(info) and bool(factor.isfinite().all()):
+            found: Tensor = factor
+            return found
+    raise ValueError(f"the covariance matrix is not positive definite (mean of its diagonal: {float(mean):.3g}); check inputs and kernel")
+
+
+def _over(features: Tensor, noise: Tensor) -> Tensor:
+    return features / noise.expand(len(features)).unsqueeze(-1)

@@ -1,0 +1,100 @@
+"""Pivoted incomplete Cholesky factors of kernel matrices that are never formed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# Below this share of the largest variance, what is left of a diagonal is rounding error.
+_ROUNDING = 1e-13
+
+
+class Covariance(Protocol):
+    """A covariance function, called as the kernels of :mod:`pyro.contrib.gp.kernels` are."""
+
+    def __call__(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """Covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)`` (default: with each other), or their diagonal ``(N,)``."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class PivotedCholesky:
+    r"""The approximation :math:`K \approx L L^\top` of a kernel matrix, exact in the rows and columns of the pivots.
+
+    Attributes:
+        factor: :math:`L`, ``(N, Q)``; its rows at the pivots are lower triangular.
+        pivots: positions of the pivots among the inputs, ``(Q,)`` int64, in the order they were chosen.
+        residual: what is missing on the diagonal, :math:`k(x_n, x_n) - \|L_n\|^2 \ge 0`, ``(N,)``.
+    """
+
+    factor: Tensor
+    pivots: Tensor
+    residual: Tensor
+
+    @property
+    def rank(self) -> int:
+        """Number of pivots ``Q``."""
+        return self.factor.shape[1]
+
+    def features(self, cross: Tensor) -> Tensor:
+        r"""Rows :math:`L_P^{-1} k(P, x)` that new inputs would have in the factor.
+
+        Args:
+            cross: covariances of the new inputs and the pivots, ``(M, Q)``.
+
+        Returns:
+            ``(M, Q)``; inner products of these with rows of :attr:`factor` are the approximate covariances.
+        """
+        triangle = self.factor[self.pivots]
+        found: Tensor = torch.linalg.solve_triangular(triangle, cross.mT, upper=False).mT
+        return found
+
+
+def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
+    r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
+
+    Every step takes the input of largest remaining variance as the next pivot and removes what it explains, until ``max_rank`` pivots
+    are found or :math:`\operatorname{tr}(K - L L^\top) \le \mathrm{tolerance} \cdot \operatorname{tr} K`. Only the diagonal and one
+    column of :math:`K` per pivot are computed: :math:`O(N Q^2)` time and :math:`O(N Q)` memory.
+
+    Args:
+        kernel: covariance function, such as a kernel of :mod:`pyro.contrib.gp.kernels`.
+        inputs: ``(N, D)``.
+        max_rank: largest number of pivots.
+        tolerance: share of the trace that may be missing, at least 0. A matrix whose remaining diagonal is rounding error ends the
+            factor at any tolerance.
+
+    Returns:
+        The factor in the type of the covariances; use float64.
+
+    Raises:
+        ValueError: if the inputs are no matrix with rows, or a number is out of range.
+
+    Reference:
+        Fine and Scheinberg, "Efficient SVM training using low-rank kernel representations", JMLR 2 (2001).
+    """
+    if inputs.dim() != 2 or not len(inputs):
+        raise ValueError(f"inputs must have shape (N, D) with N > 0; got {tuple(inputs.shape)}")
+    if max_rank < 1:
+        raise ValueError(f"max_rank must be a positive integer; got {max_rank}")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must not be negative; got {tolerance}")
+    residual = kernel(inputs, diag=True).clone()
+    enough, rounding = tolerance * residual.sum(), _ROUNDING * residual.max()
+    factor = residual.new_zeros(len(inputs), min(max_rank, len(inputs)))
+    pivots: list[int] = []
+    while len(pivots) < factor.shape[1] and residual.sum() > enough and residual.max() > rounding:
+        rank, pivot = len(pivots), int(residual.argmax())
+        column = kernel(inputs, inputs[pivot : pivot + 1]).squeeze(1) - factor[:, :rank] @ factor[pivot, :rank]
+        # Rounding must not touch what is known: earlier pivots are explained, and the pivot's variance is the remaining one.
+        column[pivots] = 0.0
+        column[pivot] = residual[pivot]
+        factor[:, rank] = column / residual[pivot].sqrt()
+        residual = (residual - factor[:, rank] ** 2).clamp(min=0.0)
+        pivots.append(pivot)
+        residual[pivots] = 0.0
+    chosen = torch.tensor(pivots, dtype=torch.int64, device=inputs.device)
+    return PivotedCholesky(factor[:, : len(pivots)].contiguous(), chosen, residual)

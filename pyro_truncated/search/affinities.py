@@ -1,0 +1,152 @@
+"""Affinities: scores of the latents of every data point by which a preselection ranks them."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.states import StateSpace
+
+Affinity = Callable[[SearchBatch], Tensor]
+
+_SMALLEST_NORM = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a preselection chooses from: pairs of a latent and a value, with the state that has nothing else.
+
+    Of binary latents these are the latents; of latents with more values, every non-zero value of every latent, in this order. A
+    single latent per data point (the class of a mixture) has no value that stands for "nothing", so all its values are options.
+
+    Attributes:
+        latent: the latent of each option, ``(P,)`` int64.
+        value: its value, ``(P,)`` int64.
+        group: options of the same group, numbered from 0 and next to each other, exclude each other in a selection, ``(P,)`` int64:
+            those of one latent, or each on its own for a mixture.
+        words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
+    """
+
+    latent: Tensor
+    value: Tensor
+    group: Tensor
+    words: Tensor
+
+    def __len__(self) -> int:
+        return len(self.latent)
+
+    @property
+    def num_groups(self) -> int:
+        """Number of options that can be selected together."""
+        return int(self.group[-1]) + 1 if len(self.group) else 0
+
+    def to(self, device: torch.device) -> Options:
+        """The options on another device."""
+        return Options(self.latent.to(device), self.value.to(device), self.group.to(device), self.words.to(device))
+
+
+@functools.lru_cache(maxsize=16)
+def options_of(space: StateSpace) -> Options:
+    """The options of a state space, on the CPU."""
+    is_mixture = space.num_latents == 1
+    first = 0 if is_mixture else 1
+    counts = space.cardinality - first
+    latent = torch.arange(space.num_latents).repeat_interleave(counts)
+    value = torch.arange(len(latent)) - (counts.cumsum(0) - counts)[latent] + first
+    # A field never straddles words, so a single one is its value, shifted.
+    words = torch.zeros(len(latent), space.num_words, dtype=torch.int64)
+    words.scatter_(1, space.word[latent].unsqueeze(1), (value << space.shift[latent]).unsqueeze(1))
+    group = torch.arange(len(latent)) if is_mixture else latent.unique_consecutive(return_inverse=True)[1]
+    return Options(latent, value, group, words)
+
+
+class Singletons:
+    r"""Log joint of the state in which one latent alone is active: :math:`f_{nh} = \log p(s = e_h, y_n)`.
+
+    For latents of several values it is that of the state with this value alone; for a mixture it is the log joint of every class.
+    It works for every model and costs the evaluation of one state per option.
+    """
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Scores ``(N, P)`` of the options of the batch's data points."""
+        words = options_of(batch.space).words.to(batch.population.words.device)
+        return batch.score(words.expand(len(batch.population), -1, -1).contiguous())
+
+
+class _Dictionary(abc.ABC):
+    """An affinity that compares observations with the columns of a dictionary."""
+
+    def __init__(self, weight: Callable[[], Tensor], site: str | None = None) -> None:
+        if not callable(weight):
+            raise TypeError(
+                f"weight must be a function that returns the current dictionary, such as lambda: model.weight; got {type(weight).__name__}"
+            )
+        self.weight = weight
+        self.site = site
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Scores ``(N, H)`` of the data points of a batch.
+
+        Raises:
+            ValueError: if the observations are not those of one site, or do not fit the dictionary.
+        """
+        observed, weight = self._observations(batch), self.weight().detach()
+        if weight.dim() != 2 or observed.dim() != 2 or weight.shape[0] != observed.shape[1]:
+            raise ValueError(
+                f"{type(self).__name__} compares observations (N, D) with a dictionary (D, H); "
+                f"got shapes {tuple(observed.shape)} and {tuple(weight.shape)}"
+            )
+        return self._compare(observed, weight.to(observed))
+
+    @abc.abstractmethod
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        """Scores ``(N, H)`` of observations ``(N, D)``."""
+
+    def _observations(self, batch: SearchBatch) -> Tensor:
+        names = list(batch.observations)
+        if self.site is None and len(names) != 1:
+            raise ValueError(f"{type(self).__name__} needs the name of one observed site (site=...); the model has {names}")
+        if self.site is not None and self.site not in names:
+            raise ValueError(f"{type(self).__name__} found no observed site {self.site!r}; the model has {names}")
+        found = batch.observations[names[0] if self.site is None else self.site]
+        return found if found.is_floating_point() else found.to(torch.get_default_dtype())
+
+
+class Projection(_Dictionary):
+    r"""Projection of the observation on the dictionary, :math:`f_{nh} = W_h^\top y_n`; missing (NaN) entries are left out.
+
+    Args:
+        weight: returns the current dictionary :math:`W`, ``(D, H)``.
+        site: name of the observed site; needed only where there are several.
+    """
+
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        return observed.nan_to_num(nan=0.0) @ weight
+
+
+class Cosine(_Dictionary):
+    r"""Cosine of the angle between observation and dictionary element, up to the norm of the observation, which does not change ranks.
+
+    .. math:: f_{nh} = W_h^\top y_n / \|W_h\|
+
+    Sums and norms run over the observed entries of :math:`y_n`; an element without length there has the score zero.
+
+    Args:
+        weight: returns the current dictionary :math:`W`, ``(D, H)``.
+        site: name of the observed site; needed only where there are several.
+    """
+
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
+        missing = observed.isnan()
+        if not bool(missing.any()):
+            direction: Tensor = weight / weight.norm(dim=0).clamp(min=_SMALLEST_NORM)
+            return observed @ direction
+        norm = ((~missing).to(weight) @ weight.square()).sqrt()
+        projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
+        return projection / norm.clamp(min=_SMALLEST_NORM)

@@ -1,0 +1,210 @@
+"""GP-select: a preselection whose affinity is learned, by Gaussian process regression from the data to the posterior's marginals."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated import packed
+from pyro_truncated.gp.regression import LeaveOneOutRegression
+from pyro_truncated.population import Population
+from pyro_truncated.search.affinities import options_of
+from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.preselection import Preselection
+
+
+class RegressionAffinity:
+    r"""Predicts the posterior marginals of every data point from its observation and the marginals of all *other* data points.
+
+    Regression targets are the marginals :math:`\sum_s q_n(s) [s_h = 1]` of the populations as a batch brings them, with one Gaussian
+    process per latent (per value, where latents have several) and one kernel for all. The affinity is the leave-one-out mean:
+    a prediction that knew the data point's own marginals would select again whatever was selected before.
+
+    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set. Rows
+    that are not what is remembered at their place belong to new data: they are predicted, and not remembered.
+
+    Args:
+        kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
+        refit_every: visits of a data point between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
+        inputs: what to regress on, ``(N, D)`` for the full data set; default: the observations, flattened. Missing (NaN) entries are
+            replaced by the mean of their column.
+        fit_steps: largest number of L-BFGS steps of a fit.
+        max_fit: largest number of data points that a fit looks at, drawn at random; predictions use all.
+        generator: source of randomness for the choice of these points; default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        kernel: str | kernels.Kernel = "composition",
+        refit_every: int = 10,
+        rank: int | None = None,
+        inputs: Tensor | None = None,
+        fit_steps: int = 20,
+        max_fit: int = 500,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        for name, number in (("refit_every", refit_every), ("fit_steps", fit_steps), ("max_fit", max_fit)):
+            if number < 1:
+                raise ValueError(f"{name} must be a positive integer; got {number}")
+        if inputs is not None and inputs.dim() != 2:
+            raise ValueError(f"inputs must have shape (N, D), one row per data point of the full data set; got {tuple(inputs.shape)}")
+        self.kernel = kernel
+        self.refit_every = refit_every
+        self.rank = rank
+        self.inputs = inputs
+        self.fit_steps = fit_steps
+        self.max_fit = max_fit
+        self.generator = generator
+        self.regression: LeaveOneOutRegression | None = None
+        self._memory: _Memory | None = None
+        self._trained_on = torch.zeros(0, dtype=torch.int64)
+        self._last_fit = 0
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Affinities ``(N, P)`` of the batch's data points.
+
+        Raises:
+            ValueError: if the inputs are not those of the batch's data points, or there are none.
+        """
+        inputs, marginals = self._inputs_of(batch), _marginals(batch.population)
+        if self._memory is None:
+            self._memory = _Memory(inputs, marginals)
+        indices = batch.population.indices
+        rows = self._memory.store(inputs, marginals, indices)
+        if bool((rows >= 0).any()):
+            self._train(int(self._memory.visits[rows[rows >= 0]].max()))
+        return self._predict(inputs, rows)
+
+    def _inputs_of(self, batch: SearchBatch) -> Tensor:
+        size, indices = len(batch.population), batch.population.indices
+        if self.inputs is not None:
+            if indices is None and len(self.inputs) != size:
+                raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
+            return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
+        parts = [value.reshape(size, -1).double() for value in batch.observations.values() if len(value) == size]
+        if not parts:
+            raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
+        return torch.cat(parts, 1)
+
+    def _train(self, visit: int) -> None:
+        """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
+        assert self._memory is not None
+        met = (self._memory.visits > 0).nonzero().squeeze(-1)
+        due = self.regression is None or visit - self._last_fit >= self.refit_every
+        if not due and len(met) < 2 * len(self._trained_on):
+            return
+        inputs = self._memory.inputs[met]
+        kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
+        self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
+        self.regression = LeaveOneOutRegression(_filled(inputs, self._centre), kernel, self.rank, noise=noise)
+        seed = torch.Generator().manual_seed(packed.draw_seed(self.generator))
+        few = torch.randperm(len(met), generator=seed)[: self.max_fit].to(met.device)
+        self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
+        self._trained_on, self._last_fit = met, visit
+
+    def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        """Leave-one-out means for rows that the regression was trained on, ordinary predictions for the others."""
+        assert self._memory is not None
+        assert self.regression is not None
+        place = torch.full((len(self._memory.visits) + 1,), -1, dtype=torch.int64, device=rows.device)
+        place[self._trained_on] = torch.arange(len(self._trained_on), device=rows.device)
+        place = place[rows]
+        inside, targets = place >= 0, self._memory.marginals[self._trained_on]
+        means = targets.new_empty(len(rows), targets.shape[1])
+        if bool(inside.any()):
+            means[inside] = self.regression.loo(targets, place[inside])[0]
+        if not bool(inside.all()):
+            means[~inside] = self.regression.predict(_filled(inputs[~inside], self._centre), targets)[0]
+        return means
+
+
+class GPSelect(Preselection):
+    """Preselection by a learned affinity, which needs no knowledge of the model.
+
+    Args:
+        num_selected: number of selected latents.
+        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
+        refit_every: visits of a data point between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        explore: mean share of the selected places given to chance, see :class:`Preselection`.
+        merge: whether proposals join the population or replace it.
+        inputs: what to regress on, ``(N, D)`` for the full data set; default: the observations.
+        max_active: largest number of active latents in a proposal.
+        fit_steps: largest number of L-BFGS steps of a fit.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+
+    Reference:
+        Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
+        Computation 29 (2017), algorithm 1. Here the first selection already follows the marginals of the initial populations.
+    """
+
+    def __init__(
+        self,
+        num_selected: int,
+        *,
+        kernel: str | kernels.Kernel = "composition",
+        refit_every: int = 10,
+        rank: int | None = None,
+        explore: float = 0.1,
+        merge: bool = True,
+        inputs: Tensor | None = None,
+        max_active: int | None = None,
+        fit_steps: int = 20,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        affinity = RegressionAffinity(
+            kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, fit_steps=fit_steps, generator=generator
+        )
+        super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
+
+
+class _Memory:
+    """Inputs and latest marginals of the data points met so far, by their position in the full data set."""
+
+    def __init__(self, inputs: Tensor, marginals: Tensor) -> None:
+        self.inputs = inputs[:0]
+        self.marginals = marginals[:0]
+        self.visits = torch.zeros(0, dtype=torch.int64, device=inputs.device)
+
+    def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
+        """Takes in a batch; returns where its rows are, -1 for rows that are not the data remembered at their place."""
+        if indices is None and len(self.visits) not in (0, len(inputs)):
+            return torch.full((len(inputs),), -1, dtype=torch.int64, device=inputs.device)
+        rows = torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
+        self._grow(int(rows.max()) + 1 if len(rows) else 0)
+        new = self.visits[rows] == 0
+        self.inputs[rows[new]] = inputs[new]
+        known, given = self.inputs[rows].nan_to_num(nan=math.inf), inputs.nan_to_num(nan=math.inf)
+        rows = torch.where((known == given).all(1), rows, -1)
+        ours = rows >= 0
+        self.marginals[rows[ours]] = marginals[ours]
+        self.visits[rows[ours]] += 1
+        return rows
+
+    def _grow(self, size: int) -> None:
+        more = size - len(self.visits)
+        if more > 0:
+            self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
+            self.marginals = torch.cat([self.marginals, self.marginals.new_zeros(more, self.marginals.shape[1])])
+            self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
+
+
+def _marginals(population: Population) -> Tensor:
+    """Posterior probabilities ``(N, P)`` of the options of a preselection, in float64."""
+    options = options_of(population.space).to(population.words.device)
+    return population.value_probabilities()[:, options.latent, options.value].double()
+
+
+def _filled(inputs: Tensor, centre: Tensor) -> Tensor:
+    return torch.where(inputs.isnan(), centre, inputs)
