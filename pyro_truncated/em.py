@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -137,10 +138,11 @@ class ClosedForm(PyroOptim):
 
     def get_state(self) -> dict[str, Any]:
         """State for a checkpoint, loadable with ``weights_only=True``: streamed statistics, data points visited, number of steps."""
-        return {"statistics": self.statistics, "visited": self.visited, "num_steps": self.num_steps}
+        return copy.deepcopy({"statistics": self.statistics, "visited": self.visited, "num_steps": self.num_steps})
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`get_state`."""
+        state_dict = copy.deepcopy(state_dict)
         self.statistics = state_dict["statistics"]
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]
