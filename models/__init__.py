@@ -1,6 +1,10 @@
 """Models to start from, each in one file, written as a user would write them."""
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
+from pyro_truncated.models.gaussian_mixture import GaussianMixture
+from pyro_truncated.models.maximal_causes import MaximalCauses
 from pyro_truncated.models.noisy_or import NoisyOr
+from pyro_truncated.models.poisson_mixture import PoissonMixture
+from pyro_truncated.models.spike_slab_sparse_coding import SpikeSlabSparseCoding
 
-__all__ = ["BinarySparseCoding", "NoisyOr"]
+__all__ = ["BinarySparseCoding", "GaussianMixture", "MaximalCauses", "NoisyOr", "PoissonMixture", "SpikeSlabSparseCoding"]

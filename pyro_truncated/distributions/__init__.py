@@ -1,7 +1,9 @@
 """Likelihoods that know their structure and so evaluate many states cheaply."""
 
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
+from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 
-__all__ = ["LinearSuperposition", "NoisyOrSuperposition", "or_missing"]
+__all__ = ["LinearSuperposition", "MaximumSuperposition", "NoisyOrSuperposition", "SpikeSlabSuperposition", "or_missing"]

@@ -7,7 +7,9 @@ from pyro_truncated.packed.bits import activation_probabilities, draw_values, un
 from pyro_truncated.packed.energy import moments, noisy_or_log_prob, noisy_or_statistics, pair_energy, square_error
 from pyro_truncated.packed.evolution import cross, draw_seed, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
 from pyro_truncated.packed.initial import initial_states
+from pyro_truncated.packed.maximum import maximum_error, maximum_statistics
 from pyro_truncated.packed.selection import repeated, select_top
+from pyro_truncated.packed.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 
 __all__ = [
     "activation_probabilities",
@@ -17,6 +19,8 @@ __all__ = [
     "flip_random",
     "flip_sparse",
     "initial_states",
+    "maximum_error",
+    "maximum_statistics",
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
@@ -25,6 +29,9 @@ __all__ = [
     "select_parents",
     "select_top",
     "sparse_flip_probabilities",
+    "spike_slab_log_prob",
+    "spike_slab_moments",
+    "spike_slab_moments_by_dimension",
     "square_error",
     "unpack",
     "value_probabilities",

@@ -1,0 +1,200 @@
+"""Mixtures of Gaussians with full, diagonal, spherical or tied covariances."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.models.binary_causes import check_data, random_rows, rows_of
+from pyro_truncated.population import Population
+
+_WEIGHT_FLOOR = 1e-6
+_VARIANCE_FLOOR = 1e-6
+_NEVER_USED = 1e-8
+_COVARIANCES = ("full", "diag", "spherical", "tied")
+
+
+class GaussianMixture(PyroModule):
+    r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
+
+    Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance, without which the likelihood has
+    no maximum; the M-step is the exact maximiser under this constraint.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_components: number of components ``K``.
+        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component, ``"tied"`` for a full one of all.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weights: mixing proportions :math:`\pi`, ``(K,)``.
+        loc: means :math:`\mu`, ``(K, D)``.
+        scale: Cholesky factors of the covariances, ``(K, D, D)`` if full and ``(D, D)`` if tied; standard deviations ``(K, D)`` if diagonal
+            and ``(K,)`` if spherical.
+        center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
+
+    Raises:
+        ValueError: for an unknown kind of covariance.
+    """
+
+    weights: Tensor
+    loc: Tensor
+    scale: Tensor
+    center: Tensor
+
+    def __init__(self, num_observed: int, num_components: int, *, covariance: str = "full", dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        if covariance not in _COVARIANCES:
+            raise ValueError(f"covariance must be one of {_COVARIANCES}; got {covariance!r}")
+        self.num_observed, self.num_components, self.covariance = num_observed, num_components, covariance
+        self.has_factor = covariance in ("full", "tied")
+        support = constraints.lower_cholesky if self.has_factor else constraints.positive
+        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
+        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
+        self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(self._scale_of(torch.eye(num_observed, dtype=dtype)), support)  # type: ignore[assignment]
+        self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weights, loc, scale = self.weights, self.loc, self.scale
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            z = pyro.sample("z", dist.Categorical(weights))
+            if self.has_factor:
+                likelihood = dist.MultivariateNormal(loc[z], scale_tril=scale if self.covariance == "tied" else scale[z])
+            else:
+                own = scale[z] if self.covariance == "diag" else scale[z].unsqueeze(-1)
+                likelihood = dist.Normal(loc[z], own).to_event(1)
+            return pyro.sample("y", likelihood, obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GaussianMixture:
+        """Starts from the data: means are (about) random data points, every covariance is that of all data, components are equally likely.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        rows = check_data(y, self.num_observed).double()
+        centred = rows - rows.mean(0)
+        self.center = rows.mean(0)
+        variance = centred.square().mean().clamp(min=_VARIANCE_FLOOR)
+        covariance = _floored(centred.mT @ centred / len(rows), _VARIANCE_FLOOR * variance)
+        chosen = random_rows(rows, self.num_components, generator)
+        # A little noise tells components apart that started from equal data points.
+        noise = torch.randn(chosen.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        self.loc = (chosen + 0.01 * variance.sqrt() * noise).to(self.loc)
+        self.scale = self._scale_of(covariance).to(self.scale)
+        self.weights = torch.full_like(self.weights, 1 / self.num_components)
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            With responsibilities :math:`r_{nk}` and :math:`x = y - c` for the center :math:`c`: ``counts``, :math:`\sum_n r_{nk}`,
+            ``(K,)``; ``sums``, :math:`\sum_n r_{nk} x_n`, ``(K, D)``; ``squares``, :math:`\sum_n x_n^2`, ``(D,)``; ``products``,
+            :math:`\sum_n r_{nk} x_n x_n^\top`, ``(K, D, D)``, summed over the components ``(D, D)`` if tied, or only its diagonals
+            ``(K, D)`` if the covariances are diagonal or spherical. All can be added and scaled.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population).double() - self.center
+        shares = responsibilities(population, temperature)
+        if self.covariance == "full":
+            # One component at a time: all at once are K times the data.
+            products = torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])
+        elif self.covariance == "tied":
+            products = rows.mT @ rows
+        else:
+            products = shares.mT @ rows.square()
+        return {"counts": shares.sum(0), "sums": shares.mT @ rows, "squares": rows.square().sum(0), "products": products}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k} \sum_n r_{nk} y_n`, and :math:`\Sigma_k` the
+        weighted covariance around it, averaged over dimensions if spherical and over components if tied. A component without data keeps
+        its mean and covariance.
+        """
+        counts, sums = statistics["counts"], statistics["sums"]
+        is_used = counts > _NEVER_USED
+        loc = torch.where(is_used.unsqueeze(-1), sums / counts.unsqueeze(-1), self.loc.double() - self.center)
+        total = counts.sum()
+        variance = statistics["squares"].sum() / total - (sums.sum(0) / total).square().sum()
+        floor = _VARIANCE_FLOOR * (variance / self.num_observed).clamp(min=_VARIANCE_FLOOR)
+        scale = self._best_scale(statistics, loc, floor)
+        if self.covariance != "tied":
+            scale = torch.where(is_used.reshape(-1, *(1,) * (scale.dim() - 1)), scale, self.scale.double())
+        self.loc = (loc + self.center).to(self.loc)
+        self.scale = scale.to(self.scale)
+        self.weights = best_weights(counts).to(self.weights)
+
+    def _best_scale(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Tensor:
+        counts, sums, products = statistics["counts"], statistics["sums"], statistics["products"]
+        counts = counts.clamp(min=_NEVER_USED).unsqueeze(-1)
+        if not self.has_factor:
+            variance = (products - 2 * loc * sums + counts * loc.square()) / counts
+            if self.covariance == "spherical":
+                variance = variance.mean(-1)
+            return variance.maximum(floor).sqrt()
+        if self.covariance == "tied":
+            cross = loc.mT @ sums
+            return _cholesky(_floored((products - cross - cross.mT + (counts * loc).mT @ loc) / counts.sum(), floor))
+        cross = loc.unsqueeze(-1) * sums.unsqueeze(-2)
+        spread = products - cross - cross.mT + counts.unsqueeze(-1) * loc.unsqueeze(-1) * loc.unsqueeze(-2)
+        return _cholesky(_floored(spread / counts.unsqueeze(-1), floor))
+
+    def _scale_of(self, covariance: Tensor) -> Tensor:
+        """The parameter for components that all have the given covariance."""
+        if self.covariance == "tied":
+            return _cholesky(covariance)
+        if self.covariance == "full":
+            return _cholesky(covariance).repeat(self.num_components, 1, 1)
+        variance = covariance.diagonal()
+        if self.covariance == "diag":
+            return variance.sqrt().repeat(self.num_components, 1)
+        return variance.mean().sqrt().repeat(self.num_components)
+
+
+def responsibilities(population: Population, temperature: float) -> Tensor:
+    """Posterior probabilities of the components, ``(N, K)`` in float64, of a population whose state is one categorical latent."""
+    return packed.value_probabilities(population.words, population.weights(temperature), population.space)[:, 0].double()
+
+
+def best_weights(counts: Tensor) -> Tensor:
+    """Mixing proportions that maximise the expected log prior, none below a floor: at zero a component could never come back."""
+    weights = (counts / counts.sum()).clamp(min=_WEIGHT_FLOOR)
+    return weights / weights.sum()
+
+
+def _floored(covariance: Tensor, floor: Tensor) -> Tensor:
+    """The likeliest covariance with no eigenvalue below the floor."""
+    values, vectors = torch.linalg.eigh(covariance)
+    if bool((values >= floor).all()):
+        return covariance
+    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
+    return floored
+
+
+def _cholesky(covariance: Tensor) -> Tensor:
+    factor: Tensor = torch.linalg.cholesky(covariance)
+    return factor

@@ -1,0 +1,101 @@
+"""Mixtures of independent Poisson counts."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.models.binary_causes import check_data, random_rows, rows_of
+from pyro_truncated.models.gaussian_mixture import best_weights, responsibilities
+from pyro_truncated.population import Population
+
+_RATE_FLOOR = 1e-6
+_NEVER_USED = 1e-8
+
+
+class PoissonMixture(PyroModule):
+    r"""Mixture of Poisson distributions, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Poisson}(\lambda_{zd})`.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_components: number of components ``K``.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weights: mixing proportions :math:`\pi`, ``(K,)``.
+        rate: rates :math:`\lambda`, ``(K, D)``, at least ``1e-6``.
+
+    Reference:
+        Keck, Savin and Lücke, "Feedforward Inhibition and Synaptic Scaling - Two Sides of the Same Coin?", PLoS Computational Biology 2012.
+    """
+
+    weights: Tensor
+    rate: Tensor
+
+    def __init__(self, num_observed: int, num_components: int, *, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_observed, self.num_components = num_observed, num_components
+        weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
+        self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
+        self.rate = PyroParam(0.5 + torch.rand(num_components, num_observed, dtype=dtype), constraints.positive)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of counts ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weights, rate = self.weights, self.rate
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            z = pyro.sample("z", dist.Categorical(weights))
+            return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
+        """Starts from the data: rates halfway between random data points and the mean of all data, equally likely components.
+
+        Args:
+            y: counts ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        rows = random_rows(check_data(y, self.num_observed).double(), self.num_components, generator)
+        self.rate = (0.5 * (rows + y.double().mean(0))).clamp(min=_RATE_FLOOR).to(self.rate)
+        self.weights = torch.full_like(self.weights, 1 / self.num_components)
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all counts, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
+            ``(K, D)``. Both can be added and scaled.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population).double()
+        shares = responsibilities(population, temperature)
+        return {"counts": shares.sum(0), "sums": shares.mT @ rows}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        :math:`\lambda_k = \sum_n r_{nk} y_n / \sum_n r_{nk}` and :math:`\pi_k = \frac1N \sum_n r_{nk}`. A component without data keeps its
+        rates.
+        """
+        counts = statistics["counts"].unsqueeze(-1)
+        rate = torch.where(counts > _NEVER_USED, statistics["sums"] / counts, self.rate.double())
+        self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
+        self.weights = best_weights(statistics["counts"]).to(self.weights)

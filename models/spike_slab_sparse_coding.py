@@ -1,0 +1,222 @@
+"""Spike-and-slab sparse coding: a linear superposition of causes that are either off or normally distributed."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam, pyro_method
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
+from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
+from pyro_truncated.population import Population
+
+_VARIANCE_FLOOR = 1e-6
+_NEVER_ACTIVE = 1e-10
+
+
+class SpikeSlabSparseCoding(PyroModule):
+    r"""Linear spike-and-slab sparse coding.
+
+    .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
+        y \sim \mathcal N(W (b \odot z), \sigma^2 I).
+
+    The model itself has the site ``s`` of the indicators :math:`b` only: the slabs :math:`z` are integrated out exactly. For a posterior
+    over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact conditional::
+
+        guide = AutoTruncated(model.with_slabs, conditional=model.conditional)
+
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+
+    Scaling a dictionary element and unscaling its slab changes nothing. :meth:`maximize` settles this by keeping the norm of every element
+    what it was before, and every slab mean non-negative.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        shared_prior: whether all latents share one :math:`\pi`.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_scale: :math:`\tau`, ``(H,)``.
+
+    Reference:
+        Sheikh, Shelton and Lücke, "A Truncated EM Approach for Spike-and-Slab Sparse Coding", JMLR 2014. The M-step here takes the
+        posterior mean of products where the published noise update takes products of posterior means, so it is exact.
+    """
+
+    # The slabs' posterior moments are those under the parameters at the time.
+    statistics_depend_on_parameters = True
+
+    weight: Tensor
+    scale: Tensor
+    prior: Tensor
+    slab_mean: Tensor
+    slab_scale: Tensor
+
+    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = False, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        slab_scale = torch.full((num_latents,), 0.5**0.5, dtype=dtype)
+        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
+        self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.slab_scale = PyroParam(slab_scale, constraints.positive)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
+        prior = self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", SpikeSlabSuperposition(states, *parameters), obs=None if y is None else y[index])
+
+    @pyro_method
+    def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The same model with the slabs as a site ``z (H,)``; those of latents that are off have their prior."""
+        weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).to_event(1))
+            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
+
+    @pyro_method
+    def conditional(
+        self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
+    ) -> dict[str, Tensor]:
+        """Samples the slabs ``z`` from their exact posterior given the indicators; a ``conditional`` for :meth:`with_slabs`."""
+        likelihood = SpikeSlabSuperposition(states["s"], self.weight, self.scale, self.slab_mean, self.slab_scale)
+        return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> SpikeSlabSparseCoding:
+        r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance.
+
+        The rest is :math:`\pi = 2 / H`, :math:`\mu = 1`, :math:`\tau^2 = 1/2`.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        check_data(y, self.num_observed)
+        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
+        rows = random_rows(y, self.num_latents, generator)
+        # A little noise tells elements apart that started from equal data points.
+        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        self.weight = (rows + 0.01 * deviation * noise).mT.to(self.weight).contiguous()
+        self.scale = deviation.to(self.scale)
+        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.slab_mean = torch.ones_like(self.slab_mean)
+        self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors over indicators; given these, the slabs have their exact posterior.
+
+        Returns:
+            With :math:`s = b \odot z`: ``num_data``; ``states``, ``coefficients`` and ``coefficient_squares``, the sums of
+            :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``pairs``, that of
+            :math:`\langle s s^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are
+            missing anywhere in ``y``; ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
+            entries; ``observed``, the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population)
+        arguments = population.words, population.weights(temperature), rows, *self._parameters64()
+        if bool(y.isnan().any()):
+            active, coefficients, pairs, squares = packed.spike_slab_moments_by_dimension(*arguments)
+        else:
+            active, coefficients, pairs = packed.spike_slab_moments(*arguments)
+            squares = pairs.diagonal().clone()
+        observed = rows.double().nan_to_num(0.0)
+        return {
+            "num_data": active.new_tensor(len(rows)),
+            "states": active.sum(0),
+            "coefficients": coefficients.sum(0),
+            "coefficient_squares": squares,
+            "pairs": pairs,
+            "cross": observed.mT @ coefficients,
+            "squares": observed.square().sum(),
+            "observed": (~rows.isnan()).double().sum(),
+        }
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint of data, indicators and slabs.
+
+        With :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed,
+        :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`: :math:`W_d = A_d^{-1} c_d`,
+        :math:`\sigma^2` is the mean expected squared residual of the observed entries, :math:`\pi = n / N`,
+        :math:`\mu = \sum_n \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`, all element-wise. Parameters
+        of latents that are never active stay as they are. Elements are then scaled to their old norm and slab means made non-negative;
+        the ``statistics`` are brought into the same units, so that they can be added to later ones.
+        """
+        old = self.weight.double()
+        pairs, cross, count = statistics["pairs"], statistics["cross"], statistics["states"]
+        weight = best_dictionary(old, pairs, cross)
+        variance = squared_residuals(weight, pairs, cross, statistics["squares"]) / statistics["observed"]
+        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
+        is_used = count > _NEVER_ACTIVE
+        power = statistics["coefficient_squares"] / count
+        slab_mean = torch.where(is_used, statistics["coefficients"] / count, self.slab_mean.double())
+        slab_variance = (power - slab_mean.square()).maximum(_VARIANCE_FLOOR * power)
+        slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
+        gain = _gauge(old, weight, slab_mean)
+        self.weight = (weight / gain).to(self.weight)
+        self.scale = torch.maximum(variance, floor).sqrt().to(self.scale)
+        self.prior = best_prior(count, statistics["num_data"], self.shared_prior).to(self.prior)
+        self.slab_mean = (slab_mean * gain).to(self.slab_mean)
+        self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)
+        outer = gain.unsqueeze(-1) * gain
+        for name, factor in (("coefficients", gain), ("coefficient_squares", gain.square()), ("pairs", outer), ("cross", gain)):
+            statistics[name] = statistics[name] * factor
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Posterior mean of the noise-free data, :math:`W \langle b \odot z \rangle`, for denoising and in-painting.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
+
+        Returns:
+            ``(N, D)`` for the population's data points, in the type of the data.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population)
+        _, coefficients, _ = packed.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
+        return (coefficients @ self.weight.double().mT).to(y.dtype)
+
+    def _parameters64(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        precision = self.scale.double().reciprocal().square().expand(self.num_observed)
+        return self.weight.double(), precision, self.slab_mean.double(), self.slab_scale.double()
+
+
+def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:
+    """Factors ``(H,)`` that elements are divided by: the ratio of their norm to the old one, with the sign of the slab mean."""
+    old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
+    ratio = torch.where((old_norm > 0) & (norm > 0), norm / old_norm, 1.0)
+    return torch.where(slab_mean < 0, -ratio, ratio)

@@ -1,0 +1,132 @@
+"""Gaussian observations of a superposition of the active latents' dictionary elements by maximum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.distributions.missing import or_missing
+from pyro_truncated.packed.maximum_dense import largest
+
+_BLOCK_BYTES = 2**28
+
+
+class MaximumSuperposition(TorchDistribution):
+    r"""Normal observations around the largest active dictionary entry, :math:`y_d \sim \mathcal N(\max(0, \max_h s_h W_{dh}), \sigma_d^2)`.
+
+    Negative entries of the dictionary never win. Entries of an observation that are NaN are missing and contribute nothing.
+
+    Args:
+        states: states ``(*batch, H)``, zeros and ones.
+        weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
+        scale: standard deviation :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
+        validate_args: whether to check parameters and values.
+
+    Raises:
+        ValueError: if states and weight disagree about the number of latents, or a parameter is invalid.
+
+    Reference:
+        Lücke and Sahani, "Maximal Causes for Non-linear Component Extraction", JMLR 2008.
+    """
+
+    arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
+        "states": constraints.independent(constraints.boolean, 1),
+        "weight": constraints.independent(constraints.real, 2),
+        "scale": constraints.positive,
+    }
+    support = constraints.independent(or_missing(constraints.real), 1)
+    has_rsample = True
+
+    def __init__(self, states: Tensor, weight: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
+        if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
+            raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
+        self.states = states
+        self.weight = weight
+        self.scale = torch.as_tensor(scale, dtype=weight.dtype, device=weight.device)
+        batch_shape = torch.broadcast_shapes(states.shape[:-1], weight.shape[:-2], self.scale.shape[:-1])
+        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> MaximumSuperposition:
+        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
+        batch_shape = torch.Size(batch_shape)
+        if batch_shape == self.batch_shape:
+            return self
+        new: MaximumSuperposition = self._get_checked_instance(MaximumSuperposition, _instance)  # type: ignore[no-untyped-call]
+        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
+        new.weight, new.scale = self.weight, self.scale
+        super(MaximumSuperposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    @property
+    def mean(self) -> Tensor:
+        r"""Mean :math:`\max(0, \max_h s_h W_{dh})`, ``(*batch, D)``."""
+        return self._mean(self.states).expand(self.batch_shape + self.event_shape)
+
+    @property
+    def variance(self) -> Tensor:
+        r"""Variance :math:`\sigma^2`, ``(*batch, D)``."""
+        return self.scale.square().expand(self.batch_shape + self.event_shape)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws observations, differentiable in the parameters."""
+        mean = self.mean
+        noise = torch.randn(torch.Size(sample_shape) + mean.shape, dtype=mean.dtype, device=mean.device)
+        return mean + self.scale * noise
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
+        if self._validate_args:
+            self._validate_sample(value)
+        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
+        num_blocks = -(-16 * batch_shape.numel() * math.prod(self.weight.shape[-2:]) // _BLOCK_BYTES)
+        if num_blocks <= 1 or torch.is_grad_enabled() or not self.has_packed_log_prob:
+            return self._log_prob(self.states, value)
+        states, value = self.states.expand(batch_shape + self.states.shape[-1:]), value.expand(batch_shape + value.shape[-1:])
+        pieces = zip(states.tensor_split(num_blocks), value.tensor_split(num_blocks), strict=True)
+        return torch.cat([self._log_prob(*piece) for piece in pieces if len(piece[0])])
+
+    @property
+    def has_packed_log_prob(self) -> bool:
+        """Whether :meth:`packed_log_prob` is available: no parameter may have batch dimensions."""
+        return self.weight.dim() == 2 and self.scale.dim() <= 1
+
+    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
+        r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
+
+        The states the distribution was built with play no role. Differentiable once in the parameters and the logits.
+
+        Args:
+            words: packed states, ``(N, C, W)``.
+            value: observations ``(N, D)``; NaN where missing.
+            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
+
+        Returns:
+            ``(N, C)``.
+        """
+        num_latents = self.weight.shape[-1]
+        precision = self.scale.double().reciprocal().square().expand(self.event_shape)
+        error = packed.maximum_error(words, value, self.weight, precision)
+        log_prob = self._log_normalizer(value).unsqueeze(-1) - 0.5 * error
+        if state_logits is not None:
+            linear = state_logits.double().expand(len(value), num_latents)
+            log_prob = log_prob + packed.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
+
+    def _mean(self, states: Tensor) -> Tensor:
+        return largest(states.to(self.weight.dtype), self.weight)
+
+    def _log_normalizer(self, value: Tensor) -> Tensor:
+        return -((self.scale.double().log() + 0.5 * math.log(2 * math.pi)) * ~value.isnan()).sum(-1)
+
+    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
+        # Masked before it is divided, or missing entries would turn the gradient of the scale into NaN.
+        residual = torch.where(value.isnan(), 0.0, value - self._mean(states)) / self.scale
+        log_prob = self._log_normalizer(value) - 0.5 * residual.double().square().sum(-1)
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
