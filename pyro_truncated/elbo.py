@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
+import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pyro.poutine as poutine
@@ -13,10 +14,11 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_truncated.em import ClosedForm, Statistics
-from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.guide import AutoTruncated, Searching, spare_random_numbers
 from pyro_truncated.log_joint import Assign, LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
+from pyro_truncated.sites import sample_nodes
 
 Temperature = float | Callable[[int], float]
 
@@ -29,7 +31,7 @@ class Truncated_ELBO(ELBO):
 
     The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes populations; ``loss_and_grads`` (``SVI.step``) and
     ``differentiable_loss`` under enabled gradients search first. Where the guide has other parts (continuous latents beside the discrete ones), the search scores
-    states given draws of these, and the gradient is that of the stock :class:`~pyro.infer.TraceEnum_ELBO` on the very same minibatch.
+    states given draws of these, and loss and gradient are those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws.
 
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected for its M-step.
 
@@ -52,7 +54,7 @@ class Truncated_ELBO(ELBO):
         for name, value in (("search_steps", search_steps), ("search_every", search_every)):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer; got {value!r}")
-        super().__init__(**kwargs)
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.search = search
         self.search_steps = search_steps
         self.search_every = search_every
@@ -60,12 +62,13 @@ class Truncated_ELBO(ELBO):
         self.num_evaluations = 0
         self._stock = TraceEnum_ELBO(**kwargs)
         self._revision: int | None = None
+        self._known_guide: Any = None
 
     # --- what Pyro calls ---
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the free energy of the populations as they are; nothing changes."""
-        if not _stands_alone(guide, args, kwargs):
+        if not _stands_alone(model, guide, args, kwargs):
             return float(self._stock.loss(model, guide, *args, **kwargs))
         with torch.no_grad(), poutine.block():
             particles = self._particles(guide)
@@ -77,10 +80,11 @@ class Truncated_ELBO(ELBO):
 
         Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
         """
+        if not _stands_alone(model, guide, args, kwargs):
+            with self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
+                return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         values = self._search(guide, args, kwargs) if torch.is_grad_enabled() else {}
         with Assign(values):
-            if not _stands_alone(guide, args, kwargs):
-                return self._stock.differentiable_loss(model, Assign(values)(guide), *args, **kwargs)
             particles = self._particles(guide)
             loss = -torch.stack([self._free_energy(guide, args, kwargs, values) for _ in range(particles)]).mean()
         warn_if_nan(loss, "loss")
@@ -89,14 +93,15 @@ class Truncated_ELBO(ELBO):
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
         closed_form = getattr(model, "closed_form", None)
-        alone = _stands_alone(guide, args, kwargs)
+        alone = _stands_alone(model, guide, args, kwargs)
         if closed_form is not None:
             if not alone:
                 raise NotImplementedError("closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides")
             return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
-        values = self._search(guide, args, kwargs)
         if not alone:
-            return float(self._stock.loss_and_grads(model, Assign(values)(guide), *args, **kwargs))
+            with self._searching(model, guide, args, kwargs):
+                return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
+        values = self._search(guide, args, kwargs)
         particles = self._particles(guide)
         losses = [self._backward(guide, args, kwargs, values, particles) for _ in range(particles)]
         return _checked(sum(losses) / particles)
@@ -116,27 +121,33 @@ class Truncated_ELBO(ELBO):
             raise ValueError(f"temperature must be at least 1; got {value}")
         return float(value)
 
-    @torch.no_grad()
-    def _search(self, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Improves the populations of every truncated part of the guide; returns the subsamples that were searched."""
+    def _search_is_due(self) -> bool:
         due = self.num_evaluations % self.search_every == 0
         self.num_evaluations += 1
-        subsamples: dict[str, Tensor] = {}
+        return due
+
+    @torch.no_grad()
+    def _search(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Improves the populations of a guide that stands alone; returns the subsamples that were searched."""
+        due = self._search_is_due()
         with poutine.block():
-            if _stands_alone(guide, args, kwargs):
-                log_joint = guide.log_joint_of(*args, values=_master_subsamples(guide, args, kwargs), **kwargs)
-                if due:
-                    guide.search_(self.search, log_joint, self.search_steps)
-                return _subsamples(log_joint)
-            trace = poutine.trace(guide).get_trace(*args, **kwargs)
-            draws = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample"}
-            for part in truncated_parts(trace):
-                own = {name: value for name, value in draws.items() if name not in part.layout.sites and name != part.index_name}
-                log_joint = part.log_joint_of(*args, values=own, **kwargs)
-                if due:
-                    part.search_(self.search, log_joint, self.search_steps)
-                subsamples.update(_subsamples(log_joint))
-        return subsamples
+            log_joint = guide.log_joint_of(*args, values=_master_subsamples(guide, args, kwargs), **kwargs)
+            if due:
+                guide.search_(self.search, log_joint, self.search_steps)
+        return log_joint.subsamples
+
+    def _searching(self, model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
+        """Lets the truncated part of a guide search when it next runs: for the very minibatch and draws of other latents the loss is of."""
+        if self._temperature() != 1.0:
+            raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; beside other guides train without")
+        with spare_random_numbers():
+            if self._known_guide is not guide:
+                with poutine.block(), torch.no_grad():
+                    truncated_parts(poutine.trace(guide).get_trace(*args, **kwargs))
+                self._known_guide = guide
+            if self._stock.max_plate_nesting == math.inf:
+                self._stock._guess_max_plate_nesting(model, guide, args, kwargs)
+        return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
 
     # --- the free energy of a guide that stands alone ---
 
@@ -144,7 +155,7 @@ class Truncated_ELBO(ELBO):
         log_joint = guide.log_joint_of(*args, values=values, **kwargs)
         population = guide.population(log_joint.indices)
         blocks = [log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)]
-        return log_joint.scale * torch.stack(blocks).sum()
+        return log_joint.scale * torch.stack(blocks).sum() + log_joint.outside()
 
     def _backward(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor], particles: int) -> float:
         """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
@@ -153,29 +164,39 @@ class Truncated_ELBO(ELBO):
             log_joint = guide.log_joint_of(*args, values=values, **kwargs)
         if guide.conditional is not None:
             return self._backward_whole(guide, log_joint, temperature, particles)
+        population = guide.population(log_joint.indices)
+        blocks = list(log_joint.gradient_blocks(guide.num_states))
+        # Weights need all states of a data point: where a block has them, it is scored once for weights and gradient.
+        complete = all(states == slice(None) for _, states in blocks)
         with torch.no_grad():
-            population = guide._rescored(log_joint)
-            population = guide.store_(population.log_joint, log_joint.indices)
-            weights = population.weights(temperature) * log_joint.scale / particles
+            known = [] if complete else [guide.rescored(log_joint).log_joint]
         with torch.enable_grad():
-            for rows, block in log_joint.gradient_blocks(guide.num_states):
-                scores = log_joint.score(population.words[rows, block], rows)
+            outside = log_joint.outside()
+            if outside.requires_grad:
+                (-outside / particles).backward(retain_graph=True)
+            for rows, states in blocks:
+                scores = log_joint.score(population.words[rows, states], rows)
+                if complete:
+                    known.append(scores.detach())
+                weights = ((known[-1] / temperature).softmax(-1) * (log_joint.scale / particles))[:, states]
                 # States of probability zero have weight zero but an infinite score.
-                weighted = torch.where(weights[rows, block] > 0, weights[rows, block] * scores, 0.0)
+                weighted = torch.where(weights > 0, weights * scores, 0.0)
                 if weighted.requires_grad:
                     (-weighted.sum()).backward(retain_graph=True)
-        return -float(log_joint.scale * population.free_energy().sum())
+        population = guide.store_(torch.cat(known), log_joint.indices)
+        return -float(log_joint.scale * population.free_energy().sum() + outside.detach())
 
     def _backward_whole(self, guide: AutoTruncated, log_joint: LogJoint, temperature: float, particles: int) -> float:
         """With a conditional, the draws that score the states must be the ones that are differentiated."""
         with torch.enable_grad():
             population = guide.population(log_joint.indices)
             scores = log_joint.score(population.words)
-            objective = temperature * (scores / temperature).logsumexp(-1).sum() * log_joint.scale
+            outside = log_joint.outside()
+            objective = temperature * (scores / temperature).logsumexp(-1).sum() * log_joint.scale + outside
             if objective.requires_grad:
                 (-objective / particles).backward()
         population = guide.store_(scores.detach(), log_joint.indices)
-        return -float(log_joint.scale * population.free_energy().sum())
+        return -float(log_joint.scale * population.free_energy().sum() + outside.detach())
 
     # --- closed form ---
 
@@ -194,12 +215,12 @@ class Truncated_ELBO(ELBO):
             if self.num_evaluations % self.search_every == 0:
                 population = guide.search_(self.search, log_joint, self.search_steps)
             else:
-                population = guide.store_(guide._rescored(log_joint).log_joint, log_joint.indices)
+                population = guide.store_(guide.rescored(log_joint).log_joint, log_joint.indices)
             self.num_evaluations += 1
             self._revision = guide.revision
             new = self._statistics(closed_form, population, temperature, args, kwargs)
             closed_form.collect(new, old, log_joint.indices, log_joint.full_size)
-        return -float(log_joint.scale * population.free_energy().sum())
+        return -float(log_joint.scale * population.free_energy().sum() + log_joint.outside())
 
     def _statistics(self, closed_form: ClosedForm, population: Population, temperature: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Statistics:
         found: Statistics = closed_form.model.sufficient_statistics(population, *args, temperature=temperature, **kwargs)
@@ -208,40 +229,29 @@ class Truncated_ELBO(ELBO):
 
 def truncated_parts(trace: poutine.Trace) -> list[AutoTruncated]:
     """The truncated guides that took part in a guide trace; they announce themselves at their index sites."""
-    marks = [node["infer"]["truncated"]["guide"]() for node in trace.nodes.values() if node["type"] == "sample" and "truncated" in node.get("infer", {})]
-    if not marks:
+    marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(trace).values()]
+    parts = [mark["guide"]() for mark in marks if mark is not None]
+    if not parts:
         raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
-    return marks
+    return parts
 
 
-def _stands_alone(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the guide is one AutoTruncated that needs no draws of other latents."""
+def _stands_alone(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the guide is one AutoTruncated outside of any list, of this very model (and not of one that a handler changes)."""
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*args, **kwargs)
-    if guide.master is not None:
-        return False
-    if guide.layout.other_latents and guide.conditional is None:
-        warnings.warn(
-            f"no guide covers the latents {guide.layout.other_latents}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
-            "AutoGuideList, or give it a conditional.",
-            stacklevel=3,
-        )
-    return True
+    return guide.master is None and bool(model == guide.model)
 
 
 def _master_subsamples(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
     """Subsamples of the plates that the user's ``create_plates`` makes, if there is one."""
     if guide.create_plates is None:
         return {}
-    return {name: plate.indices for name, plate in guide._create_plates(*args, **kwargs).items()}
-
-
-def _subsamples(log_joint: LogJoint) -> dict[str, Tensor]:
-    nodes = log_joint.probe.nodes
-    return {name: value for name, value in log_joint.values.items() if name in nodes and poutine.util.site_is_subsample(nodes[name])}
+    created = guide._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
+    return {name: plate.indices for name, plate in created.items()}
 
 
 def _checked(loss: float) -> float:
-    warn_if_nan(loss, "loss")
+    warn_if_nan(loss, "loss")  # type: ignore[call-overload]
     return loss

@@ -49,7 +49,8 @@ class ClosedForm(PyroOptim):
     """
 
     def __init__(self, model: Any, *, minibatch: str | None = None, step_size: Callable[[int], float] | None = None) -> None:
-        if not isinstance(model, ClosedFormModel):
+        is_closed_form: bool = isinstance(model, ClosedFormModel)
+        if not is_closed_form:
             raise TypeError(f"ClosedForm needs a model with the methods sufficient_statistics and maximize; {type(model).__name__} lacks one of them")
         dependent = getattr(model, "statistics_depend_on_parameters", False)
         if minibatch is None:
@@ -58,7 +59,7 @@ class ClosedForm(PyroOptim):
             raise ValueError(f"minibatch must be 'incremental' or 'online'; got {minibatch!r}")
         if minibatch == "incremental" and dependent:
             raise ValueError(f"minibatch='incremental' is not exact for {type(model).__name__}: its statistics depend on the parameters. Use minibatch='online'.")
-        self.model = model
+        self.model: Any = model
         self.minibatch = minibatch
         self.step_size = step_size or (lambda step: (step + 2) ** -0.6)
         self.statistics: Statistics | None = None

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import functools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -16,6 +18,9 @@ import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.infer.inspect import get_dependencies
+from pyro.ops.indexing import Vindex
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
@@ -23,11 +28,24 @@ from torch import Tensor
 from pyro_truncated.log_joint import Conditional, LogJoint
 from pyro_truncated.population import Population, initial_population
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.sites import Layout
+from pyro_truncated.sites import Layout, latent_nodes, sample_nodes, trim
 from pyro_truncated.states import StateSpace
 
 States = Tensor | Mapping[str, Tensor]
 Init = States | Callable[[], States] | None
+
+
+def spare_random_numbers() -> AbstractContextManager[None]:
+    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+
+
+class Searching(Messenger):
+    """Effect handler under which an :class:`AutoTruncated` improves its populations when it runs, once."""
+
+    def __init__(self, search: Search, steps: int) -> None:
+        super().__init__()
+        self.search, self.steps, self.done = search, steps, False
 
 
 class AutoTruncated(AutoGuide):
@@ -90,7 +108,7 @@ class AutoTruncated(AutoGuide):
             raise ValueError(f"num_states must be a positive integer; got {num_states!r}")
         if memory_budget < 2**20:
             raise ValueError(f"memory_budget is in bytes and must be at least 2**20; got {memory_budget}")
-        super().__init__(model, create_plates=create_plates)
+        super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.num_states = num_states
         self.max_count = max_count
         self.memory_budget = memory_budget
@@ -101,6 +119,21 @@ class AutoTruncated(AutoGuide):
         self.revision = 0
 
     # --- set-up ---
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model.
+
+        Raises:
+            RuntimeError: if pickling left it behind.
+        """
+        if self._model is None:
+            raise RuntimeError(
+                "pickling a guide leaves its model behind. Its populations can still be read, but to use it with a model make a new "
+                "AutoTruncated(model, ...) and load the state_dict() of this one."
+            )
+        model: Callable[..., Any] = self._model[0]
+        return model
 
     @property
     def conditional(self) -> Conditional | None:
@@ -130,11 +163,27 @@ class AutoTruncated(AutoGuide):
             self._setup_prototype(*args, **kwargs)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        with spare_random_numbers():
+            device = self._inspect(args, kwargs)
+        if "words" in self._buffers:
+            self._check_loaded()
+        else:
+            self._create_populations(device)
+
+    def _inspect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+        """Finds the discrete sites and plates; returns the device that the states live on."""
+        self._check_alone()
+        hidden = _hidden_latents(self.model, args, kwargs)
+        if hidden:
+            raise ValueError(
+                f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "
+                "whenever a state is scored. Give AutoTruncated the whole model: it takes the discrete sites and leaves the others to other guides."
+            )
         with poutine.block(), torch.no_grad():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
         self._layout = Layout(trace, self.max_count, lambda names: _dependents(self.model, names, args, kwargs))
         try:
-            super()._setup_prototype(*args, **kwargs)
+            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:
             # Sequential plates trouble us only around discrete sites, which Layout has refused already.
             self._prototype_frames = {
@@ -144,11 +193,15 @@ class AutoTruncated(AutoGuide):
             warnings.warn(
                 "AutoTruncated sees no observed site: its posterior would be the prior. Give it the whole model, not poutine.block(model, ...).", stacklevel=2
             )
-        if "words" in self._buffers:
-            self._check_loaded()
-        else:
-            device = trace.nodes[next(iter(self._layout.sites))]["value"].device
-            self._create_populations(device)
+        device: torch.device = sample_nodes(trace)[next(iter(self._layout.sites))]["value"].device
+        return device
+
+    def _check_alone(self) -> None:
+        others = [part for part in self.master() if isinstance(part, AutoTruncated) and part is not self] if self.master is not None else []
+        if others:
+            raise ValueError(
+                "an AutoGuideList can hold only one AutoTruncated: it takes all discrete sites of the model, as their posterior is joint"
+            )
 
     def _create_populations(self, device: torch.device) -> None:
         layout = self.layout
@@ -189,7 +242,8 @@ class AutoTruncated(AutoGuide):
         # A fresh guide has no buffers yet: make them in the shapes that come in.
         for name in ("words", "log_joint", "cardinalities"):
             value = state_dict.get(prefix + name)
-            if value is not None and (name not in self._buffers or self._buffers[name].shape != value.shape):
+            held = self._buffers.get(name)
+            if value is not None and (held is None or held.shape != value.shape):
                 self.register_buffer(name, torch.empty_like(value))
         words = state_dict.get(prefix + "words")
         if words is not None and words.shape[1] != self.num_states:
@@ -205,6 +259,22 @@ class AutoTruncated(AutoGuide):
                 f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Autoguides are pickled without model and list, but the base class takes them from the living guide too.
+        model, master = self._model, self.master
+        try:
+            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        finally:
+            self._model, self.master = model, master
+        return {**state, "_conditional": (None,), "_init": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AutoTruncated:
+        duplicate = self.__class__.__new__(self.__class__)
+        memo[id(self)] = duplicate
+        duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        duplicate._model, duplicate._conditional, duplicate._init = self._model, self._conditional, self._init
+        return duplicate
+
     # --- scoring and search ---
 
     def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
@@ -213,8 +283,20 @@ class AutoTruncated(AutoGuide):
         Raises:
             ValueError: if the model's data plate differs in size from the guide's populations, its subsample is out of range, or the
                 populations are on another device than the model.
+            NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
         """
+        if torch._C._get_tracing_state():
+            raise NotImplementedError(
+                "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
+            )
         self.setup(*args, **kwargs)
+        uncovered = [name for name in self.layout.other_latents if name not in (values or {})]
+        if uncovered and self.conditional is None:
+            warnings.warn(
+                f"no guide covers the latents {uncovered}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
+                "AutoGuideList, or give it a conditional.",
+                stacklevel=2,
+            )
         log_joint = LogJoint(
             self.model, self.layout, args, kwargs, values=values, conditional=self.conditional, memory_budget=self.memory_budget
         )
@@ -245,12 +327,19 @@ class AutoTruncated(AutoGuide):
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
         with torch.no_grad():
             log_joint = self.log_joint_of(*args, values=self._values_from_trace(args, kwargs), **kwargs)
-            return self._rescored(log_joint)
+            return self.rescored(log_joint)
 
-    def _rescored(self, log_joint: LogJoint) -> Population:
+    def rescored(self, log_joint: LogJoint) -> Population:
+        """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
         population = self.population(log_joint.indices)
         blocks = [log_joint.score(population.words[rows], rows) for rows in log_joint.row_blocks(self.num_states)]
         return dataclasses.replace(population, log_joint=torch.cat(blocks))
+
+    def _positions(self, rows: slice, indices: Tensor | None) -> Tensor | None:
+        """Positions in the full data set of a slice of a batch, ``None`` for all in order."""
+        if indices is not None:
+            return indices[rows]
+        return None if (rows.start, rows.stop) == (0, len(self.words)) else torch.arange(rows.start, rows.stop, device=self.words.device)
 
     @torch.no_grad()
     def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
@@ -262,7 +351,8 @@ class AutoTruncated(AutoGuide):
             where = rows if indices is None else indices[rows]
             words = self.words[where]
             score = _scorer(log_joint, rows)
-            batch = SearchBatch(Population(self.space, words, score(words)), score, {name: value[rows] for name, value in observations.items()})
+            known = Population(self.space, words, score(words), self._positions(rows, indices))
+            batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()})
             for _ in range(steps):
                 batch = dataclasses.replace(batch, population=search.step(batch))
             self.words[where] = batch.population.words
@@ -325,12 +415,14 @@ class AutoTruncated(AutoGuide):
         values = self._values_from_trace(args, kwargs)
         with torch.no_grad():
             plates, log_joint = self._open_plates(values, args, kwargs)
-            population = self._rescored(log_joint)
+            population = _without_impossible(self._searched(log_joint))
+        hidden = log_joint.hidden_log_probs(population.words)
         with ExitStack() as stack:
             for name in self.layout.plates:
                 stack.enter_context(plates[name])
-            states = self._sample_states(population, log_joint, plates)
-            result: dict[str, Tensor] = dict(states)
+            states = self._sample_states(population, hidden, log_joint, plates)
+            # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
+            result: dict[str, Tensor] = {**values, **states}
             if self.conditional is not None:
                 result.update(self.conditional(states, *args, **kwargs) or {})
         return result
@@ -341,10 +433,10 @@ class AutoTruncated(AutoGuide):
         So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word.
         """
         if self.master is not None or self.create_plates is not None:
-            created: dict[str, Any] = self._create_plates(*args, **kwargs)
+            created: dict[str, Any] = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
             return created, self.log_joint_of(*args, values={**values, **_indices_of(created)}, **kwargs)
         log_joint = self.log_joint_of(*args, values=values, **kwargs)
-        frames = {f.name: f for site in self.layout.sites for f in log_joint.probe.nodes[site]["cond_indep_stack"]}
+        frames = {f.name: f for site in self.layout.sites for f in log_joint.nodes[site]["cond_indep_stack"]}
         self.plates = {
             name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim) for name, frame in frames.items()
         }
@@ -352,37 +444,47 @@ class AutoTruncated(AutoGuide):
             log_joint = self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
         return self.plates, log_joint
 
-    def _sample_states(self, population: Population, log_joint: LogJoint, plates: Mapping[str, Any]) -> dict[str, Tensor]:
-        layout = self.layout
-        log_joints, words = population.log_joint, population.words
-        impossible = log_joints == -math.inf
-        if log_joints.dim() == 2 and bool(impossible.any()):
-            # An enumerating ELBO multiplies log densities by weights: a state of probability zero stands in for by the best one at a vanishing weight.
-            best = log_joints.argmax(-1, keepdim=True)
-            words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
-            log_joints = torch.where(impossible, log_joints.amax(-1, keepdim=True) - 1000.0, log_joints)
-        logits = log_joints.log_softmax(-1)
+    def _searched(self, log_joint: LogJoint) -> Population:
+        """The populations with their log joints, improved first where an ELBO asks for it."""
+        for handler in _PYRO_STACK:
+            if isinstance(handler, Searching) and not handler.done:
+                handler.done = True
+                population = self.search_(handler.search, log_joint, handler.steps)
+                if not log_joint.is_vectorized:
+                    return population
+        return self.rescored(log_joint)
+
+    def _sample_states(
+        self, population: Population, hidden: Mapping[str, Tensor], log_joint: LogJoint, plates: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        layout, words = self.layout, population.words
+        logits = population.log_joint.log_softmax(-1)
         batch = layout.spread(log_joint.sizes)
         logits = logits.reshape(*logits.shape[:-2], *batch, logits.shape[-1])
-        infer = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
-        # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's index as well.
+        infer: Any = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
+        # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
         with poutine.scale(scale=log_joint.scale_beyond_plates):
             index = pyro.sample(self.index_name, dist.Categorical(logits=logits), infer=infer)
-        rows = torch.arange(len(words), device=words.device).reshape(batch)
-        levels = self.space.unpack(words[rows, index])
-        values = layout.decode(levels, max(layout.depth, levels.dim() - 1), log_joint.dtypes)
-        return {name: self._sample_site(name, value, plates, logits.dtype) for name, value in values.items()}
+            rows = torch.arange(len(words), device=words.device).reshape(batch)
+            levels = self.space.unpack(words[rows, index])
+            values = layout.decode(levels, max(layout.depth, levels.dim() - 1), log_joint.dtypes)
+            # The guide's density gives back what a mask takes away from the model's, see LogJoint.
+            densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
+            zero = logits.new_zeros(())
+            return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in values.items()}
 
-    def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], dtype: torch.dtype) -> Tensor:
+    def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], log_density: Tensor) -> Tensor:
         site = self.layout.sites[name]
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.name not in self.layout.plates:
                     stack.enter_context(plates[frame.name])
-            value = _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))
-            # Integer values would otherwise bring a float32 density into a float64 model.
-            density = torch.zeros((), dtype=dtype, device=value.device).expand(value.shape[: value.dim() - site.event_dim])
-            return pyro.sample(name, dist.Delta(value, log_density=density, event_dim=site.event_dim))
+            value = trim(value, site.event_dim, site.depth)
+            shape = value.shape[: value.dim() - site.event_dim]
+            # Given always: with integer values the default would bring a float32 density into a float64 model.
+            log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
+            value = value.expand(*log_density.shape, *value.shape[len(shape) :])
+            return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
 
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
@@ -395,18 +497,25 @@ class AutoTruncated(AutoGuide):
                 found.update({name: handler.trace.nodes[name]["value"] for name in names if name in handler.trace.nodes})
         if not found and self.master is not None:
             found = self._values_from_siblings(args, kwargs)
-        return {name: value.detach() for name, value in found.items()}
+        return found
 
-    def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Draws of the other latents from the other parts of the surrounding guide list, outside of any trace."""
+    def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
+        """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""
         if self.master is None:
             return {}
+        parts = list(self.master())
         found: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
-            for part in self.master():
-                if part is self:
-                    break
-                found.update(part(*args, **kwargs))
+            for part in parts[: parts.index(self)]:
+                found.update((part.median if median else part)(*args, **kwargs) or {})
+        missing = [name for name in self.layout.other_latents if name not in found]
+        prototypes = [part.prototype_trace for part in parts[parts.index(self) + 1 :]]
+        late = [name for name in missing if any(trace is None or name in trace.nodes for trace in prototypes)]
+        if late:
+            raise ValueError(
+                f"AutoTruncated scores states given draws of the latents {late}, but the guides of these come after it in the "
+                "AutoGuideList; append AutoTruncated last"
+            )
         return {name: found[name] for name in self.layout.other_latents if name in found}
 
     # --- the posterior as numbers ---
@@ -423,17 +532,12 @@ class AutoTruncated(AutoGuide):
     def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Posterior marginals by site: the probability of 1 ``(N, *site shape)`` at Boolean sites, of each value ``(N, *site shape, V)`` at others."""
         population = self._scored(indices)
+        probabilities = population.value_probabilities()
         result, start = {}, 0
         for name, site in self.layout.sites.items():
-            latents = range(start, start + site.num_latents)
+            own = probabilities[:, start : start + site.num_latents, : max(site.cardinalities)]
             start += site.num_latents
-            if site.kind == "boolean":
-                result[name] = population.marginals()[:, latents.start : latents.stop].reshape(-1, *site.shape)
-                continue
-            size = max(site.cardinalities)
-            values = torch.arange(size, device=self.words.device)
-            probs = population.expectation(lambda s, at=latents, v=values: s[..., at.start : at.stop].unsqueeze(-1) == v)
-            result[name] = probs.reshape(-1, *site.shape, size)
+            result[name] = own[..., 1].reshape(-1, *site.shape) if site.kind == "boolean" else own.reshape(-1, *site.shape, own.shape[-1])
         return result
 
     def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
@@ -443,14 +547,9 @@ class AutoTruncated(AutoGuide):
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior."""
         with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
-            population = self._rescored(log_joint)
-        levels = self.space.unpack(population.mode()).reshape(*self.layout.spread(log_joint.sizes), -1)
-        values = self.layout.decode(levels, self.layout.depth)
-        return {
-            name: _trim(value, site.event_dim, max((-f.dim for f in site.frames), default=0))
-            for (name, value), site in zip(values.items(), self.layout.sites.values(), strict=True)
-        }
+            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
+            population = self.rescored(log_joint)
+        return self.layout.site_values(self.space.unpack(population.mode()), log_joint.sizes)
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
@@ -473,7 +572,7 @@ class AutoTruncated(AutoGuide):
     def refresh_(self, *args: Any, **kwargs: Any) -> Population:
         """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay."""
         log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
-        population = self._rescored(log_joint)
+        population = self.rescored(log_joint)
         return self.store_(population.log_joint, log_joint.indices)
 
 
@@ -482,20 +581,44 @@ def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _scorer(log_joint: LogJoint, rows: slice) -> Callable[[Tensor], Tensor]:
-    return lambda words: log_joint.score(words, rows)
+    """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
+
+    def score(words: Tensor) -> Tensor:
+        scores = log_joint.score(words, rows)
+        return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
+
+    return score
 
 
-def _trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
-    """Drops leading batch dimensions of size one beyond the site's own plates."""
-    while value.dim() - event_dim > depth and value.shape[0] == 1:
-        value = value.squeeze(0)
-    return value
+def _without_impossible(population: Population) -> Population:
+    """Puts the best state, at no weight, for those of probability zero: an enumerating ELBO multiplies log densities by weights."""
+    words, log_joint = population.words, population.log_joint
+    impossible = log_joint == -math.inf
+    if log_joint.dim() != 2 or not bool(impossible.any()):
+        return population
+    best = log_joint.argmax(-1, keepdim=True)
+    words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
+    log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
+    return dataclasses.replace(population, words=words, log_joint=log_joint)
+
+
+def _hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Latent sites that block handlers around the model hide from whoever runs it."""
+    hidden: list[str] = []
+    while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
+        handler, model = model.args[:2]
+        if isinstance(handler, BlockMessenger):
+            with poutine.block(), torch.no_grad():
+                nodes = latent_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+            hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
+    return hidden
 
 
 def _dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
     """Sites downstream of the named ones, through any number of others."""
     with poutine.block():
-        upstream = get_dependencies(model, args, dict(kwargs))["prior_dependencies"]
+        found: Any = get_dependencies(model, args, dict(kwargs))
+    upstream = found["prior_dependencies"]
     below = set(names)
     grown = True
     while grown:

@@ -16,7 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.sites import Layout, latent_nodes
+from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
 
 Conditional = Callable[..., Any]
 
@@ -43,8 +43,10 @@ class LogJoint:
 
     The model is run once as a probe when this object is made: that fixes the subsamples of plates and shows whether the states can be
     scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states in a new
-    left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept; of the
-    scales only the ratio to that of the discrete sites, so that :attr:`scale` times the sum over data points is the scaled objective.
+    left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept, except
+    at the discrete sites: a latent that is summed out has a distribution whether masked or not, otherwise each of its values would count
+    as a whole (Pyro's enumeration does the same). Of the scales only the ratio to that of the discrete sites is kept, so that
+    :attr:`scale` times the sum over data points is the scaled objective.
 
     With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
     :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
@@ -75,27 +77,41 @@ class LogJoint:
         self.conditional = conditional
         self.memory_budget = memory_budget
         self.probe = self._trace(self.values)
+        self.nodes = sample_nodes(self.probe)
+        self.subsamples: dict[str, Any] = {name: node["value"] for name, node in self.probe.nodes.items() if site_is_subsample(node)}
         self._check_structure()
-        for name, node in self.probe.nodes.items():
-            # Whatever is not scored stays as the probe drew it: subsamples, and latents that no guide has given a value.
-            if node["type"] == "sample" and (site_is_subsample(node) or name in layout.other_latents):
-                self.values[name] = node["value"]
-        self.dtypes = {name: self.probe.nodes[name]["value"].dtype for name in layout.sites}
-        self.device = next(self.probe.nodes[name]["value"].device for name in layout.sites)
-        first = self.probe.nodes[next(iter(layout.sites))]
-        self.scale: float | Tensor = first["scale"]
-        extra = (v.dim() - self.probe.nodes[k]["fn"].event_dim for k, v in self.values.items() if k in self.probe.nodes and not site_is_subsample(self.probe.nodes[k]))
-        self.depth = max([layout.depth, *extra])
+        # Whatever is not scored stays as the probe drew it: subsamples, and latents that no guide has given a value.
+        self.values |= self.subsamples | {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
+        self._first = self.nodes[next(iter(layout.sites))]
+        self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
+        self.device: torch.device = self._first["value"].device
+        self.scale: float | Tensor = self._first["scale"]
+        extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
+        self.depth: int = max([layout.depth, *extra])
+        # Vectorised particles: scores gain dimensions for the draws of other latents.
+        self.is_vectorized = self.depth > layout.depth
 
     def _trace(self, values: Mapping[str, Any]) -> poutine.Trace:
         with _only_params_escape(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
+    def _trace_candidates(self, values: Mapping[str, Any]) -> poutine.Trace:
+        try:
+            # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
+            with pyro.validation_enabled(False):
+                return self._trace(values)
+        except (RuntimeError, IndexError, ValueError) as error:
+            shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.layout.sites)
+            error.add_note(
+                f"This happened when the model was run on many states at once: {shapes}. AutoTruncated puts them in a new left-most "
+                "dimension, as parallel enumeration does: address dimensions from the right (sum(-1), s @ W.mT, Vindex)."
+            )
+            raise
+
     def _check_structure(self) -> None:
-        latents = {node["name"] for node in latent_nodes(self.probe)}
-        missing = set(self.layout.sites) - latents
+        missing = [name for name in self.layout.sites if name not in self.nodes or self.nodes[name]["is_observed"]]
         if missing:
-            raise ValueError(f"the model no longer samples the discrete sites {sorted(missing)} that the guide was set up for")
+            raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
 
     @property
     def indices(self) -> Tensor | None:
@@ -135,13 +151,22 @@ class LogJoint:
     @property
     def scale_beyond_plates(self) -> float | Tensor:
         """The part of :attr:`scale` that does not come from subsampled plates."""
-        stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
-        return self.scale / math.prod((frame.full_size or frame.size) / frame.size for frame in stack)
+        stack = self._first["cond_indep_stack"]
+        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in stack)
+        return self.scale * share
 
     @property
     def _frames(self) -> list[Any]:
-        stack = self.probe.nodes[next(iter(self.layout.sites))]["cond_indep_stack"]
+        stack = self._first["cond_indep_stack"]
         return sorted((frame for frame in stack if frame.name in self.layout.plates), key=lambda frame: frame.dim)
+
+    def outside(self) -> Tensor:
+        """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for node in self.nodes.values():
+            if not self.is_inside(node) and (node["is_observed"] or is_delta(node)):
+                total = total + scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"]).sum()
+        return total
 
     # --- scoring ---
 
@@ -169,11 +194,11 @@ class LogJoint:
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 
     def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
-        """Blocks of data points and states to differentiate one after the other, each within the memory budget."""
-        if self.packed is not None:
+        """Blocks of data points and states (all: ``slice(None)``) to differentiate one by one, each within the memory budget."""
+        step = self._candidates_per_run()
+        if self.packed is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
             return
-        step = self._candidates_per_run()
         yield from ((slice(0, self.num_data), slice(start, start + step)) for start in range(0, num_states, step))
 
     @property
@@ -191,7 +216,7 @@ class LogJoint:
         model = self.packed
         assert model is not None
         chosen = slice(None) if rows is None else rows
-        logits = model.logits if model.logits.dim() == 1 else model.logits[chosen]
+        logits: Tensor | None = model.logits if model.logits.dim() == 1 else model.logits[chosen]
         total: Tensor | float = 0.0
         for fn, value in model.observations:
             total = total + fn.packed_log_prob(words, value[chosen], logits)
@@ -206,8 +231,7 @@ class LogJoint:
 
     def _candidates_per_run(self) -> int:
         """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
-        nodes = [node for node in self.probe.nodes.values() if node["type"] == "sample" and not site_is_subsample(node)]
-        largest = max((math.prod((*node["fn"].batch_shape, *node["fn"].event_shape)) for node in nodes), default=1)
+        largest: int = max(math.prod((*node["fn"].batch_shape, *node["fn"].event_shape)) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
 
     def _score_block(self, words: Tensor) -> Tensor:
@@ -225,17 +249,26 @@ class LogJoint:
         values = {**self.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:
-            for name, node in self._conditional_trace(states).nodes.items():
-                if node["type"] == "sample" and not node["is_observed"] and not site_is_subsample(node):
-                    values[name] = node["value"]
-                    terms[f"conditional of {name}"] = -self._reduce(node)
-        # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
-        with pyro.validation_enabled(False):
-            trace = self._trace(values)
-        for name, node in trace.nodes.items():
-            if node["type"] == "sample" and not site_is_subsample(node) and self._inside(node):
+            for node in latent_nodes(self._conditional_trace(states)):
+                values[node["name"]] = node["value"]
+                terms[f"conditional of {node['name']}"] = -self._reduce(node)
+        for name, node in sample_nodes(self._trace_candidates(values)).items():
+            if self.is_inside(node):
                 terms[name] = self._reduce(node)
         return terms
+
+    def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
+        """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
+        if all(self.nodes[name]["mask"] is None for name in self.layout.sites):
+            return {}
+        nodes = sample_nodes(self._trace_candidates({**self.values, **self.assigned_values(words)}))
+        hidden = {}
+        for name in self.layout.sites:
+            node = nodes[name]
+            if node["mask"] is not None:
+                log_prob = node["fn"].log_prob(node["value"]) * (node["scale"] / self.scale)
+                hidden[name] = torch.where(torch.as_tensor(node["mask"], device=log_prob.device), 0.0, log_prob)
+        return hidden
 
     def _conditional_trace(self, states: Mapping[str, Tensor]) -> poutine.Trace:
         assert self.conditional is not None
@@ -244,13 +277,14 @@ class LogJoint:
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values[frame.name], dim=frame.dim))
             return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
 
-    def _inside(self, node: Mapping[str, Any]) -> bool:
+    def is_inside(self, node: Any) -> bool:
+        """Whether a site lies in all data plates."""
         return set(self.layout.plates) <= {frame.name for frame in node["cond_indep_stack"]}
 
-    def _reduce(self, node: Mapping[str, Any]) -> Tensor:
+    def _reduce(self, node: Any) -> Tensor:
         """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
-        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, node["mask"])
+        log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, None if node["name"] in self.layout.sites else node["mask"])
         log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(self.layout.dims)
         if inner:
@@ -284,8 +318,8 @@ class LogJoint:
         """Observed values inside the data plate by site name, data points first, inner plates next, then the event."""
         found = {}
         dims = self.layout.dims
-        for name, node in self.probe.nodes.items():
-            if node["type"] == "sample" and node["is_observed"] and torch.is_tensor(node["value"]) and self._inside(node):
+        for name, node in self.nodes.items():
+            if node["is_observed"] and torch.is_tensor(node["value"]) and self.is_inside(node):
                 value, event_dim = node["value"], node["fn"].event_dim
                 if dims and value.dim() >= event_dim - dims[0]:
                     value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
@@ -317,14 +351,12 @@ class _PackedModel:
 
 
 def _packed_model(log_joint: LogJoint) -> _PackedModel | None:
-    layout, probe = log_joint.layout, log_joint.probe
+    layout = log_joint.layout
     if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
         return None
     (site,) = layout.sites.values()
-    nodes = [
-        node for node in probe.nodes.values() if node["type"] == "sample" and not site_is_subsample(node) and log_joint._inside(node)
-    ]
-    state = probe.nodes[site.name]
+    nodes = [node for node in log_joint.nodes.values() if log_joint.is_inside(node)]
+    state = log_joint.nodes[site.name]
     if site.kind != "boolean" or site.plates or len(site.event_shape) != 1:
         return None
     observed = [node for node in nodes if node["name"] != site.name]
@@ -348,7 +380,7 @@ def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None
         fn = fn.base_dist
     if not isinstance(fn, torch.distributions.Bernoulli):
         return None
-    logits = fn.logits
+    logits: Tensor = fn.logits
     if logits.dim() == 2 and logits.shape[0] == num_data and logits.stride(0) == 0:
         logits = logits[0]
     if logits.dim() <= 1:

@@ -51,6 +51,11 @@ class DiscreteSite:
         return len(self.cardinalities)
 
     @property
+    def depth(self) -> int:
+        """Number of batch dimensions that the site's plates take up."""
+        return max((-frame.dim for frame in self.frames), default=0)
+
+    @property
     def event_dim(self) -> int:
         """Number of event dimensions of the value Pyro sees."""
         return len(self.event_shape) + (self.kind == "one_hot")
@@ -99,7 +104,7 @@ class Layout:
         dims: their dimensions (negative).
         num_data: number of data points: product of the data plates' full sizes.
         space: the joint state space of one data point.
-        other_latents: names of the model's other latent sites.
+        other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
         depth: number of plate dimensions in the model.
 
     Raises:
@@ -123,10 +128,10 @@ class Layout:
         self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
         self.num_data: int = math.prod(frame.full_size or frame.size for frame in frames)
         self.sites = {node["name"]: _describe(node, self.plates, max_count) for node in nodes}
-        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites]
+        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
-        dims = [frame.dim for node in trace.nodes.values() if node["type"] == "sample" for frame in node["cond_indep_stack"] if frame.vectorized]
-        self.depth: int = -min(dims, default=0)
+        frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
+        self.depth: int = max((-frame.dim for frame in frames if frame.vectorized), default=0)
 
     def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
         """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""
@@ -147,8 +152,7 @@ class Layout:
             Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
         """
         values, start = {}, 0
-        batch = levels.shape[:-1]
-        batch = (1,) * (depth - len(batch)) + tuple(batch)
+        batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
         for site in self.sites.values():
             part = levels[..., start : start + site.num_latents].reshape(*batch, *site.shape)
             start += site.num_latents
@@ -157,6 +161,11 @@ class Layout:
             part = part.reshape(*part.shape[: len(batch)], *site.event_shape)
             values[site.name] = site.to_values(part, None if dtypes is None else dtypes[site.name])
         return values
+
+    def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Values, in exactly the shapes the model's sites have, of one unpacked state ``(N, L)`` for each data point of a batch."""
+        values = self.decode(levels.reshape(*self.spread(sizes), -1), self.depth, dtypes)
+        return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 
     def split(self, levels: Tensor) -> dict[str, Tensor]:
         """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates in front of the event."""
@@ -186,9 +195,26 @@ class Layout:
         return torch.cat(parts, -1)
 
 
-def latent_nodes(trace: poutine.Trace) -> list[dict[str, Any]]:
-    """The latent sample sites of a trace: neither observed nor a plate's subsample."""
-    return [node for _, node in trace.iter_stochastic_nodes() if not site_is_subsample(node)]
+def sample_nodes(trace: poutine.Trace) -> dict[str, Any]:
+    """The sample sites of a trace by name, without the subsamples of plates."""
+    return {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
+
+
+def latent_nodes(trace: poutine.Trace) -> list[Any]:
+    """The latent sample sites of a trace."""
+    return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
+
+
+def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
+    """Drops leading batch dimensions of size one beyond the site's own plates."""
+    while value.dim() - event_dim > depth and value.shape[0] == 1:
+        value = value.squeeze(0)
+    return value
+
+
+def is_delta(node: Mapping[str, Any]) -> bool:
+    """Whether a site's distribution is a point mass."""
+    return _family(node["fn"]) == "Delta"
 
 
 def _refuse_sequential(node: Mapping[str, Any]) -> None:
@@ -207,8 +233,8 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     names = {node["name"] for node in nodes}
     others = {
         node["name"]: {frame.name for frame in node["cond_indep_stack"]}
-        for node in trace.nodes.values()
-        if node["type"] == "sample" and not site_is_subsample(node) and node["name"] not in names
+        for node in sample_nodes(trace).values()
+        if node["name"] not in names
     }
     if dependents is not None and any(not shared <= plates for plates in others.values()):
         below = dependents(names)
@@ -217,7 +243,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)
 
 
-def _describe(node: Mapping[str, Any], data_plates: Sequence[str], max_count: int | Mapping[str, int] | None) -> DiscreteSite:
+def _describe(node: Any, data_plates: Sequence[str], max_count: int | Mapping[str, int] | None) -> DiscreteSite:
     inner = sorted((f for f in node["cond_indep_stack"] if f.name not in data_plates), key=lambda f: f.dim)
     for frame in inner:
         if frame.full_size is not None and frame.full_size != frame.size:
@@ -225,7 +251,7 @@ def _describe(node: Mapping[str, Any], data_plates: Sequence[str], max_count: in
                 f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: its members share a posterior, so all are needed"
             )
     kind, low, cardinality = _support(node, max_count)
-    event_shape = tuple(node["fn"].event_shape)
+    event_shape: tuple[int, ...] = tuple(node["fn"].event_shape)
     event_shape = event_shape[:-1] if kind == "one_hot" else event_shape
     plates = tuple((frame.dim, frame.size) for frame in inner)
     shape = (*(size for _, size in plates), *event_shape)
@@ -237,7 +263,7 @@ def _describe(node: Mapping[str, Any], data_plates: Sequence[str], max_count: in
     return DiscreteSite(node["name"], kind, plates, event_shape, low, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype)
 
 
-def _per_latent(cardinality: Tensor, node: Mapping[str, Any], data_plates: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
+def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
     """Cardinalities that differ between latents; where they differ between data points, the largest (the rest has probability zero)."""
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
@@ -246,7 +272,7 @@ def _per_latent(cardinality: Tensor, node: Mapping[str, Any], data_plates: Seque
     return tuple(int(v) for v in full.reshape(shape).flatten())
 
 
-def _support(node: Mapping[str, Any], max_count: int | Mapping[str, int] | None) -> tuple[str, int, Tensor]:
+def _support(node: Any, max_count: int | Mapping[str, int] | None) -> tuple[str, int, Tensor]:
     """Kind, lowest value and number of values of a discrete site."""
     support = node["fn"].support
     while isinstance(support, constraints.independent):

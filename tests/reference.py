@@ -28,7 +28,9 @@ def log_joint_table(
                 continue
             if plate not in {frame.name for frame in node["cond_indep_stack"]}:
                 continue
-            log_prob = scale_and_mask(node["fn"].log_prob(node["value"]), mask=node["mask"])
+            # Latents that are summed out have a distribution whether masked or not.
+            mask = None if node["name"] in sites else node["mask"]
+            log_prob = scale_and_mask(node["fn"].log_prob(node["value"]), mask=mask)
             if dim is None:  # every batch dimension holds data
                 total = total + log_prob.flatten()
                 continue

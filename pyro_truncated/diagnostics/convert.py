@@ -161,7 +161,7 @@ def _outside(log_joint: LogJoint) -> Tensor | float:
     """Log probability of what lies outside the data plate; it does not depend on the states."""
     log_joint.probe.compute_log_prob()
     nodes = log_joint.probe.nodes.values()
-    return sum((node["log_prob_sum"].double() for node in nodes if _is_site(node) and not log_joint._inside(node)), 0.0)
+    return sum((node["log_prob_sum"].double() for node in nodes if _is_site(node) and not log_joint.is_inside(node)), 0.0)
 
 
 def _draw_jointly(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> _Draws:
@@ -175,7 +175,7 @@ def _draw_jointly(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], 
         log_joint = part.log_joint_of(*args, values=_given(part, guide_trace), **kwargs)
         _refuse_subsample(log_joint)
         model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-        population = part._rescored(log_joint)
+        population = part.rescored(log_joint)
         weights = weights + population.weights().double() / num_samples
         free_energy = free_energy + population.free_energy() / num_samples
         for name in part.layout.other_latents:
@@ -222,7 +222,7 @@ def _likelihood(log_joint: LogJoint, population: Population) -> Tensor | None:
     if not layout.plates:
         return None
     free_energy = population.free_energy()
-    local = [name for name in layout.other_latents if log_joint._inside(log_joint.probe.nodes[name])]
+    local = [name for name in layout.other_latents if log_joint.is_inside(log_joint.probe.nodes[name])]
     if not local:
         return free_energy
     terms = log_joint.site_log_probs(population.words[:, :2])
@@ -293,7 +293,7 @@ class _Writer:
         """Marginal log likelihoods, named after the observed sites in the data plate."""
         assert self.draws.log_likelihood is not None
         observed = [
-            name for name, node in self.nodes.items() if _is_site(node) and node["is_observed"] and self.draws.log_joint._inside(node)
+            name for name, node in self.nodes.items() if _is_site(node) and node["is_observed"] and self.draws.log_joint.is_inside(node)
         ]
         return self._sampled({"_".join(observed): self._per_datum(self.draws.log_likelihood)})
 

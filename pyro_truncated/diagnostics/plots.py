@@ -1,0 +1,136 @@
+"""Small pictures of what was learned; each function draws into the axes it is given and returns them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from torch import Tensor
+
+COLOUR = "#2b5c8a"
+ACCENT = "#c8553d"
+GREY = "#8a8f98"
+
+
+def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarray:
+    """Puts images ``(K, height, width)`` side by side, row after row; gaps and empty places are NaN.
+
+    Args:
+        images: the images.
+        columns: images per row; default: as many as make the mosaic about square.
+        gap: pixels between neighbours.
+
+    Raises:
+        ValueError: if the images do not have three dimensions, or there is none.
+    """
+    if images.dim() != 3 or not len(images):
+        raise ValueError(f"images must have shape (K, height, width) with K > 0; got {tuple(images.shape)}")
+    count, height, width = images.shape
+    columns = columns or math.ceil(math.sqrt(count * height / width))
+    rows = -(-count // columns)
+    tiles = np.full((rows * columns, height + gap, width + gap), np.nan)
+    tiles[:count, :height, :width] = images.detach().cpu().double().numpy()
+    sheet = tiles.reshape(rows, columns, height + gap, width + gap).transpose(0, 2, 1, 3)
+    joined: np.ndarray = sheet.reshape(rows * (height + gap), columns * (width + gap))
+    return joined[: joined.shape[0] - gap, : joined.shape[1] - gap]
+
+
+def _as_images(flat: Tensor, shape: tuple[int, int] | None) -> Tensor:
+    """Rows ``(K, D)`` as images; square unless a shape is given."""
+    side = math.isqrt(flat.shape[-1])
+    shape = shape or (side, side)
+    if math.prod(shape) != flat.shape[-1]:
+        raise ValueError(f"{flat.shape[-1]} pixels do not make images of shape {shape}; give their shape as (height, width)")
+    return flat.reshape(*flat.shape[:-1], *shape)
+
+
+def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float]) -> Axes:
+    ax.imshow(np.ma.masked_invalid(picture), cmap="gray", vmin=limits[0], vmax=limits[1], interpolation="nearest")
+    ax.set_axis_off()
+    return ax
+
+
+def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None, columns: int | None = None) -> Axes:
+    """The columns of a dictionary ``(D, H)`` as images: grey is zero, and each image is scaled to its own largest absolute value.
+
+    Args:
+        weight: the dictionary.
+        ax: where to draw.
+        shape: height and width of an image; default: square.
+        columns: images per row.
+    """
+    fields = _as_images(weight.detach().mT, shape)
+    peak = fields.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12)
+    return _show(ax, mosaic(fields / peak, columns), (-1.0, 1.0))
+
+
+def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str | None = None) -> Axes:
+    """The free energy over iterations, higher is better; the axis starts where the last four fifths of the run lie, not at the start."""
+    curve = np.asarray(values, dtype=float)
+    ax.plot(np.arange(1, len(curve) + 1), curve, color=COLOUR, linewidth=1.8, label=label)
+    late = curve[len(curve) // 5 :]
+    if np.ptp(late) > 0:
+        ax.set_ylim(late.min() - 0.15 * np.ptp(late), late.max() + 0.1 * np.ptp(late))
+    ax.set_xlabel("iteration")
+    ax.set_ylabel("free energy")
+    return _tidy(ax)
+
+
+def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
+    """Histogram of the expected number of active latents per data point, from activation probabilities ``(N, H)``."""
+    active = marginals.detach().double().sum(-1).cpu().numpy()
+    width = max(1.0, np.ceil(active.max()) // 30)
+    ax.hist(active, bins=np.arange(0, active.max() + 2 * width, width).tolist(), color=COLOUR, edgecolor="white", linewidth=0.5)
+    ax.axvline(active.mean(), color=ACCENT, linewidth=1.8, label=f"mean {active.mean():.1f}")
+    ax.set_xlabel("active latents per data point")
+    ax.set_ylabel("data points")
+    ax.legend(frameon=False)
+    return _tidy(ax)
+
+
+def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
+    """How often each latent is active, most active first, from activation probabilities ``(N, H)``."""
+    usage = marginals.detach().double().mean(0).sort(descending=True).values.cpu().numpy()
+    ax.bar(np.arange(len(usage)), usage, width=1.0, color=COLOUR)
+    ax.set_xlabel("latent, most active first")
+    ax.set_ylabel("share of data points")
+    return _tidy(ax)
+
+
+def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None) -> Axes:
+    """Originals ``(K, D)`` in the upper row, their reconstructions below; each pair on the grey scale of its original."""
+    upper, lower = _as_images(originals, shape), _as_images(reconstructions, shape)
+    low, high = upper.amin((-2, -1), keepdim=True), upper.amax((-2, -1), keepdim=True)
+    pairs = [(images - low) / (high - low).clamp(min=1e-12) for images in (upper, lower)]
+    rows = [mosaic(images, len(upper)) for images in pairs]
+    separator = np.full((2, rows[0].shape[1]), np.nan)
+    return _show(ax, np.concatenate([rows[0], separator, rows[1]]), (0.0, 1.0))
+
+
+def plot_decompositions(originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8) -> Axes:
+    """One row per data point: the original, its reconstruction, and the components ``(k, D)`` that add up to it.
+
+    All images of a row share one grey scale, grey is zero. Of more than ``most`` components the strongest are shown; the sum is of all.
+    """
+    rows = []
+    for original, components in zip(originals, parts, strict=True):
+        order = components.square().sum(-1).argsort(descending=True)[:most]
+        row = _as_images(original.new_zeros(most + 2, original.shape[-1]).fill_(math.nan), shape)
+        row[0] = _as_images(original, shape)
+        row[1] = _as_images(components.sum(0), shape)
+        row[2 : 2 + len(order)] = _as_images(components[order], shape)
+        rows.append(mosaic(row / row[0].abs().max().clamp(min=1e-12), most + 2, gap=2))
+    gap = np.full((3, rows[0].shape[1]), np.nan)
+    picture = np.concatenate([block for row in rows for block in (row, gap)][:-1])
+    width = (picture.shape[1] + 2) / (most + 2)
+    titles = ["patch", "sum", *(f"{index + 1}." for index in range(most))]
+    for column, title in enumerate(titles):
+        ax.text((column + 0.5) * width - 1.5, -2, title, ha="center", va="bottom", fontsize=8, color="black")
+    return _show(ax, picture, (-1.0, 1.0))
+
+
+def _tidy(ax: Axes) -> Axes:
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

@@ -1,0 +1,146 @@
+"""Checks to run against a model of one's own: its log joints one state at a time, and whether a guide keeps its promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.log_joint import LogJoint
+
+__all__ = ["check_guide", "enumerate_log_joint"]
+
+
+@torch.no_grad()
+def enumerate_log_joint(
+    guide: AutoTruncated, *args: Any, max_states: int = 4096, values: Mapping[str, Any] | None = None, **kwargs: Any
+) -> Tensor:
+    r"""Log joints :math:`\log p(s, y_n)` of *all* states, one plain run of the model for each: slow, and right if the model is.
+
+    Nothing is vectorised over states here, so this also shows whether a model copes with the additional left-most dimension in which
+    :class:`~pyro_truncated.AutoTruncated` puts them. The log evidence of the data points is ``enumerate_log_joint(...).logsumexp(-1)``.
+
+    Args:
+        guide: the guide, trained or not, with ``num_states=1`` if need be.
+        *args: the model's positional arguments.
+        max_states: largest space that is enumerated.
+        values: the model's other latents by site name; default: those not given are drawn as the guide draws them, once.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        ``(N, T)`` for the ``T`` states of one data point, in the order of ``guide.space.enumerate()``.
+
+    Raises:
+        ValueError: if the space has more than ``max_states`` states.
+        NotImplementedError: for a guide with a ``conditional``, whose log joints depend on its draws.
+    """
+    log_joint = _scorer(guide, args, kwargs, values)
+    if guide.space.size > max_states:
+        raise ValueError(f"the space has {guide.space.readable_size} states per data point, more than max_states={max_states}")
+    words = guide.space.enumerate(guide.words.device)
+    return _one_by_one(log_joint, words.expand(log_joint.num_data, *words.shape[-2:]))
+
+
+@torch.no_grad()
+def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwargs: Any) -> None:
+    r"""Asserts what an :class:`~pyro_truncated.AutoTruncated` guide promises, on the model's own arguments.
+
+    * The states of each data point are distinct.
+    * Their log joints, scored together, equal those of plain runs of the model, one state at a time; where they do not, the model does
+      not vectorise over a left-most dimension, or is random beyond its sample sites (dropout).
+    * No free energy :math:`\log \sum_{s \in K_n} p(s, y_n)` exceeds the exact log evidence, in spaces of up to ``max_states`` states.
+    * A new guide that loads the ``state_dict`` holds the same populations.
+
+    Args:
+        guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (latents of the other parts are drawn once).
+        *args: the model's positional arguments.
+        max_states: largest space whose evidence is computed.
+        **kwargs: the model's keyword arguments.
+
+    Raises:
+        AssertionError: saying what does not hold.
+        NotImplementedError: for a guide with a ``conditional``.
+    """
+    log_joint = _scorer(guide, args, kwargs, None)
+    population = guide.population(log_joint.indices)
+    repeated = population.find_duplicates()
+    assert not len(repeated), f"states repeat within {len(repeated)} data points (first: {int(repeated[0])})"
+
+    together, single = log_joint.score(population.words), _one_by_one(log_joint, population.words)
+    _assert_equal(together, single)
+    if guide.space.size <= max_states:
+        words = guide.space.enumerate(guide.words.device).expand(log_joint.num_data, -1, -1)
+        evidence = _one_by_one(log_joint, words).double().logsumexp(-1)
+        excess = together.double().logsumexp(-1) - evidence
+        assert bool((excess <= _tolerance(single)).all()), (
+            f"the free energy of data point {int(excess.argmax())} of the batch exceeds its log evidence by {float(excess.max()):.3g}"
+        )
+
+    fresh = AutoTruncated(guide.model, guide.num_states, max_count=guide.max_count)
+    fresh.load_state_dict(guide.state_dict())
+    for name, value in guide.state_dict().items():
+        assert torch.equal(fresh.state_dict()[name].nan_to_num(), value.nan_to_num()), f"'{name}' does not survive saving and loading"
+
+
+def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None) -> LogJoint:
+    if guide.conditional is not None:
+        raise NotImplementedError(
+            "with a conditional, log joints depend on its draws; compare free energies with a collapsed model instead"
+        )
+    guide.setup(*args, **kwargs)
+    return guide.log_joint_of(*args, values={**guide._values_from_siblings(args, kwargs), **(values or {})}, **kwargs)
+
+
+def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
+    """Log joints ``(N, C)`` of packed states ``(N, C, num_words)``: one run of the model, without any new dimension, for each column."""
+    layout = log_joint.layout
+    columns = []
+    for column in layout.space.unpack(words).unbind(1):
+        states = layout.site_values(column, log_joint.sizes, log_joint.dtypes)
+        with poutine.block():
+            trace = poutine.trace(poutine.condition(log_joint.model, data={**log_joint.values, **states})).get_trace(
+                *log_joint.args, **log_joint.kwargs
+            )
+        columns.append(_per_data_point(trace, log_joint))
+    return torch.stack(columns, -1)
+
+
+def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
+    """Log probability ``(N,)`` of everything inside the data plates."""
+    layout = log_joint.layout
+    total = torch.zeros(log_joint.num_data, device=log_joint.device)
+    nodes: list[Any] = list(trace.nodes.values())
+    for node in nodes:
+        plates = {frame.name for frame in node["cond_indep_stack"]} if node["type"] == "sample" else set()
+        if node["type"] != "sample" or site_is_subsample(node) or not plates >= set(layout.plates):
+            continue
+        # A latent that is summed out has a distribution whether masked or not.
+        mask = None if node["name"] in layout.sites else node["mask"]
+        log_prob = scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"] / log_joint.scale, mask)
+        log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
+        total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)
+    return total
+
+
+def _tolerance(log_joint: Tensor) -> float:
+    """A thousand roundings of the largest log joint."""
+    largest = log_joint[log_joint.isfinite()].abs()
+    return 1e3 * torch.finfo(log_joint.dtype).eps * (1.0 + (float(largest.max()) if largest.numel() else 0.0))
+
+
+def _assert_equal(together: Tensor, single: Tensor) -> None:
+    difference = torch.where(together == single, 0.0, together.double() - single.double()).abs()
+    wrong = (~(difference <= _tolerance(single))).nonzero()
+    if len(wrong):
+        row, column = wrong[0].tolist()
+        raise AssertionError(
+            f"the log joints of {len(wrong)} of {single.numel()} states differ from those of plain runs of the model (first: data point "
+            f"{row} of the batch, {float(together[row, column]):.6g} instead of {float(single[row, column]):.6g}). "
+            "The model must treat a new left-most dimension of its discrete sites as a batch and must not be random elsewhere."
+        )
