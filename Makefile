@@ -4,9 +4,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
 
-# Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel.
+# Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel; idle threads must sleep, not spin,
+# or each waits for the other's core.
 WORKERS ?= 2
-TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 MPLBACKEND=Agg
+TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
 .PHONY: demo test lint format papers bench clean
