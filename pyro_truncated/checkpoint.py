@@ -99,7 +99,9 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
 
 
 def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:
-    differing = sorted(name for name in saved.keys() | wanted.keys() if name not in saved or name not in wanted or saved[name] != wanted[name])
+    differing = sorted(
+        name for name in saved.keys() | wanted.keys() if name not in saved or name not in wanted or saved[name] != wanted[name]
+    )
     if differing:
         lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} now" for name in differing)
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")

@@ -14,7 +14,8 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_truncated.em import ClosedForm, Statistics
-from pyro_truncated.guide import AutoTruncated, Searching, spare_random_numbers
+from pyro_truncated.guide import AutoTruncated, Searching
+from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import Assign, LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
@@ -29,11 +30,13 @@ class Truncated_ELBO(ELBO):
     .. math:: \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n), \qquad
               \nabla \mathcal F = \sum_n \sum_{s \in K_n} q_n(s) \nabla \log p(s, y_n).
 
-    The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes populations; ``loss_and_grads`` (``SVI.step``) and
-    ``differentiable_loss`` under enabled gradients search first. Where the guide has other parts (continuous latents beside the discrete ones), the search scores
-    states given draws of these, and loss and gradient are those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws.
+    The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes
+    populations; ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first. Where the guide has
+    other parts (continuous latents beside the discrete ones), the search scores states given draws of these, and loss and gradient are
+    those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws.
 
-    With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected for its M-step.
+    With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
+    for its M-step.
 
     Args:
         search: proposes states.
@@ -48,7 +51,9 @@ class Truncated_ELBO(ELBO):
         ValueError: for a step count below 1 or a temperature below 1.
     """
 
-    def __init__(self, search: Search, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any) -> None:
+    def __init__(
+        self, search: Search, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any
+    ) -> None:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {type(search).__name__}")
         for name, value in (("search_steps", search_steps), ("search_every", search_every)):
@@ -76,7 +81,7 @@ class Truncated_ELBO(ELBO):
         return _checked(-float(free_energy))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Minus the free energy as a differentiable tensor: what ``Truncated_ELBO(search)(model, guide)``, the ``torch.nn.Module`` form, returns.
+        """Minus the free energy as a differentiable tensor: what the module ``Truncated_ELBO(search)(model, guide)`` returns when called.
 
         Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
         """
@@ -96,7 +101,9 @@ class Truncated_ELBO(ELBO):
         alone = _stands_alone(model, guide, args, kwargs)
         if closed_form is not None:
             if not alone:
-                raise NotImplementedError("closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides")
+                raise NotImplementedError(
+                    "closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides"
+                )
             return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
         if not alone:
             with self._searching(model, guide, args, kwargs):
@@ -151,13 +158,19 @@ class Truncated_ELBO(ELBO):
 
     # --- the free energy of a guide that stands alone ---
 
-    def _free_energy(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor] | None = None) -> Tensor:
+    def _free_energy(
+        self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
         log_joint = guide.log_joint_of(*args, values=values, **kwargs)
         population = guide.population(log_joint.indices)
-        blocks = [log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)]
+        blocks = [
+            log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)
+        ]
         return log_joint.scale * torch.stack(blocks).sum() + log_joint.outside()
 
-    def _backward(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor], particles: int) -> float:
+    def _backward(
+        self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor], particles: int
+    ) -> float:
         """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
         temperature = self._temperature()
         with torch.enable_grad():
@@ -222,7 +235,9 @@ class Truncated_ELBO(ELBO):
             closed_form.collect(new, old, log_joint.indices, log_joint.full_size)
         return -float(log_joint.scale * population.free_energy().sum() + log_joint.outside())
 
-    def _statistics(self, closed_form: ClosedForm, population: Population, temperature: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Statistics:
+    def _statistics(
+        self, closed_form: ClosedForm, population: Population, temperature: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Statistics:
         found: Statistics = closed_form.model.sufficient_statistics(population, *args, temperature=temperature, **kwargs)
         return found
 

@@ -29,17 +29,18 @@ class ClosedFormModel(Protocol):
 class ClosedForm(PyroOptim):
     r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
 
-    Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the free energy
-    never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
+    Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the
+    free energy never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
 
-    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the old
-      contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never decreases. Not
-      for models whose statistics depend on the parameters, and not while a temperature changes.
-    * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which forgets the start.
+    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the
+      old contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never
+      decreases. Not for models whose statistics depend on the parameters, and not while a temperature changes.
+    * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
+      forgets the start.
 
     Args:
-        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute ``statistics_depend_on_parameters = True``
-            says that incremental streaming is not exact for it.
+        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute
+            ``statistics_depend_on_parameters = True`` says that incremental streaming is not exact for it.
         minibatch: ``"incremental"`` or ``"online"``; default: incremental where it is exact.
         step_size: :math:`\rho_t` as a function of the step ``t = 0, 1, ...``; default :math:`(t + 2)^{-0.6}`.
 
@@ -51,14 +52,19 @@ class ClosedForm(PyroOptim):
     def __init__(self, model: Any, *, minibatch: str | None = None, step_size: Callable[[int], float] | None = None) -> None:
         is_closed_form: bool = isinstance(model, ClosedFormModel)
         if not is_closed_form:
-            raise TypeError(f"ClosedForm needs a model with the methods sufficient_statistics and maximize; {type(model).__name__} lacks one of them")
+            raise TypeError(
+                f"ClosedForm needs a model with the methods sufficient_statistics and maximize; {type(model).__name__} lacks one of them"
+            )
         dependent = getattr(model, "statistics_depend_on_parameters", False)
         if minibatch is None:
             minibatch = "online" if dependent else "incremental"
         if minibatch not in ("incremental", "online"):
             raise ValueError(f"minibatch must be 'incremental' or 'online'; got {minibatch!r}")
         if minibatch == "incremental" and dependent:
-            raise ValueError(f"minibatch='incremental' is not exact for {type(model).__name__}: its statistics depend on the parameters. Use minibatch='online'.")
+            raise ValueError(
+                f"minibatch='incremental' is not exact for {type(model).__name__}: its statistics depend on the parameters. "
+                "Use minibatch='online'."
+            )
         self.model: Any = model
         self.minibatch = minibatch
         self.step_size = step_size or (lambda step: (step + 2) ** -0.6)

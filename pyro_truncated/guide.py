@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
 import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any
 
 import pyro
@@ -17,27 +16,19 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
-from pyro.infer.inspect import get_dependencies
 from pyro.ops.indexing import Vindex
-from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
-from pyro.poutine.trace_messenger import TraceMessenger
 from torch import Tensor
 
+from pyro_truncated.inspection import dependents, recorded_values, refuse_hidden_latents, sibling_values, spare_random_numbers
 from pyro_truncated.log_joint import Conditional, LogJoint
-from pyro_truncated.population import Population, initial_population
+from pyro_truncated.population import Population, States, given_population, initial_population
+from pyro_truncated.posterior import TruncatedPosterior
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.sites import Layout, latent_nodes, sample_nodes, trim
-from pyro_truncated.states import StateSpace
+from pyro_truncated.sites import Layout, sample_nodes, trim
 
-States = Tensor | Mapping[str, Tensor]
 Init = States | Callable[[], States] | None
-
-
-def spare_random_numbers() -> AbstractContextManager[None]:
-    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 class Searching(Messenger):
@@ -48,7 +39,7 @@ class Searching(Messenger):
         self.search, self.steps, self.done = search, steps, False
 
 
-class AutoTruncated(AutoGuide):
+class AutoTruncated(TruncatedPosterior, AutoGuide):
     r"""Guide whose distribution over the discrete latents is the model's posterior, cut down to a population of states and renormalised.
 
     For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
@@ -56,10 +47,10 @@ class AutoTruncated(AutoGuide):
     .. math:: q_n(s) = \frac{p(s, y_n)}{\sum_{s' \in K_n} p(s', y_n)} \quad (s \in K_n), \qquad
               \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n) \le \log p(y).
 
-    The discrete latent sites are found in the model: Bernoulli, categorical, one-hot and count sites, vector-valued or not, several of them at once (their
-    posterior is joint), inside a data plate with or without subsampling, in plates nested in it, or outside all plates (then all of them form
-    one state). The other latents are left to other guides in an :class:`~pyro.infer.autoguide.AutoGuideList` - give this guide the *whole* model,
-    not a blocked one, because it scores states under it - or to ``conditional``.
+    The discrete latent sites are found in the model: Bernoulli, categorical, one-hot and count sites, vector-valued or not, several of
+    them at once (their posterior is joint), inside a data plate with or without subsampling, in plates nested in it, or outside all plates
+    (then all of them form one state). The other latents are left to other guides in an :class:`~pyro.infer.autoguide.AutoGuideList` - give
+    this guide the *whole* model, not a blocked one, because it scores states under it - or to ``conditional``.
 
     The guide samples one auxiliary index per data point, enumerated in parallel, and sets the sites to the indexed state, so the stock
     :class:`~pyro.infer.TraceEnum_ELBO` returns :math:`-\mathcal F`. It never improves its populations by itself: train with
@@ -75,22 +66,21 @@ class AutoTruncated(AutoGuide):
     Args:
         model: a Pyro model that vectorises over a left-most dimension, as parallel enumeration asks for.
         num_states: states per data point, ``S``. Memory is ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
-        conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name; samples (with
-            ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its collapsed log joint.
-        init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a callable that
-            returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
+        conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
+            samples (with ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its
+            collapsed log joint.
+        init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a
+            callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
         max_count: upper bound of sites with infinite support (Poisson), one number or by site name.
         create_plates: as for every autoguide; needed only if the guide should subsample differently from the model.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
     Raises:
-        ValueError: on the first call, if there is no discrete site, a count has no bound, ``num_states`` exceeds the state space, or the initial states
-            are misshapen or repeat.
+        ValueError: on the first call, if there is no discrete site, a count has no bound, ``num_states`` exceeds the state space, or the
+            initial states are misshapen or repeat.
         NotImplementedError: on the first call, if a discrete site lies in a sequential plate.
     """
 
-    words: Tensor
-    log_joint: Tensor
     cardinalities: Tensor
 
     def __init__(
@@ -140,23 +130,6 @@ class AutoTruncated(AutoGuide):
         """The callable that samples continuous latents given the states."""
         return self._conditional[0]
 
-    @property
-    def layout(self) -> Layout:
-        """The discrete sites and the data plates."""
-        if self._layout is None:
-            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
-        return self._layout
-
-    @property
-    def space(self) -> StateSpace:
-        """The space of one data point's states."""
-        return self.layout.space
-
-    @property
-    def index_name(self) -> str:
-        """Name of the auxiliary index site."""
-        return "_".join([*self.layout.sites, "index"])
-
     def setup(self, *args: Any, **kwargs: Any) -> None:
         """Inspects the model and creates the initial populations; called by the first use of the guide."""
         if self.prototype_trace is None:
@@ -173,15 +146,10 @@ class AutoTruncated(AutoGuide):
     def _inspect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Finds the discrete sites and plates; returns the device that the states live on."""
         self._check_alone()
-        hidden = _hidden_latents(self.model, args, kwargs)
-        if hidden:
-            raise ValueError(
-                f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "
-                "whenever a state is scored. Give AutoTruncated the whole model: it takes the discrete sites and leaves the others to other guides."
-            )
+        refuse_hidden_latents(self.model, args, kwargs)
         with poutine.block(), torch.no_grad():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        self._layout = Layout(trace, self.max_count, lambda names: _dependents(self.model, names, args, kwargs))
+        self._layout = Layout(trace, self.max_count, lambda names: dependents(self.model, names, args, kwargs))
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:
@@ -191,7 +159,9 @@ class AutoTruncated(AutoGuide):
             }
         if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
             warnings.warn(
-                "AutoTruncated sees no observed site: its posterior would be the prior. Give it the whole model, not poutine.block(model, ...).", stacklevel=2
+                "AutoTruncated sees no observed site: its posterior would be the prior. "
+                "Give it the whole model, not poutine.block(model, ...).",
+                stacklevel=2,
             )
         device: torch.device = sample_nodes(trace)[next(iter(self._layout.sites))]["value"].device
         return device
@@ -207,36 +177,18 @@ class AutoTruncated(AutoGuide):
         layout = self.layout
         if self.num_states > layout.space.size:
             raise ValueError(
-                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only {layout.space.size} joint states. "
-                f"Use num_states={layout.space.size} for exact inference."
+                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only "
+                f"{layout.space.size} joint states. Use num_states={layout.space.size} for exact inference."
             )
         if self._init is None:
             words = initial_population(layout.space, layout.num_data, self.num_states, device=device)
         else:
-            words = self._words_from(self._init() if callable(self._init) else self._init).to(device)
+            init = self._init() if callable(self._init) else self._init
+            words = given_population(layout, init, self.num_states).to(device)
         self.register_buffer("words", words)
         # NaN marks populations that have never been scored.
         self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
-
-    def _words_from(self, states: States) -> Tensor:
-        """Packs and checks states given by the user."""
-        if isinstance(states, Tensor):
-            if len(self.layout.sites) != 1:
-                raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(self.layout.sites)}")
-            states = {next(iter(self.layout.sites)): states}
-        levels = self.layout.encode(states)
-        expected = (self.layout.num_data, self.num_states)
-        if levels.shape[:-1] != expected:
-            raise ValueError(f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}")
-        words = self.space.pack(levels)
-        rows = Population(self.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
-        if len(rows):
-            raise ValueError(
-                f"initial states repeat within {len(rows)} of {words.shape[0]} data points (first: data point {int(rows[0])}). "
-                "A repeated state would be counted twice and the bound could exceed the evidence."
-            )
-        return words
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # A fresh guide has no buffers yet: make them in the shapes that come in.
@@ -302,38 +254,16 @@ class AutoTruncated(AutoGuide):
         )
         if log_joint.full_size != self.words.shape[0]:
             raise ValueError(
-                f"the guide holds populations of {self.words.shape[0]} data points, but the model's data plate {list(self.layout.plates)} now has "
-                f"{log_joint.full_size}. For other data use guide.infer(new_data, search, steps)."
+                f"the guide holds populations of {self.words.shape[0]} data points, but the model's data plate {list(self.layout.plates)} "
+                f"now has {log_joint.full_size}. For other data use guide.infer(new_data, search, steps)."
             )
         if log_joint.device != self.words.device:
-            raise ValueError(f"the populations are on {self.words.device}, the model's states on {log_joint.device}; call guide.to({str(log_joint.device)!r})")
+            raise ValueError(
+                f"the populations are on {self.words.device}, the model's states on {log_joint.device}; "
+                f"call guide.to({str(log_joint.device)!r})"
+            )
         self._check_indices(log_joint.indices)
         return log_joint
-
-    def _check_indices(self, indices: Tensor | None) -> None:
-        if indices is not None and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.words.shape[0]:
-            raise ValueError(f"subsample indices must lie in 0 .. {self.words.shape[0] - 1}; got {int(indices.min())} .. {int(indices.max())}")
-
-    def population(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
-        if "words" not in self._buffers:
-            raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
-        self._check_indices(indices)
-        if indices is None:
-            return Population(self.space, self.words, self.log_joint)
-        return Population(self.space, self.words[indices], self.log_joint[indices], indices)
-
-    def posterior(self, *args: Any, **kwargs: Any) -> Population:
-        """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
-        with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=self._values_from_trace(args, kwargs), **kwargs)
-            return self.rescored(log_joint)
-
-    def rescored(self, log_joint: LogJoint) -> Population:
-        """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
-        population = self.population(log_joint.indices)
-        blocks = [log_joint.score(population.words[rows], rows) for rows in log_joint.row_blocks(self.num_states)]
-        return dataclasses.replace(population, log_joint=torch.cat(blocks))
 
     def _positions(self, rows: slice, indices: Tensor | None) -> Tensor | None:
         """Positions in the full data set of a slice of a batch, ``None`` for all in order."""
@@ -350,7 +280,7 @@ class AutoTruncated(AutoGuide):
         for rows in log_joint.row_blocks(2 * self.num_states):
             where = rows if indices is None else indices[rows]
             words = self.words[where]
-            score = _scorer(log_joint, rows)
+            score = log_joint.scorer(rows)
             known = Population(self.space, words, score(words), self._positions(rows, indices))
             batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()})
             for _ in range(steps):
@@ -368,8 +298,9 @@ class AutoTruncated(AutoGuide):
         impossible = (log_joint.amax(-1) == -math.inf).nonzero()
         if len(impossible):
             raise ValueError(
-                f"the model gives probability zero to every state in the populations of {len(impossible)} data points (first: {int(impossible[0])} of the batch). "
-                "Start from parameters under which the data are possible, or give the likelihood a floor (a leak, a noise term)."
+                f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
+                f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
+                "likelihood a floor (a leak, a noise term)."
             )
         self.revision += 1
         if self.log_joint.dtype != log_joint.dtype:
@@ -377,7 +308,16 @@ class AutoTruncated(AutoGuide):
         self.log_joint[slice(None) if indices is None else indices] = log_joint
         return self.population(indices)
 
-    def infer(self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any) -> AutoTruncated:
+    @torch.no_grad()
+    def refresh_(self, *args: Any, **kwargs: Any) -> Population:
+        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay."""
+        log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
+        population = self.rescored(log_joint)
+        return self.store_(population.log_joint, log_joint.indices)
+
+    def infer(
+        self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
+    ) -> AutoTruncated:
         """Populations for unseen data under the model as it is; neither the model nor this guide changes.
 
         Args:
@@ -403,7 +343,9 @@ class AutoTruncated(AutoGuide):
         with torch.no_grad(), poutine.block():
             log_joint = guide.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
             if log_joint.num_data != log_joint.full_size:
-                raise ValueError(f"infer() needs all {log_joint.full_size} data points at once; the model subsampled {log_joint.num_data} of them")
+                raise ValueError(
+                    f"infer() needs all {log_joint.full_size} data points at once; the model subsampled {log_joint.num_data} of them"
+                )
             guide.search_(search, log_joint, steps)
         return guide
 
@@ -415,7 +357,7 @@ class AutoTruncated(AutoGuide):
         values = self._values_from_trace(args, kwargs)
         with torch.no_grad():
             plates, log_joint = self._open_plates(values, args, kwargs)
-            population = _without_impossible(self._searched(log_joint))
+            population = self._searched(log_joint).without_impossible()
         hidden = log_joint.hidden_log_probs(population.words)
         with ExitStack() as stack:
             for name in self.layout.plates:
@@ -438,7 +380,8 @@ class AutoTruncated(AutoGuide):
         log_joint = self.log_joint_of(*args, values=values, **kwargs)
         frames = {f.name: f for site in self.layout.sites for f in log_joint.nodes[site]["cond_indep_stack"]}
         self.plates = {
-            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim) for name, frame in frames.items()
+            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim)
+            for name, frame in frames.items()
         }
         if any(plate.indices is not log_joint.values[name] for name, plate in self.plates.items()):
             log_joint = self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
@@ -488,141 +431,15 @@ class AutoTruncated(AutoGuide):
 
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
-        names = set(self.layout.other_latents) if self._layout is not None else set()
-        if not names:
-            return {}
-        found: dict[str, Any] = {}
-        for handler in _PYRO_STACK:
-            if isinstance(handler, TraceMessenger):
-                found.update({name: handler.trace.nodes[name]["value"] for name in names if name in handler.trace.nodes})
-        if not found and self.master is not None:
-            found = self._values_from_siblings(args, kwargs)
-        return found
+        names = self.layout.other_latents if self._layout is not None else []
+        return recorded_values(names) or (self._values_from_siblings(args, kwargs) if names else {})
 
     def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
         """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""
         if self.master is None:
             return {}
-        parts = list(self.master())
-        found: dict[str, Any] = {}
-        with poutine.block(), torch.no_grad():
-            for part in parts[: parts.index(self)]:
-                found.update((part.median if median else part)(*args, **kwargs) or {})
-        missing = [name for name in self.layout.other_latents if name not in found]
-        prototypes = [part.prototype_trace for part in parts[parts.index(self) + 1 :]]
-        late = [name for name in missing if any(trace is None or name in trace.nodes for trace in prototypes)]
-        if late:
-            raise ValueError(
-                f"AutoTruncated scores states given draws of the latents {late}, but the guides of these come after it in the "
-                "AutoGuideList; append AutoTruncated last"
-            )
-        return {name: found[name] for name in self.layout.other_latents if name in found}
-
-    # --- the posterior as numbers ---
-
-    def weights(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior weights of the states, ``(N, S)``, as of when they were last scored (by a training step, say)."""
-        return self._scored(indices).weights()
-
-    def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
-        population = self.population(indices)
-        return self.layout.split(population.states())
-
-    def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """Posterior marginals by site: the probability of 1 ``(N, *site shape)`` at Boolean sites, of each value ``(N, *site shape, V)`` at others."""
-        population = self._scored(indices)
-        probabilities = population.value_probabilities()
-        result, start = {}, 0
-        for name, site in self.layout.sites.items():
-            own = probabilities[:, start : start + site.num_latents, : max(site.cardinalities)]
-            start += site.num_latents
-            result[name] = own[..., 1].reshape(-1, *site.shape) if site.kind == "boolean" else own.reshape(-1, *site.shape, own.shape[-1])
-        return result
-
-    def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
-        """The most probable joint state by site, ``(N, *site shape)``."""
-        return self.layout.split(self.space.unpack(self._scored(indices).mode()))
-
-    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior."""
-        with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
-            population = self.rescored(log_joint)
-        return self.layout.site_values(self.space.unpack(population.mode()), log_joint.sizes)
-
-    def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
-        """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
-        return self._scored(indices).expectation(lambda levels: f(self.layout.split(levels)), memory_budget=self.memory_budget)
-
-    def sample_posterior(self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
-        words = self._scored(indices).sample(num_samples, generator)
-        return self.layout.split(self.space.unpack(words))
-
-    def _scored(self, indices: Tensor | None) -> Population:
-        population = self.population(indices)
-        if bool(population.log_joint.isnan().any()):
-            raise RuntimeError(
-                "some of these populations have never been scored under the model; train first, or refresh them with guide.refresh_(*args) (with the model's arguments)"
-            )
-        return population
-
-    @torch.no_grad()
-    def refresh_(self, *args: Any, **kwargs: Any) -> Population:
-        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay."""
-        log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
-        population = self.rescored(log_joint)
-        return self.store_(population.log_joint, log_joint.indices)
+        return sibling_values(list(self.master()), self, self.layout.other_latents, args, kwargs, median)
 
 
 def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:
     return {name: plate.indices for name, plate in plates.items()}
-
-
-def _scorer(log_joint: LogJoint, rows: slice) -> Callable[[Tensor], Tensor]:
-    """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
-
-    def score(words: Tensor) -> Tensor:
-        scores = log_joint.score(words, rows)
-        return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
-
-    return score
-
-
-def _without_impossible(population: Population) -> Population:
-    """Puts the best state, at no weight, for those of probability zero: an enumerating ELBO multiplies log densities by weights."""
-    words, log_joint = population.words, population.log_joint
-    impossible = log_joint == -math.inf
-    if log_joint.dim() != 2 or not bool(impossible.any()):
-        return population
-    best = log_joint.argmax(-1, keepdim=True)
-    words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
-    log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
-    return dataclasses.replace(population, words=words, log_joint=log_joint)
-
-
-def _hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-    """Latent sites that block handlers around the model hide from whoever runs it."""
-    hidden: list[str] = []
-    while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
-        handler, model = model.args[:2]
-        if isinstance(handler, BlockMessenger):
-            with poutine.block(), torch.no_grad():
-                nodes = latent_nodes(poutine.trace(model).get_trace(*args, **kwargs))
-            hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
-    return hidden
-
-
-def _dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
-    """Sites downstream of the named ones, through any number of others."""
-    with poutine.block():
-        found: Any = get_dependencies(model, args, dict(kwargs))
-    upstream = found["prior_dependencies"]
-    below = set(names)
-    grown = True
-    while grown:
-        more = {site for site, parents in upstream.items() if below & set(parents)} - below
-        below |= more
-        grown = bool(more)
-    return below - names

@@ -42,10 +42,10 @@ class LogJoint:
     r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
 
     The model is run once as a probe when this object is made: that fixes the subsamples of plates and shows whether the states can be
-    scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states in a new
-    left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept, except
-    at the discrete sites: a latent that is summed out has a distribution whether masked or not, otherwise each of its values would count
-    as a whole (Pyro's enumeration does the same). Of the scales only the ratio to that of the discrete sites is kept, so that
+    scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states
+    in a new left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept,
+    except at the discrete sites: a latent that is summed out has a distribution whether masked or not, otherwise each of its values would
+    count as a whole (Pyro's enumeration does the same). Of the scales only the ratio to that of the discrete sites is kept, so that
     :attr:`scale` times the sum over data points is the scaled objective.
 
     With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
@@ -237,6 +237,15 @@ class LogJoint:
     def _score_block(self, words: Tensor) -> Tensor:
         return sum_block(self.site_log_probs(words)).movedim(0, -1)
 
+    def scorer(self, rows: slice) -> Callable[[Tensor], Tensor]:
+        """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
+
+        def score(words: Tensor) -> Tensor:
+            scores = self.score(words, rows)
+            return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
+
+        return score
+
     def assigned_values(self, words: Tensor) -> dict[str, Tensor]:
         """Site values of candidates ``(N, C, num_words)``, with the candidates in the dimension left of all plates."""
         levels = self.layout.space.unpack(words).transpose(0, 1)
@@ -364,7 +373,12 @@ def _packed_model(log_joint: LogJoint) -> _PackedModel | None:
         return None
     for node in observed:
         fn = node["fn"]
-        if not (node["is_observed"] and getattr(fn, "has_packed_log_prob", False) and fn.states is state["value"] and node["scale"] == state["scale"]):
+        if not (
+            node["is_observed"]
+            and getattr(fn, "has_packed_log_prob", False)
+            and fn.states is state["value"]
+            and node["scale"] == state["scale"]
+        ):
             return None
         if node["value"].shape[:1] != (log_joint.num_data,):
             return None

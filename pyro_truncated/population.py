@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.sites import Layout
 from pyro_truncated.states import StateSpace
+
+States = Tensor | Mapping[str, Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,6 +140,17 @@ class Population:
         words, log_joint = packed.select_top(self.words, self.log_joint, candidates.words, candidates.log_joint, size)
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 
+    def without_impossible(self) -> Population:
+        """Puts the best state, at no weight, for those of probability zero: an enumerating ELBO multiplies log densities by weights."""
+        words, log_joint = self.words, self.log_joint
+        impossible = log_joint == -math.inf
+        if log_joint.dim() != 2 or not bool(impossible.any()):
+            return self
+        best = log_joint.argmax(-1, keepdim=True)
+        words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
+        log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
+        return dataclasses.replace(self, words=words, log_joint=log_joint)
+
     def _at(self, chosen: Tensor) -> Tensor:
         """States at positions ``(N, K)``, ``(N, K, num_words)``."""
         return self.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, self.words.shape[-1]))
@@ -175,3 +189,37 @@ def initial_population(
         ValueError: if the space has fewer than ``num_states`` states.
     """
     return packed.initial_states(space, num_data, num_states, generator).to(device or "cpu")
+
+
+def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
+    """Packs and checks states given by the user.
+
+    Args:
+        layout: the discrete sites.
+        states: site values ``(N, S, *site shape)``, by name or of the only site.
+        num_states: number of states per data point ``S``.
+
+    Returns:
+        Packed states ``(N, S, num_words)``.
+
+    Raises:
+        ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
+    """
+    if isinstance(states, Tensor):
+        if len(layout.sites) != 1:
+            raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")
+        states = {next(iter(layout.sites)): states}
+    levels = layout.encode(states)
+    expected = (layout.num_data, num_states)
+    if levels.shape[:-1] != expected:
+        raise ValueError(
+            f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}"
+        )
+    words = layout.space.pack(levels)
+    rows = Population(layout.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
+    if len(rows):
+        raise ValueError(
+            f"initial states repeat within {len(rows)} of {words.shape[0]} data points (first: data point {int(rows[0])}). "
+            "A repeated state would be counted twice and the bound could exceed the evidence."
+        )
+    return words

@@ -29,8 +29,8 @@ def best_start(
 ) -> list[float]:
     """Initialises a model from the best of several short EM runs on a random part of the data.
 
-    EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations on few
-    data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
+    EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
+    on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
 
     Args:
         model: has ``initialize(y, generator)`` and closed-form M-steps; holds the parameters of the best run afterwards.

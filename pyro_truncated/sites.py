@@ -82,16 +82,20 @@ class DiscreteSite:
             high = torch.tensor(self.cardinalities, device=values.device).reshape(self.shape)
             valid = bool(((levels + self.low == values) & (levels >= 0) & (levels < high)).all())
         if not valid:
-            raise ValueError(f"states for site '{self.name}' hold values outside its support ({self.kind}, {max(self.cardinalities)} values from {self.low})")
+            raise ValueError(
+                f"states for site '{self.name}' hold values outside its support "
+                f"({self.kind}, {max(self.cardinalities)} values from {self.low})"
+            )
         return levels
 
 
 class Layout:
     """Where a model's discrete latents live: its *data plates*, and the sites inside them.
 
-    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have independent
-    posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a site outside every
-    plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a single "data point".
+    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have
+    independent posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a
+    site outside every plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a
+    single "data point".
 
     Args:
         trace: a trace of the model (one value per site).
@@ -168,7 +172,7 @@ class Layout:
         return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
 
     def split(self, levels: Tensor) -> dict[str, Tensor]:
-        """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates in front of the event."""
+        """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates before the event."""
         values, start = {}, 0
         for site in self.sites.values():
             part = levels[..., start : start + site.num_latents].reshape(*levels.shape[:-1], *site.shape)
@@ -248,18 +252,16 @@ def _describe(node: Any, data_plates: Sequence[str], max_count: int | Mapping[st
     for frame in inner:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise NotImplementedError(
-                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: its members share a posterior, so all are needed"
+                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: "
+                "its members share a posterior, so all are needed"
             )
     kind, low, cardinality = _support(node, max_count)
     event_shape: tuple[int, ...] = tuple(node["fn"].event_shape)
     event_shape = event_shape[:-1] if kind == "one_hot" else event_shape
     plates = tuple((frame.dim, frame.size) for frame in inner)
     shape = (*(size for _, size in plates), *event_shape)
-    num_latents = math.prod(shape)
-    if cardinality.numel() == 1:
-        cardinalities = (int(cardinality),) * num_latents
-    else:
-        cardinalities = _per_latent(cardinality, node, data_plates, shape)
+    uniform = cardinality.numel() == 1
+    cardinalities = (int(cardinality),) * math.prod(shape) if uniform else _per_latent(cardinality, node, data_plates, shape)
     return DiscreteSite(node["name"], kind, plates, event_shape, low, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pyro
 import pytest
 import torch
@@ -30,7 +32,7 @@ def problem(name: str, missing: bool = False):
 
 
 def assert_never_falls(losses: list[float]) -> None:
-    for before, after in zip(losses, losses[1:], strict=False):
+    for before, after in itertools.pairwise(losses):
         assert after <= before + 1e-8 * abs(before)
 
 
@@ -67,7 +69,8 @@ def test_incremental_minibatches_never_lose_free_energy_and_reach_that_of_full_b
     bound = [svi.evaluate_loss(y)]
     for _ in range(60):
         svi.step(y, 30)
-        # With all data visited, F at the populations' own weights never falls; with exact weights neither does the evidence of the statistics' fit.
+        # With all data visited, F at the populations' own weights never falls; with exact weights neither does the evidence of the
+        # statistics' fit.
         bound.append(expected_bound(model, guide, y))
     assert_never_falls(bound[1:])
     other, _ = problem("bsc")
@@ -195,7 +198,7 @@ def test_models_without_closed_form_are_refused():
         ClosedForm(zoo.binary().model)
     with pytest.raises(ValueError, match="minibatch must be 'incremental' or 'online'; got 'batch'"):
         ClosedForm(BinarySparseCoding(4, 2), minibatch="batch")
-    with pytest.raises(ValueError, match="'incremental' is not exact for NoisyOr.*Use minibatch='online'"):
+    with pytest.raises(ValueError, match=r"'incremental' is not exact for NoisyOr.*Use minibatch='online'"):
         ClosedForm(NoisyOr(4, 2), minibatch="incremental")
 
 
@@ -217,9 +220,13 @@ def test_incremental_statistics_refuse_a_changing_temperature():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3, 1), temperature=lambda t: 2.0))
-    with pytest.raises(ValueError, match="cannot follow a changing temperature"):
+
+    def train() -> None:
         for _ in range(20):
             svi.step(y, 50)
+
+    with pytest.raises(ValueError, match="cannot follow a changing temperature"):
+        train()
 
 
 def test_state_resumes():

@@ -9,7 +9,16 @@ import pytest
 import torch
 from pyro.infer import SVI, Predictive, TraceEnum_ELBO
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, StateSpace, Truncated_ELBO
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    ExhaustiveSearch,
+    Population,
+    SampledSearch,
+    StateSpace,
+    Truncated_ELBO,
+)
 from pyro_truncated.datasets import linear_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
 

@@ -192,7 +192,9 @@ def test_beside_a_continuous_guide(part, batch_size):
     if part is AutoDelta and batch_size is None:
         loc = guide.median(y)["loc"].detach()
         exact = dist.Normal(0.0, 2.0).log_prob(loc).sum()
-        exact = exact + (dist.Normal(loc, 0.5).log_prob(y.unsqueeze(-1)) + torch.tensor([0.2, 0.5, 0.3], dtype=D64).log()).logsumexp(-1).sum()
+        exact = (
+            exact + (dist.Normal(loc, 0.5).log_prob(y.unsqueeze(-1)) + torch.tensor([0.2, 0.5, 0.3], dtype=D64).log()).logsumexp(-1).sum()
+        )
         assert svi.evaluate_loss(y) == pytest.approx(-exact.item(), rel=1e-9)
 
 
@@ -404,7 +406,7 @@ def test_unbounded_counts_are_refused_by_name():
 
 def test_too_many_states():
     case = zoo.binary()
-    with pytest.raises(ValueError, match="num_states=33 is larger than the state space.*only 32 joint states"):
+    with pytest.raises(ValueError, match=r"num_states=33 is larger than the state space.*only 32 joint states"):
         run(case.model, *case.args, num_states=33)
 
 
@@ -429,7 +431,7 @@ def test_sequential_plates_are_refused_by_name():
         for i in pyro.plate("data", 3):
             pyro.sample(f"s{i}", dist.Bernoulli(0.5))
 
-    with pytest.raises(NotImplementedError, match="site 's0' lies in the sequential plate 'data'.*Vectorise"):
+    with pytest.raises(NotImplementedError, match=r"site 's0' lies in the sequential plate 'data'.*Vectorise"):
         run(model, torch.zeros(3))
 
 
@@ -480,7 +482,9 @@ def test_states_of_probability_zero_are_harmless():
 def test_other_data_than_trained_on():
     case = zoo.binary()
     guide = trained(case, 4)
-    with pytest.raises(ValueError, match=r"holds populations of 6 data points, but the model's data plate \['data'\] now has 4.*guide.infer"):
+    with pytest.raises(
+        ValueError, match=r"holds populations of 6 data points, but the model's data plate \['data'\] now has 4.*guide.infer"
+    ):
         guide(case.args[0][:4])
 
 
@@ -510,7 +514,7 @@ def test_blocked_model_is_noticed():
 def test_no_discrete_site_and_unused_guide():
     with pytest.raises(ValueError, match="no discrete latent site"):
         run(lambda y: pyro.sample("x", dist.Normal(0.0, 1.0)), torch.zeros(1))
-    with pytest.raises(RuntimeError, match="call it .* once with the model's arguments"):
+    with pytest.raises(RuntimeError, match=r"call it .* once with the model's arguments"):
         AutoTruncated(zoo.binary().model).weights()
     with pytest.raises(ValueError, match="num_states must be a positive integer; got 0"):
         AutoTruncated(zoo.binary().model, num_states=0)

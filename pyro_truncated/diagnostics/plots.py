@@ -109,7 +109,9 @@ def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *
     return _show(ax, np.concatenate([rows[0], separator, rows[1]]), (0.0, 1.0))
 
 
-def plot_decompositions(originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8) -> Axes:
+def plot_decompositions(
+    originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8
+) -> Axes:
     """One row per data point: the original, its reconstruction, and the components ``(k, D)`` that add up to it.
 
     All images of a row share one grey scale, grey is zero. Of more than ``most`` components the strongest are shown; the sum is of all.

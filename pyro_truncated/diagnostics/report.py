@@ -43,7 +43,9 @@ class Section:
     table: Sequence[Sequence[Any]] = ()
 
 
-def write_report(folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110) -> Path:
+def write_report(
+    folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110
+) -> Path:
     """Writes ``index.html`` and the pictures of its sections into a folder, without any dependence on the network.
 
     Args:

@@ -1,6 +1,6 @@
 """Dictionaries of natural image patches: binary sparse coding on whitened patches, noisy-OR on binary ones (Evolutionary EM, section 5.2).
 
-    python -m tests.papers.natural_patches --model bsc --num-data 100000 --iterations 300 --device cuda --output folder
+python -m tests.papers.natural_patches --model bsc --num-data 100000 --iterations 300 --device cuda --output folder
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pyro_truncated.models import BinarySparseCoding, NoisyOr
 from tests.papers.evolutionary_em import cooling
 
 
-def run(model_name: str, num_data: int, iterations: int, device: str, seed: int = 0, num_latents: int | None = None, seconds: float = 1e9) -> tuple[Any, dict[str, Any]]:
+def run(
+    model_name: str, num_data: int, iterations: int, device: str, seed: int = 0, num_latents: int | None = None, seconds: float = 1e9
+) -> tuple[Any, dict[str, Any]]:
     """Trains one model with the paper's search; stops early after the given time."""
     generator = torch.Generator().manual_seed(seed)
     pyro.set_rng_seed(seed)
@@ -70,7 +72,9 @@ def save_fields(weight: torch.Tensor, file: Path, columns: int = 20, num: int | 
     canvas = torch.full((rows * (side + 1), columns * (side + 1)), torch.nan)
     for k, field in enumerate(fields):
         r, c = divmod(k, columns)
-        canvas[r * (side + 1) : r * (side + 1) + side, c * (side + 1) : c * (side + 1) + side] = (field / field.abs().max()).reshape(side, side)
+        canvas[r * (side + 1) : r * (side + 1) + side, c * (side + 1) : c * (side + 1) + side] = (field / field.abs().max()).reshape(
+            side, side
+        )
     plt.imsave(file, canvas.repeat_interleave(2, 0).repeat_interleave(2, 1), cmap="gray")
 
 

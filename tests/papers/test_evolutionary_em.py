@@ -1,6 +1,6 @@
 """The bars tests and natural patches of Evolutionary EM; hours on two cores.
 
-    make papers
+make papers
 """
 
 from __future__ import annotations

@@ -1,0 +1,97 @@
+"""Looking at models and guides from outside: hidden latents, dependencies, the values of other latents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+
+from pyro_truncated.sites import latent_nodes
+
+
+def spare_random_numbers() -> AbstractContextManager[None]:
+    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
+
+
+def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Latent sites that block handlers around the model hide from whoever runs it."""
+    hidden: list[str] = []
+    while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
+        handler, model = model.args[:2]
+        if isinstance(handler, BlockMessenger):
+            with poutine.block(), torch.no_grad():
+                nodes = latent_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+            hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
+    return hidden
+
+
+def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Checks that no block handler around the model hides latent sites.
+
+    Raises:
+        ValueError: naming the sites.
+    """
+    hidden = hidden_latents(model, args, kwargs)
+    if hidden:
+        raise ValueError(
+            f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "
+            "whenever a state is scored. Give AutoTruncated the whole model: it takes the discrete sites and leaves the others to "
+            "other guides."
+        )
+
+
+def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Sites downstream of the named ones, through any number of others."""
+    with poutine.block():
+        found: Any = get_dependencies(model, args, dict(kwargs))
+    upstream = found["prior_dependencies"]
+    below = set(names)
+    grown = True
+    while grown:
+        more = {site for site, parents in upstream.items() if below & set(parents)} - below
+        below |= more
+        grown = bool(more)
+    return below - names
+
+
+def recorded_values(names: Collection[str]) -> dict[str, Any]:
+    """Values of the named sites in the traces that are being recorded."""
+    found: dict[str, Any] = {}
+    for handler in _PYRO_STACK:
+        if isinstance(handler, TraceMessenger):
+            found.update({name: handler.trace.nodes[name]["value"] for name in names if name in handler.trace.nodes})
+    return found
+
+
+def sibling_values(
+    parts: Sequence[Any], guide: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False
+) -> dict[str, Any]:
+    """Draws (or medians) of the named latents from the parts before a guide in its guide list, outside of any trace.
+
+    Raises:
+        ValueError: if some of the latents belong to parts after the guide.
+    """
+    position = parts.index(guide)
+    found: dict[str, Any] = {}
+    with poutine.block(), torch.no_grad():
+        for part in parts[:position]:
+            found.update((part.median if median else part)(*args, **kwargs) or {})
+    missing = [name for name in names if name not in found]
+    prototypes = [part.prototype_trace for part in parts[position + 1 :]]
+    late = [name for name in missing if any(trace is None or name in trace.nodes for trace in prototypes)]
+    if late:
+        raise ValueError(
+            f"AutoTruncated scores states given draws of the latents {late}, but the guides of these come after it in the "
+            "AutoGuideList; append AutoTruncated last"
+        )
+    return {name: found[name] for name in names if name in found}
