@@ -47,6 +47,8 @@ class MaximalCauses(PyroModule):
 
     # Who wins is decided under the parameters at the time.
     statistics_depend_on_parameters = True
+    # The step is chosen where the data are at hand, for all of a batch at once.
+    statistics_are_additive = False
 
     weight: Tensor
     scale: Tensor

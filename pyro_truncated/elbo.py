@@ -238,8 +238,16 @@ class Truncated_ELBO(ELBO):
     def _statistics(
         self, closed_form: ClosedForm, population: Population, temperature: float, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Statistics:
-        found: Statistics = closed_form.model.sufficient_statistics(population, *args, temperature=temperature, **kwargs)
-        return found
+        """Sufficient statistics, taken over blocks of data points one after the other where they add up."""
+        model = closed_form.model
+        rows = len(population)
+        if getattr(model, "statistics_are_additive", True):
+            rows = max(1, 2**22 // population.num_states)
+        total: Statistics = {}
+        for block in population.split(rows):
+            part = model.sufficient_statistics(block, *args, temperature=temperature, **kwargs)
+            total = {name: total[name] + value for name, value in part.items()} if total else part
+        return total
 
 
 def truncated_parts(trace: poutine.Trace) -> list[AutoTruncated]:

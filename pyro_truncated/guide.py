@@ -163,7 +163,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 "Give it the whole model, not poutine.block(model, ...).",
                 stacklevel=2,
             )
-        device: torch.device = sample_nodes(trace)[next(iter(self._layout.sites))]["value"].device
+        nodes = sample_nodes(trace) | (sample_nodes(self.prototype_trace) if self.prototype_trace is not None else {})
+        device: torch.device = nodes[next(iter(self._layout.sites))]["value"].device
+        for name in self._layout.sites:
+            # The prototype stays with the guide: of the states, only their shape and type are needed.
+            nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
         return device
 
     def _check_alone(self) -> None:
@@ -276,7 +280,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         """Improves the populations of a scorer's data points in place, and returns them with their log joints."""
         indices = log_joint.indices
         observations = log_joint.observations()
-        log_joints = []
+        scores: Tensor | None = None
         for rows in log_joint.row_blocks(2 * self.num_states):
             where = rows if indices is None else indices[rows]
             words = self.words[where]
@@ -286,8 +290,12 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             for _ in range(steps):
                 batch = dataclasses.replace(batch, population=search.step(batch))
             self.words[where] = batch.population.words
-            log_joints.append(batch.population.log_joint)
-        return self.store_(torch.cat(log_joints), indices)
+            # One tensor made at the start: small ones kept between the blocks' large ones would stop memory from being used again.
+            found = batch.population.log_joint
+            scores = found.new_empty(log_joint.num_data, self.num_states) if scores is None else scores
+            scores[rows] = found
+        assert scores is not None
+        return self.store_(scores, indices)
 
     def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
         """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.

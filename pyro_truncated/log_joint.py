@@ -15,6 +15,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
+from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
 
@@ -394,9 +395,12 @@ def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None
         fn = fn.base_dist
     if not isinstance(fn, torch.distributions.Bernoulli):
         return None
-    logits: Tensor = fn.logits
-    if logits.dim() == 2 and logits.shape[0] == num_data and logits.stride(0) == 0:
-        logits = logits[0]
-    if logits.dim() <= 1:
-        return logits.expand(num_latents)
-    return logits.expand(num_data, num_latents) if logits.dim() == 2 else None
+    is_given = "logits" in fn.__dict__
+    parameter: Tensor = fn.logits if is_given else fn.probs
+    # An expanded parameter must not be turned into logits once per data point.
+    if parameter.dim() == 2 and parameter.shape[0] == num_data and parameter.stride(0) == 0:
+        parameter = parameter[0]
+    if parameter.dim() > 2:
+        return None
+    logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
+    return logits.expand(num_latents) if logits.dim() <= 1 else logits.expand(num_data, num_latents)

@@ -44,6 +44,14 @@ class Population:
         """Number of states per data point, ``S``."""
         return self.words.shape[1]
 
+    def split(self, rows: int) -> list[Population]:
+        """Populations of at most so many data points each, in order; itself if they are not more."""
+        if len(self) <= rows:
+            return [self]
+        indices = torch.arange(len(self), device=self.words.device) if self.indices is None else self.indices
+        blocks = zip(self.words.split(rows), self.log_joint.split(rows), indices.split(rows), strict=True)
+        return [Population(self.space, *block) for block in blocks]
+
     def weights(self, temperature: float = 1.0) -> Tensor:
         r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`.
 
@@ -57,7 +65,8 @@ class Population:
 
     def free_energy(self) -> Tensor:
         r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64."""
-        return self.log_joint.double().logsumexp(-1)
+        rows = max(1, 2**20 // self.num_states)
+        return torch.cat([block.double().logsumexp(-1) for block in self.log_joint.split(rows)])
 
     def states(self, dtype: torch.dtype | None = None) -> Tensor:
         """Unpacked values ``(N, S, L)``, by default in the smallest integer type that holds them."""

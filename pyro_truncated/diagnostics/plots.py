@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from torch import Tensor
 
 COLOUR = "#2b5c8a"
 ACCENT = "#c8553d"
-GREY = "#8a8f98"
+GAPS = "#7d9cbd"  # tells white fields from the space between them
 
 
 def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarray:
@@ -46,8 +47,9 @@ def _as_images(flat: Tensor, shape: tuple[int, int] | None) -> Tensor:
     return flat.reshape(*flat.shape[:-1], *shape)
 
 
-def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float]) -> Axes:
-    ax.imshow(np.ma.masked_invalid(picture), cmap="gray", vmin=limits[0], vmax=limits[1], interpolation="nearest")
+def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float], gaps: str = "white") -> Axes:
+    grey = matplotlib.colormaps["gray"].with_extremes(bad=gaps)
+    ax.imshow(np.ma.masked_invalid(picture), cmap=grey, vmin=limits[0], vmax=limits[1], interpolation="nearest")
     ax.set_axis_off()
     return ax
 
@@ -63,7 +65,7 @@ def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None =
     """
     fields = _as_images(weight.detach().mT, shape)
     peak = fields.abs().amax((-2, -1), keepdim=True).clamp(min=1e-12)
-    return _show(ax, mosaic(fields / peak, columns), (-1.0, 1.0))
+    return _show(ax, mosaic(fields / peak, columns), (-1.0, 1.0), gaps=GAPS)
 
 
 def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str | None = None) -> Axes:
