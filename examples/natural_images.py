@@ -128,14 +128,23 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--parents", type=int, default=6)
     parser.add_argument("--generations", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=160)
-    parser.add_argument("--temperature", type=float, default=4.0, help="temperature at the start; falls to 1 over the first 60 %% of the run")
+    parser.add_argument(
+        "--temperature", type=float, default=4.0, help="temperature at the start; falls to 1 over the first 60 %% of the run"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--checkpoint-every", type=float, default=20.0, metavar="SECONDS")
     parser.add_argument("--fresh", action="store_true", help="start over, whatever checkpoint there is")
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:
-        args.source, args.patches, args.patch, args.latents, args.states, args.iterations = "generated", 400, 6, 20, 12, min(args.iterations, 20)
+        args.source, args.patches, args.patch, args.latents, args.states, args.iterations = (
+            "generated",
+            400,
+            6,
+            20,
+            12,
+            min(args.iterations, 20),
+        )
     return args
 
 

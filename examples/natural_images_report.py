@@ -174,7 +174,9 @@ def activations(args: argparse.Namespace, marginals: Tensor) -> Section:
 def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, list[float]]) -> Section:
     """Writes the posterior of the unseen region as netCDF, and its summary as a table."""
     training = {name: history[name] for name in ("free_energy", "active", "noise")}
-    data = to_arviz(svi.model, held_out.guide, held_out.y, num_samples=200, dims={"s": ["field"], "y": ["pixel"]}, seed=0, training=training)
+    data = to_arviz(
+        svi.model, held_out.guide, held_out.y, num_samples=200, dims={"s": ["field"], "y": ["pixel"]}, seed=0, training=training
+    )
     data.to_netcdf(str(folder / "posterior.nc"))
     weights = held_out.guide.weights()
     entropy = torch.special.entr(weights).sum(1)
@@ -182,7 +184,10 @@ def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, li
     summary = az.summary(data, var_names=["s"], coords={"data": [patch]}, kind="stats", round_to=3)
     summary.to_csv(folder / "summary.csv")
     unsure = summary[(summary["mean"] > 0.02)].sort_values("mean", ascending=False).head(12)
-    table = [["latent", *map(str, unsure.columns)], *([str(name), *map(str, row)] for name, row in zip(unsure.index, unsure.to_numpy(), strict=True))]
+    table = [
+        ["latent", *map(str, unsure.columns)],
+        *([str(name), *map(str, row)] for name, row in zip(unsure.index, unsure.to_numpy(), strict=True)),
+    ]
     text = (
         f"The posterior of all {len(held_out.y)} patches of the region above is in posterior.nc, for ArviZ: arviz.from_netcdf('posterior.nc'). Below is its summary for "
         f"the patch whose explanation is least certain (number {patch}; all {len(summary)} fields are in summary.csv). The mean is the probability that the field is present: near 1 or "
@@ -193,7 +198,11 @@ def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, li
 
 def how(args: argparse.Namespace, data: Any, history: dict[str, list[float]]) -> Section:
     hidden = {"output", "fresh", "smoke", "checkpoint_every", "source"}
-    rows = [["setting", "value"], ["images", ORIGIN[data.source]], *([name, value] for name, value in vars(args).items() if name not in hidden)]
+    rows = [
+        ["setting", "value"],
+        ["images", ORIGIN[data.source]],
+        *([name, value] for name, value in vars(args).items() if name not in hidden),
+    ]
     rows += [
         ["principal components kept", f"{data.whitening.num_components} of {args.patch**2}"],
         ["seconds per iteration", f"{sum(history['seconds']) / len(history['seconds']):.2f}"],

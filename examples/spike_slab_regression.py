@@ -115,7 +115,9 @@ def main(args: argparse.Namespace) -> None:
     guide.refresh_(data.x, data.y)
     inclusion = guide.marginals()["s"].reshape(-1).double()
     rate, slab, noise = (value.item() for value in map(torch.Tensor.detach, parameters()))
-    print(f"{time.monotonic() - start:.0f} s; learned: noise {noise:.2f}, slab {slab:.2f}, {rate * args.predictors:.1f} predictors expected")
+    print(
+        f"{time.monotonic() - start:.0f} s; learned: noise {noise:.2f}, slab {slab:.2f}, {rate * args.predictors:.1f} predictors expected"
+    )
     with torch.no_grad():
         difference = guide.population().log_joint - collapsed(guide.population().states().double(), data)
     print(f"largest difference of a model's log joint from the closed form: {float(difference.abs().max()):.1e}")
