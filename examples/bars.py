@@ -81,7 +81,8 @@ def main(args: argparse.Namespace) -> None:
     bars = linear_bars(args.images, args.size, mean_active=args.size / 2, noise=NOISE, generator=generator)
     truth = true_free_energy(args, bars)
     print(
-        f"{args.images} images of {args.size} x {args.size} pixels, {bars.components.shape[1]} bars; free energy at the true parameters {truth:.2f}"
+        f"{args.images} images of {args.size} x {args.size} pixels, {bars.components.shape[1]} bars; "
+        f"free energy at the true parameters {truth:.2f}"
     )
     results = {}
     for variant in VARIANTS if args.variants == "all" else args.variants.split(","):

@@ -1,9 +1,11 @@
 """Truncated posteriors over huge discrete latent spaces, as guides for Pyro models."""
 
+from pyro_truncated.diagnostics import to_arviz
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
+from pyro_truncated.restarts import best_start
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
 from pyro_truncated.states import StateSpace
 
@@ -19,4 +21,6 @@ __all__ = [
     "Search",
     "StateSpace",
     "Truncated_ELBO",
+    "best_start",
+    "to_arviz",
 ]

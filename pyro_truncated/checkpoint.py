@@ -130,6 +130,6 @@ def _generators(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
             yield f"cuda:{index}", generator
     search = getattr(_elbo(svi), "search", None)
     for index, part in enumerate(getattr(search, "searches", (search,))):
-        generator = getattr(part, "generator", None)
-        if generator is not None:
-            yield f"search {index}", generator
+        own: torch.Generator | None = getattr(part, "generator", None)
+        if own is not None:
+            yield f"search {index}", own

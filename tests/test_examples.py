@@ -1,71 +1,116 @@
-"""Every example runs with tiny settings and leaves behind what it promises."""
+"""Every example runs with tiny settings; the main one survives being killed."""
 
 from __future__ import annotations
 
-import os
+import importlib
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = {
-    "bars.py": ["bars.png"],
-    "enumeration_wall.py": ["enumeration_wall.png"],
-    "natural_images.py": ["index.html", "dictionary.png", "free_energy.png", "activations.png", "reconstruction.png", "summary.csv"],
-    "spike_slab_regression.py": ["spike_slab_regression.png"],
+    "bars": ("--variants", "all"),
+    "enumeration_wall": (),
+    "natural_images": ("--checkpoint-every", "0"),
+    "spike_slab_regression": (),
+}
+PICTURES = {
+    "bars": {"bars.png"},
+    "enumeration_wall": {"enumeration_wall.png"},
+    "natural_images": {"dictionary.png", "decompositions.png", "reconstruction.png", "free_energy.png", "activations.png"},
+    "spike_slab_regression": {"spike_slab_regression.png"},
 }
 
 
-def run(script: str, output: Path, *arguments: str) -> str:
-    environment = {**os.environ, "MPLBACKEND": "Agg"}
-    command = [sys.executable, "-W", "ignore", str(FOLDER / script), "--smoke", "--output", str(output), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(name: str, *flags: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    module = importlib.import_module(name)
+    module.main(module.parse_args(list(flags)))
 
 
-@pytest.mark.parametrize("script", EXAMPLES)
-def test_example(script, tmp_path):
-    assert run(script, tmp_path).strip()
-    for name in EXAMPLES[script]:
-        assert (tmp_path / name).stat().st_size > 0
+def test_every_example_is_listed():
+    scripts = {path.stem for path in FOLDER.glob("*.py") if '__name__ == "__main__"' in path.read_text()}
+    assert scripts == EXAMPLES.keys() == PICTURES.keys()
 
 
-def test_every_example_is_tested():
-    scripts = {file.name for file in FOLDER.glob("*.py") if "__main__" in file.read_text()}
-    assert scripts == set(EXAMPLES)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example_runs(name, tmp_path, monkeypatch, capsys):
+    run(name, "--smoke", "--output", str(tmp_path), *EXAMPLES[name], monkeypatch=monkeypatch)
+    assert {path.name for path in tmp_path.glob("*.png")} == PICTURES[name]
+    assert any(character.isdigit() for character in capsys.readouterr().out)
 
 
-def test_natural_images_go_on_from_their_checkpoint_to_the_same_numbers(tmp_path):
-    def free_energy(printed: str) -> str:
-        return next(line for line in printed.splitlines() if "free energy" in line)
-
-    whole = free_energy(run("natural_images.py", tmp_path / "whole", "--iterations", "8"))
-    # Killed at half-way: the checkpoint says that four of eight iterations are done.
-    script = tmp_path / "interrupted.py"
-    script.write_text(INTERRUPTED)
-    arguments = ["--smoke", "--iterations", "8", "--checkpoint-every", "0", "--output", str(tmp_path / "parts")]
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script), str(FOLDER), *arguments], capture_output=True, text=True)
-    assert done.returncode == 3, done.stderr
-    printed = run("natural_images.py", tmp_path / "parts", "--iterations", "8", "--checkpoint-every", "0")
-    assert "4 of 8 iterations done already" in printed
-    assert free_energy(printed) == whole
+def outcome(folder: Path) -> dict[str, object]:
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-INTERRUPTED = """
-import os, sys
-sys.path.insert(0, sys.argv[1])
-import natural_images
-steps = 0
-save = natural_images.save_checkpoint
-def save_then_die(*args, **kwargs):
-    global steps
-    save(*args, **kwargs)
-    steps += 1
-    if steps == 4:
-        os._exit(3)
-natural_images.save_checkpoint = save_then_die
-natural_images.main(natural_images.parse_args(sys.argv[2:]))
-"""
+@pytest.mark.slow
+def test_demo_killed_and_started_again_gives_the_numbers_of_an_uninterrupted_run(tmp_path, monkeypatch):
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    flags = ("--smoke", "--checkpoint-every", "0")
+    run("natural_images", *flags, "--output", str(whole), monkeypatch=monkeypatch)
+    process = subprocess.Popen([sys.executable, FOLDER / "natural_images.py", *flags, "--output", broken], stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 300
+    while not (broken / "checkpoint.pt").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    expected, partial = outcome(whole), outcome(broken)
+    assert 0 < len(partial["history"]["seconds"]) < len(expected["history"]["seconds"])
+    run("natural_images", *flags, "--output", str(broken), monkeypatch=monkeypatch)
+    found = outcome(broken)
+    for name in ("free_energy", "active", "noise"):
+        assert found["history"][name] == expected["history"][name]
+    for part in ("model", "guide"):
+        for name, value in expected["modules"][part].items():
+            assert torch.equal(found["modules"][part][name], value), name
+    assert torch.equal(found["generators"]["cpu"], expected["generators"]["cpu"])
+
+
+@pytest.mark.slow
+def test_demo_refuses_the_checkpoint_of_other_settings_and_starts_fresh_when_told(tmp_path, monkeypatch):
+    flags = ("--smoke", "--iterations", "2", "--output", str(tmp_path))
+    run("natural_images", *flags, monkeypatch=monkeypatch)
+    with pytest.raises(ValueError, match=r"other settings \(seed: 0 in the checkpoint, 1 now\)"):
+        run("natural_images", *flags, "--seed", "1", monkeypatch=monkeypatch)
+    run("natural_images", *flags, "--seed", "1", "--fresh", monkeypatch=monkeypatch)
+    assert outcome(tmp_path)["settings"]["seed"] == 1
+
+
+def test_demo_page_shows_its_pictures_and_numbers(tmp_path, monkeypatch):
+    run("natural_images", "--smoke", "--iterations", "2", "--output", str(tmp_path), monkeypatch=monkeypatch)
+    page = (tmp_path / "index.html").read_text()
+    for picture in PICTURES["natural_images"]:
+        assert f'src="{picture}"' in page
+    assert f"{outcome(tmp_path)['history']['free_energy'][-1]:.2f}" in page
+    assert (tmp_path / "posterior.nc").stat().st_size > 0
+    assert (tmp_path / "summary.csv").read_text().count("\n") == 21
+
+
+@pytest.mark.parametrize("picture", sorted((FOLDER / "gallery").glob("*")), ids=lambda path: path.name)
+def test_gallery_pictures_are_small(picture):
+    assert picture.suffix == ".png"
+    assert picture.stat().st_size < 150_000
+
+
+def test_regression_scores_models_with_their_coefficients_integrated_out(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example = importlib.import_module("spike_slab_regression")
+    from pyro_truncated import AutoTruncated, ExhaustiveSearch
+
+    data = example.make_data(example.parse_args(["--data=15", "--predictors=6", "--relevant=2"]))
+    guide = AutoTruncated(example.model, num_states=64, conditional=example.coefficients_given)
+    guide = guide.infer((data.x, data.y), ExhaustiveSearch(), steps=1)
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0], dtype=torch.float64)] * 6)
+    exact = example.collapsed(states, data)
+    torch.testing.assert_close(guide.population().free_energy().squeeze(), exact.logsumexp(0), rtol=1e-9, atol=1e-9)
+    expected = (exact.softmax(0).unsqueeze(-1) * states).sum(0)
+    torch.testing.assert_close(guide.marginals()["s"].reshape(-1).double(), expected, rtol=1e-6, atol=1e-9)
