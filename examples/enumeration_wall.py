@@ -81,7 +81,7 @@ def enumerate_plainly(latents: int, args: argparse.Namespace) -> dict[str, float
     start = time.perf_counter()
     with torch.no_grad():
         loss = TraceEnum_ELBO(max_plate_nesting=1).loss(config_enumerate(plain_model), lambda *args: None, data.y, data.weight)
-    return {"bound": -loss, "seconds": time.perf_counter() - start, "memory": peak_memory() - before}
+    return {"bound": -loss, "seconds": time.perf_counter() - start, "memory": max(1.0, peak_memory() - before)}
 
 
 def truncate(latents: int, args: argparse.Namespace) -> dict[str, float]:
@@ -94,7 +94,7 @@ def truncate(latents: int, args: argparse.Namespace) -> dict[str, float]:
         "truth": log_joint_of_truth(make_data(latents, args)),
         "bound": bound,
         "seconds": time.perf_counter() - start,
-        "memory": peak_memory() - before,
+        "memory": max(1.0, peak_memory() - before),
     }
 
 

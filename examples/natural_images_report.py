@@ -127,7 +127,7 @@ def reconstruction(held_out: HeldOut) -> Section:
     low, high = float(held_out.region.min()), float(held_out.region.max())
     images = {"original": held_out.region, "what whitening keeps": held_out.whitened_only, "reconstruction": held_out.reconstruction}
     for ax, (title, image) in zip(axes, images.items(), strict=True):
-        ax.imshow(image, cmap="gray", vmin=low, vmax=high)
+        ax.imshow(image.numpy(), cmap="gray", vmin=low, vmax=high)
         ax.set_title(title, fontsize=10)
         ax.set_axis_off()
     active = float(held_out.guide.marginals()["s"].sum(1).mean())
@@ -145,7 +145,7 @@ def free_energy(args: argparse.Namespace, history: dict[str, list[float]]) -> Se
     plots.plot_free_energy(history["free_energy"], axes[0])
     axes[0].set_ylabel("free energy per patch (nats)")
     axes[1].plot(history["active"], color=plots.COLOUR, label="active fields per patch")
-    axes[1].plot(args.patch * torch.tensor(history["noise"]), color=plots.ACCENT, label="noise: norm per patch")
+    axes[1].plot([args.patch * noise for noise in history["noise"]], color=plots.ACCENT, label="noise: norm per patch")
     axes[1].set_xlabel("iteration")
     axes[1].legend(frameon=False)
     axes[1].spines[["top", "right"]].set_visible(False)
