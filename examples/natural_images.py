@@ -65,6 +65,7 @@ def prepare(args: argparse.Namespace) -> Data:
 
 
 def make_svi(args: argparse.Namespace, y: Tensor) -> SVI:
+    pyro.clear_param_store()
     pyro.set_rng_seed(args.seed)
     model = BinarySparseCoding(args.patch**2, args.latents).initialize(y)
     # Fields that start as faint patches can be shared; full ones each explain the patch they came from, and little else.
@@ -85,7 +86,11 @@ def train(args: argparse.Namespace, svi: SVI, data: Data) -> dict[str, list[floa
         path.unlink(missing_ok=True)
     history: dict[str, list[float]] = {"free_energy": [], "active": [], "noise": [], "seconds": []}
     if path.exists():
-        history = load_checkpoint(path, svi, settings=settings)
+        try:
+            history = load_checkpoint(path, svi, settings=settings)
+        except ValueError as error:
+            error.add_note("Or give --fresh to start over.")
+            raise
         print(f"{path}: {len(history['seconds'])} of {args.iterations} iterations done already (--fresh starts over)")
     saved = time.monotonic()
     with tqdm(total=args.iterations, initial=len(history["seconds"]), unit="it") as progress:
@@ -121,13 +126,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder of the report and the checkpoint")
     parser.add_argument("--source", choices=SOURCES, help="images to use; without a choice the first of these that can be had")
-    parser.add_argument("--patches", type=int, default=12_000, help="number of patches, N")
+    parser.add_argument("--patches", type=int, default=16_000, help="number of patches, N")
     parser.add_argument("--patch", type=int, default=12, help="side of a patch in pixels")
     parser.add_argument("--latents", type=int, default=144, help="number of fields in the dictionary, H")
-    parser.add_argument("--states", type=int, default=40, help="states per patch, S")
+    parser.add_argument("--states", type=int, default=50, help="states per patch, S")
     parser.add_argument("--parents", type=int, default=6)
     parser.add_argument("--generations", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=160)
+    parser.add_argument("--iterations", type=int, default=250)
     parser.add_argument(
         "--temperature", type=float, default=4.0, help="temperature at the start; falls to 1 over the first 60 %% of the run"
     )

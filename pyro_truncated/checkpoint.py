@@ -73,7 +73,8 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is no checkpoint or one of other settings; the message names the settings that differ.
+        ValueError: if the file is no checkpoint or one of other settings (the message names the settings that differ), or Pyro's parameter
+            store still holds parameters of an earlier model under the same names, which would take the place of those restored.
         KeyError: if a parameter of a plain function does not exist yet.
     """
     content = torch.load(path, map_location="cpu", weights_only=True)
@@ -81,6 +82,7 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
         raise ValueError(f"{path} is not a checkpoint written by save_checkpoint, or of another version")
     if settings is not None:
         _compare(content["settings"], dict(settings), path)
+    _refuse_stale(svi)
     params = _loose_params(svi)
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
@@ -105,6 +107,23 @@ def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) ->
     if differing:
         lines = "; ".join(f"{name}: {saved.get(name, 'absent')} in the checkpoint, {wanted.get(name, 'absent')} now" for name in differing)
         raise ValueError(f"{path} was written by a run with other settings ({lines}). Use those, another file, or start over without it.")
+
+
+def _refuse_stale(svi: SVI) -> None:
+    """Refuses modules whose parameters are shadowed: Pyro looks a parameter up in its store first, by name."""
+    store = dict(pyro.get_param_store().named_parameters())
+    stale = []
+    for module in _modules(svi).values():
+        prefix = getattr(module, "_pyro_name", "")
+        for name, param in module.named_parameters():
+            key = ".".join(filter(None, (prefix, name.removesuffix("_unconstrained"))))
+            if store.get(key, param) is not param:
+                stale.append(key)
+    if stale:
+        raise ValueError(
+            f"Pyro's parameter store holds other parameters {sorted(stale)} from an earlier model; "
+            "call pyro.clear_param_store() before making the model and the guide"
+        )
 
 
 def _modules(svi: SVI) -> dict[str, torch.nn.Module]:

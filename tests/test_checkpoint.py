@@ -96,6 +96,21 @@ def test_other_settings_are_refused_and_nothing_changes(y, tmp_path):
     assert not torch.equal(svi.model.weight, before)
 
 
+def test_parameters_of_an_earlier_model_in_the_store_are_refused(y, tmp_path):
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+    model = BinarySparseCoding(9, 6)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(EvolutionarySearch()))
+    weight = dict(model.named_parameters())["weight_unconstrained"]
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"holds other parameters \['prior', 'scale', 'weight'\] from an earlier model"):
+        load_checkpoint(tmp_path / "run.pt", svi)
+    assert torch.equal(weight, before)
+    pyro.clear_param_store()
+    load_checkpoint(tmp_path / "run.pt", svi)
+
+
 def test_other_files_are_refused(y, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a checkpoint"):
