@@ -126,13 +126,13 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("report"), help="folder of the report and the checkpoint")
     parser.add_argument("--source", choices=SOURCES, help="images to use; without a choice the first of these that can be had")
-    parser.add_argument("--patches", type=int, default=16_000, help="number of patches, N")
+    parser.add_argument("--patches", type=int, default=12_000, help="number of patches, N")
     parser.add_argument("--patch", type=int, default=12, help="side of a patch in pixels")
     parser.add_argument("--latents", type=int, default=144, help="number of fields in the dictionary, H")
     parser.add_argument("--states", type=int, default=50, help="states per patch, S")
     parser.add_argument("--parents", type=int, default=6)
     parser.add_argument("--generations", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=250)
+    parser.add_argument("--iterations", type=int, default=180)
     parser.add_argument(
         "--temperature", type=float, default=4.0, help="temperature at the start; falls to 1 over the first 60 %% of the run"
     )

@@ -218,8 +218,10 @@ class Truncated_ELBO(ELBO):
         temperature = self._temperature()
         with poutine.block():
             log_joint = guide.log_joint_of(*args, **kwargs)
-            if self._revision is not None and self._revision != guide.revision:
-                closed_form.forget()
+            if self._revision is not None and self._revision != guide.revision and closed_form.visited is not None:
+                # Somebody else scored or searched: what will be subtracted must be what is in the sums.
+                visited = closed_form.visited.nonzero().squeeze(-1).to(guide.words.device)
+                closed_form.statistics = self._statistics(closed_form, guide.population(visited), temperature, args, kwargs)
             before = guide.population(log_joint.indices)
             previous = closed_form.previous(before, log_joint.full_size)
             if previous is not None and callable(self.temperature):

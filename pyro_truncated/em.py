@@ -26,6 +26,11 @@ class ClosedFormModel(Protocol):
         """Sets the parameters to the maximiser of the expected log joint with these statistics."""
 
 
+def default_step_size(step: int) -> float:
+    """Step size of online EM, :math:`(t + 2)^{-0.6}`."""
+    return float((step + 2) ** -0.6)
+
+
 class ClosedForm(PyroOptim):
     r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
 
@@ -67,7 +72,7 @@ class ClosedForm(PyroOptim):
             )
         self.model: Any = model
         self.minibatch = minibatch
-        self.step_size = step_size or (lambda step: (step + 2) ** -0.6)
+        self.step_size = step_size or default_step_size
         self.statistics: Statistics | None = None
         self.visited: Tensor | None = None
         self.num_steps = 0
@@ -83,10 +88,6 @@ class ClosedForm(PyroOptim):
             return None
         seen = seen.to(population.words.device)
         return Population(population.space, population.words[seen], population.log_joint[seen], population.indices[seen])
-
-    def forget(self) -> None:
-        """Drops the streamed statistics; the next batches build them anew."""
-        self.statistics, self.visited = None, None
 
     def collect(self, new: Statistics, old: Statistics | None, indices: Tensor | None, num_data: int) -> None:
         """Takes in the statistics of a batch.
@@ -112,10 +113,10 @@ class ClosedForm(PyroOptim):
             self._blend(new, num_data / len(indices))
         else:
             self._replace(new, old)
-        if indices is not None and self.minibatch == "incremental":
+        if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
-            self.visited[indices.cpu()] = True
+            self.visited[slice(None) if indices is None else indices.cpu()] = True
 
     def _blend(self, new: Statistics, scale: float) -> None:
         rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)

@@ -280,7 +280,6 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         """Improves the populations of a scorer's data points in place, and returns them with their log joints."""
         indices = log_joint.indices
         observations = log_joint.observations()
-        scores: Tensor | None = None
         for rows in log_joint.row_blocks(2 * self.num_states):
             where = rows if indices is None else indices[rows]
             words = self.words[where]
@@ -289,13 +288,10 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()})
             for _ in range(steps):
                 batch = dataclasses.replace(batch, population=search.step(batch))
-            self.words[where] = batch.population.words
-            # One tensor made at the start: small ones kept between the blocks' large ones would stop memory from being used again.
             found = batch.population.log_joint
-            scores = found.new_empty(log_joint.num_data, self.num_states) if scores is None else scores
-            scores[rows] = found
-        assert scores is not None
-        return self.store_(scores, indices)
+            self._keep_(found, where, batch.population.words)
+        self.revision += 1
+        return self.population(indices)
 
     def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
         """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.
@@ -303,6 +299,12 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         Raises:
             ValueError: if a data point's states all have probability zero.
         """
+        self._keep_(log_joint, slice(None) if indices is None else indices)
+        self.revision += 1
+        return self.population(indices)
+
+    def _keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
+        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
         impossible = (log_joint.amax(-1) == -math.inf).nonzero()
         if len(impossible):
             raise ValueError(
@@ -310,11 +312,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
                 "likelihood a floor (a leak, a noise term)."
             )
-        self.revision += 1
         if self.log_joint.dtype != log_joint.dtype:
             self.log_joint = self.log_joint.to(log_joint.dtype)
-        self.log_joint[slice(None) if indices is None else indices] = log_joint
-        return self.population(indices)
+        self.log_joint[where] = log_joint
+        if words is not None:
+            self.words[where] = words
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Population:

@@ -87,6 +87,10 @@ class LogJoint:
         self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
         self.device: torch.device = self._first["value"].device
         self.scale: float | Tensor = self._first["scale"]
+        if torch.as_tensor(self.scale).numel() != 1 or float(self.scale) <= 0:
+            raise ValueError(f"discrete sites must have one positive scale for all data points (poutine.scale); got {self.scale}")
+        given = values or {}
+        self.uncovered = {name for name in layout.other_latents if name not in given}
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         # Vectorised particles: scores gain dimensions for the draws of other latents.
@@ -263,7 +267,8 @@ class LogJoint:
                 values[node["name"]] = node["value"]
                 terms[f"conditional of {node['name']}"] = -self._reduce(node)
         for name, node in sample_nodes(self._trace_candidates(values)).items():
-            if self.is_inside(node):
+            # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
+            if self.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):
                 terms[name] = self._reduce(node)
         return terms
 

@@ -58,6 +58,7 @@ def best_start(
     device = None if generator is None else generator.device
     part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
     reached: list[float] = []
+    driver = getattr(model, "closed_form", None)
     best = copy.deepcopy(model.state_dict())
     for _ in range(num_starts):
         model.initialize(part, generator)
@@ -71,6 +72,7 @@ def best_start(
         if reached[-1] == max(reached):
             best = copy.deepcopy(model.state_dict())
     _restore(model, best)
+    model.closed_form = driver
     return reached
 
 

@@ -78,6 +78,7 @@ class DiscreteSite:
             levels = values.argmax(-1)
             valid = bool((self.to_values(levels, values.dtype) == values).all())
         else:
+            values = values.to(torch.uint8) if values.dtype == torch.bool else values
             levels = (values - self.low).round().long()
             high = torch.tensor(self.cardinalities, device=values.device).reshape(self.shape)
             valid = bool(((levels + self.low == values) & (levels >= 0) & (levels < high)).all())
@@ -270,6 +271,11 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
         if frame.name in data_plates:
+            if frame.full_size is not None and frame.full_size != frame.size:
+                raise ValueError(
+                    f"the number of values of site '{node['name']}' differs between data points, and only a subsample has been seen; "
+                    "call guide.setup(...) once with arguments for which the model takes all data"
+                )
             full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
     return tuple(int(v) for v in full.reshape(shape).flatten())
 

@@ -102,16 +102,28 @@ def test_streamed_statistics_equal_those_of_the_stored_populations():
         torch.testing.assert_close(model.closed_form.statistics[name], value, rtol=1e-9, atol=1e-7)
 
 
-def test_scores_changed_behind_its_back_start_the_statistics_anew():
+def test_scores_changed_behind_its_back_are_taken_into_account():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=20)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
-    for _ in range(30):
+    svi.step(y)
+    for _ in range(5):
         svi.step(y, 20)
     guide.refresh_(y)
     svi.step(y, 20)
-    assert model.closed_form.visited.sum() == 20
-    assert model.closed_form.statistics["num_data"] == 20
+    assert model.closed_form.statistics["num_data"] == 150
+    for name, value in model.sufficient_statistics(guide.population(), y).items():
+        torch.testing.assert_close(model.closed_form.statistics[name], value, rtol=1e-9, atol=1e-7)
+
+
+def test_full_batches_and_minibatches_mix():
+    model, y = problem("bsc")
+    guide = AutoTruncated(model, num_states=20)
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
+    for batch_size in (20, None, 20, 20, None, 30):
+        svi.step(y, batch_size)
+        if batch_size != 20 or model.closed_form.visited.all():
+            assert model.closed_form.statistics["num_data"] == pytest.approx(150)
 
 
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
@@ -177,6 +189,11 @@ def test_best_start_keeps_the_best_of_its_runs():
     reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     assert len(reached) == 4
     assert model.closed_form is None
+    driver = ClosedForm(model)
+    best_start(model, bars.data, ExhaustiveSearch(), num_starts=1, num_data=400, steps=1, num_states=256)
+    assert model.closed_form is driver
+    driver.release()
+    reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     guide = AutoTruncated(model, num_states=256)
     loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, bars.data)
     # What a start reached was measured before its last M-step.

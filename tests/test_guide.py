@@ -537,3 +537,31 @@ def test_memory_budget_does_not_change_results():
         guide = AutoTruncated(case.model, num_states=case.num_states, memory_budget=budget)
         losses.add(round(Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, guide, *case.args), 8))
     assert len(losses) == 1
+
+
+def test_an_uncovered_local_latent_leaves_a_bound():
+    y = torch.randn(5, dtype=D64)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.5, dtype=D64)))
+            z = pyro.sample("z", dist.Normal(torch.tensor(0.0, dtype=D64), 1e-3))
+            pyro.sample("y", dist.Normal(s + z, 1.0), obs=y)
+
+    exact = (
+        torch.stack([dist.Normal(k, (1 + 1e-6) ** 0.5).log_prob(y) for k in (0.0, 1.0)]).logsumexp(0).sum() - 5 * torch.tensor(2.0).log()
+    )
+    guide = AutoTruncated(model, num_states=2)
+    with pytest.warns(UserWarning, match="no guide covers"):
+        loss = Truncated_ELBO(ExhaustiveSearch()).loss(model, guide, y)
+    assert loss == pytest.approx(-exact.item(), abs=0.05)
+
+
+def test_scales_per_data_point_are_refused():
+    def model(y):
+        with pyro.plate("data", len(y)), poutine.scale(scale=torch.arange(1.0, 4.0)):
+            s = pyro.sample("s", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(s, 1.0), obs=y)
+
+    with pytest.raises(ValueError, match="one positive scale for all data points"):
+        run(model, torch.randn(3))
