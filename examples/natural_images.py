@@ -55,10 +55,10 @@ def prepare(args: argparse.Namespace) -> Data:
     source, images = load_images(args.source)
     images = [clamp_brightest(image, 0.02) for image in images]
     height, width = 8 * args.patch, 12 * args.patch
-    # The right edge of the first image is kept apart; of it, the piece with most detail.
+    # The right edge of the first image is kept apart; of it, the piece with most contrast.
     strip, images[0] = images[0][:, -width:], images[0][:, :-width]
     pieces = strip[: len(strip) // height * height].unflatten(0, (-1, height))
-    region = pieces[pieces.diff(dim=1).square().mean((1, 2)).argmax()]
+    region = pieces[pieces.flatten(1).std(1).argmax()]
     generator = torch.Generator().manual_seed(args.seed)
     y, whitening = whitened_patches(images, args.patch, args.patches, generator, clamp=0.0)
     return Data(source, y, whitening, region)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 COLOUR = "#2b5c8a"
 ACCENT = "#c8553d"
-GAPS = "#7d9cbd"  # tells white fields from the space between them
+GAPS = "#a9bfd6"  # tells white fields from the space between them
 
 
 def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarray:
