@@ -75,7 +75,7 @@ def write(args: argparse.Namespace, svi: SVI, data: Any, history: dict[str, list
     lead = (
         f"{len(data.y)} patches of {args.patch} x {args.patch} pixels were taken from {ORIGIN[data.source]}. Binary sparse coding explains each "
         f"as a sum of fields out of a dictionary of {args.latents}, each either present or absent, plus noise. That is 2^{args.latents} possible "
-        f"explanations of every patch; the posterior is kept on the best {args.states} of them, found by an evolutionary search."
+        f"explanations of every patch; the posterior is kept on the best {args.states} that an evolutionary search finds."
     )
     sections = [
         dictionary(svi, data.whitening, order),
@@ -132,7 +132,7 @@ def reconstruction(held_out: HeldOut) -> Section:
         ax.set_axis_off()
     active = float(held_out.guide.marginals()["s"].sum(1).mean())
     text = (
-        "A part of an image that was kept out of training. The middle is the best that any dictionary could do after the preprocessing; the right is "
+        "A part of an image that was kept out of training: of the strip kept out, the piece with most contrast. The middle is the best that any dictionary could do after the preprocessing; the right is "
         f"put together from the posterior means of overlapping patches, each of which uses {active:.1f} fields on average and its mean "
         f"brightness. Its distance from the middle is {psnr(held_out.reconstruction, held_out.whitened_only):.1f} dB (peak signal-to-noise ratio, higher is better), "
         f"from the original {psnr(held_out.reconstruction, held_out.region):.1f} dB."
