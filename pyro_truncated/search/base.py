@@ -55,9 +55,18 @@ class Search(abc.ABC):
 
 
 class CombinedSearch(Search):
-    """Several searches that propose for the same populations; written ``a + b``."""
+    """Several searches that propose for the same populations; written ``a + b``.
+
+    Raises:
+        ValueError: if one of them replaces populations (``merge=False``), which the sum could not honour.
+    """
 
     def __init__(self, searches: tuple[Search, ...]) -> None:
+        for search in searches:
+            if not getattr(search, "merge", True):
+                raise ValueError(
+                    f"{type(search).__name__}(merge=False) replaces populations and cannot be added to other searches; use merge=True"
+                )
         self.searches = searches
 
     def propose(self, batch: SearchBatch) -> Population:

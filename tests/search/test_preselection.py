@@ -378,3 +378,8 @@ def test_selected_classes_of_a_mixture() -> None:
         means = pyro.param("means").detach()
         log_joint = dist.Normal(means, 1.0).log_prob(y.unsqueeze(1)).sum(-1) - math.log(5)
         torch.testing.assert_close(guide.posterior(y).free_energy().float(), log_joint.topk(number, 1).values.logsumexp(1))
+
+
+def test_a_search_that_replaces_populations_cannot_be_added():
+    with pytest.raises(ValueError, match=r"Preselection\(merge=False\) replaces populations and cannot be added"):
+        Preselection(Singletons(), 3, merge=False) + Preselection(Singletons(), 3)
