@@ -213,8 +213,15 @@ def _job(arguments: tuple[Any, ...]) -> dict[str, Any]:
     return run(*arguments)
 
 
+def _done(output: Path) -> list[dict[str, Any]]:
+    """The results already in the output file."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
 def run_all(jobs: list[tuple[Any, ...]], workers: int, output: Path) -> list[dict[str, Any]]:
-    """All runs, spread over processes of one thread each; results are appended to the output file as they come."""
+    """All runs that the output file lacks, spread over processes of one thread each; results are appended as they come."""
+    done_before = {(r["experiment"], r["evolution"], r["variant"], r["seed"]) for r in _done(output)}
+    jobs = [job for job in jobs if job[:4] not in done_before]
     os.environ["OMP_NUM_THREADS"] = os.environ["NUMBA_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     found = []
@@ -316,7 +323,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.only_table:
         run_all(jobs_of(args.experiment, args.seeds, args.evolution, args.variant, args.device), args.workers, args.output)
-    write_tables([json.loads(line) for line in args.output.read_text().splitlines()], args.table, args.machine)
+    write_tables(_done(args.output), args.table, args.machine)
 
 
 if __name__ == "__main__":
