@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
@@ -23,12 +22,11 @@ from torch import Tensor
 
 from pyro_truncated.inspection import dependents, recorded_values, refuse_hidden_latents, sibling_values, spare_random_numbers
 from pyro_truncated.log_joint import Conditional, LogJoint
-from pyro_truncated.population import Population, States, given_population, initial_population
+from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.sites import Layout, sample_nodes, trim
-
-Init = States | Callable[[], States] | None
+from pyro_truncated.storage import Init
 
 
 class Searching(Messenger):
@@ -80,8 +78,6 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             initial states are misshapen or repeat.
         NotImplementedError: on the first call, if a discrete site lies in a sequential plate.
     """
-
-    cardinalities: Tensor
 
     def __init__(
         self,
@@ -136,12 +132,17 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             self._setup_prototype(*args, **kwargs)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
-        with spare_random_numbers():
-            device = self._inspect(args, kwargs)
-        if "words" in self._buffers:
-            self._check_loaded()
-        else:
-            self._create_populations(device)
+        try:
+            with spare_random_numbers():
+                device = self._inspect(args, kwargs)
+            if "words" in self._buffers:
+                self._check_loaded()
+            else:
+                self._create_populations(device)
+        except BaseException:
+            # The next call must not take this guide for one that is ready.
+            self.prototype_trace, self._layout = None, None
+            raise
 
     def _inspect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Finds the discrete sites and plates; returns the device that the states live on."""
@@ -175,44 +176,6 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         if others:
             raise ValueError(
                 "an AutoGuideList can hold only one AutoTruncated: it takes all discrete sites of the model, as their posterior is joint"
-            )
-
-    def _create_populations(self, device: torch.device) -> None:
-        layout = self.layout
-        if self.num_states > layout.space.size:
-            raise ValueError(
-                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only "
-                f"{layout.space.size} joint states. Use num_states={layout.space.size} for exact inference."
-            )
-        if self._init is None:
-            words = initial_population(layout.space, layout.num_data, self.num_states, device=device)
-        else:
-            init = self._init() if callable(self._init) else self._init
-            words = given_population(layout, init, self.num_states).to(device)
-        self.register_buffer("words", words)
-        # NaN marks populations that have never been scored.
-        self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
-        self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        # A fresh guide has no buffers yet: make them in the shapes that come in.
-        for name in ("words", "log_joint", "cardinalities"):
-            value = state_dict.get(prefix + name)
-            held = self._buffers.get(name)
-            if value is not None and (held is None or held.shape != value.shape):
-                self.register_buffer(name, torch.empty_like(value))
-        words = state_dict.get(prefix + "words")
-        if words is not None and words.shape[1] != self.num_states:
-            error_msgs = args[-1]
-            error_msgs.append(f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}")
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-    def _check_loaded(self) -> None:
-        cardinalities = tuple(self.cardinalities.tolist())
-        if cardinalities != self.space.cardinalities:
-            raise ValueError(
-                f"the loaded populations are of {len(cardinalities)} latents with {sum(cardinalities)} values in all, "
-                f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -292,31 +255,6 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             self._keep_(found, where, batch.population.words)
         self.revision += 1
         return self.population(indices)
-
-    def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
-        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.
-
-        Raises:
-            ValueError: if a data point's states all have probability zero.
-        """
-        self._keep_(log_joint, slice(None) if indices is None else indices)
-        self.revision += 1
-        return self.population(indices)
-
-    def _keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
-        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
-        impossible = (log_joint.amax(-1) == -math.inf).nonzero()
-        if len(impossible):
-            raise ValueError(
-                f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
-                f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
-                "likelihood a floor (a leak, a noise term)."
-            )
-        if self.log_joint.dtype != log_joint.dtype:
-            self.log_joint = self.log_joint.to(log_joint.dtype)
-        self.log_joint[where] = log_joint
-        if words is not None:
-            self.words[where] = words
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Population:

@@ -11,26 +11,17 @@ from torch import Tensor
 
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
-from pyro_truncated.sites import Layout
-from pyro_truncated.states import StateSpace
+from pyro_truncated.storage import PopulationStore
 
 
-class TruncatedPosterior:
+class TruncatedPosterior(PopulationStore):
     """What can be read from the populations that :class:`~pyro_truncated.AutoTruncated` stores; none of it changes them.
 
     Attributes:
-        words: the packed states of all data points, ``(N, S, num_words)``.
-        log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
-        num_states: states per data point, ``S``.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
     """
 
-    words: Tensor
-    log_joint: Tensor
-    num_states: int
     memory_budget: int
-    _layout: Layout | None
-    _buffers: dict[str, Tensor | None]
 
     def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """A scorer of states for the data points that the model selects when called with these arguments; left to the guide."""
@@ -45,36 +36,9 @@ class TruncatedPosterior:
         raise NotImplementedError
 
     @property
-    def layout(self) -> Layout:
-        """The discrete sites and the data plates."""
-        if self._layout is None:
-            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
-        return self._layout
-
-    @property
-    def space(self) -> StateSpace:
-        """The space of one data point's states."""
-        return self.layout.space
-
-    @property
     def index_name(self) -> str:
         """Name of the auxiliary index site."""
         return "_".join([*self.layout.sites, "index"])
-
-    def _check_indices(self, indices: Tensor | None) -> None:
-        if indices is not None and len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.words.shape[0]:
-            raise ValueError(
-                f"subsample indices must lie in 0 .. {self.words.shape[0] - 1}; got {int(indices.min())} .. {int(indices.max())}"
-            )
-
-    def population(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
-        if "words" not in self._buffers:
-            raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
-        self._check_indices(indices)
-        if indices is None:
-            return Population(self.space, self.words, self.log_joint)
-        return Population(self.space, self.words[indices], self.log_joint[indices], indices)
 
     def posterior(self, *args: Any, **kwargs: Any) -> Population:
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""

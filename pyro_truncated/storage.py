@@ -1,0 +1,142 @@
+"""Where the populations of a guide are kept: buffers that are created, written after checks, saved and loaded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.population import Population, States, given_population, initial_population
+from pyro_truncated.sites import Layout
+from pyro_truncated.states import StateSpace
+
+Init = States | Callable[[], States] | None
+
+
+class PopulationStore(torch.nn.Module):
+    """The states of all data points of a guide and their log joints, as buffers of a module.
+
+    Attributes:
+        words: the packed states of all data points, ``(N, S, num_words)``.
+        log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
+        cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
+        num_states: states per data point, ``S``.
+        revision: counts the changes of the populations and their log joints.
+    """
+
+    words: Tensor
+    log_joint: Tensor
+    cardinalities: Tensor
+    num_states: int
+    revision: int
+    _init: Init
+    _layout: Layout | None
+
+    @property
+    def layout(self) -> Layout:
+        """The discrete sites and the data plates."""
+        if self._layout is None:
+            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
+        return self._layout
+
+    @property
+    def space(self) -> StateSpace:
+        """The space of one data point's states."""
+        return self.layout.space
+
+    def _create_populations(self, device: torch.device) -> None:
+        layout = self.layout
+        if self.num_states > layout.space.size:
+            raise ValueError(
+                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only "
+                f"{layout.space.size} joint states. Use num_states={layout.space.size} for exact inference."
+            )
+        if self._init is None:
+            words = initial_population(layout.space, layout.num_data, self.num_states, device=device)
+        else:
+            init = self._init() if callable(self._init) else self._init
+            words = given_population(layout, init, self.num_states).to(device)
+        self.register_buffer("words", words)
+        # NaN marks populations that have never been scored.
+        self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
+        self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        words, cardinalities = state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities")
+        problem = self._mismatch(words, cardinalities)
+        if problem is not None:
+            error_msgs = args[-1]
+            error_msgs.append(problem)
+            return
+        # A fresh guide has no buffers yet: make them in the shapes that come in.
+        for name in ("words", "log_joint", "cardinalities"):
+            value = state_dict.get(prefix + name)
+            held = self._buffers.get(name)
+            if value is not None and (held is None or held.shape != value.shape):
+                self.register_buffer(name, torch.empty_like(value))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        self.revision += 1
+
+    def _mismatch(self, words: Tensor | None, cardinalities: Tensor | None) -> str | None:
+        """Why populations that were saved do not fit this guide; of a guide that has not seen its model, as far as can be told."""
+        if words is not None and words.shape[1] != self.num_states:
+            return f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}"
+        if cardinalities is not None and self._layout is not None and tuple(cardinalities.tolist()) != self.space.cardinalities:
+            return (
+                f"the loaded populations are of {len(cardinalities)} latents with {int(cardinalities.sum())} values in all, "
+                f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
+            )
+        return None
+
+    def _check_loaded(self) -> None:
+        problem = self._mismatch(self.words, self.cardinalities)
+        if problem is not None:
+            raise ValueError(problem)
+
+    def _check_indices(self, indices: Tensor | None) -> None:
+        if indices is None:
+            return
+        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+            given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+            raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {given}")
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.words.shape[0]:
+            raise ValueError(
+                f"subsample indices must lie in 0 .. {self.words.shape[0] - 1}; got {int(indices.min())} .. {int(indices.max())}"
+            )
+
+    def population(self, indices: Tensor | None = None) -> Population:
+        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
+        if "words" not in self._buffers:
+            raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
+        self._check_indices(indices)
+        if indices is None:
+            return Population(self.space, self.words, self.log_joint)
+        return Population(self.space, self.words[indices], self.log_joint[indices], indices)
+
+    def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
+        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.
+
+        Raises:
+            ValueError: if a data point's states all have probability zero.
+        """
+        self._keep_(log_joint, slice(None) if indices is None else indices)
+        self.revision += 1
+        return self.population(indices)
+
+    def _keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
+        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
+        impossible = (log_joint.amax(-1) == -math.inf).nonzero()
+        if len(impossible):
+            raise ValueError(
+                f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
+                f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
+                "likelihood a floor (a leak, a noise term)."
+            )
+        if self.log_joint.dtype != log_joint.dtype:
+            self.log_joint = self.log_joint.to(log_joint.dtype)
+        self.log_joint[where] = log_joint
+        if words is not None:
+            self.words[where] = words

@@ -1,0 +1,71 @@
+"""Populations that are loaded, and guides that could not be set up."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated.models import BinarySparseCoding
+from tests import zoo
+
+
+def used(case: zoo.Case, num_states: int) -> AutoTruncated:
+    guide = AutoTruncated(case.model, num_states=num_states, max_count=case.max_count)
+    Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, guide, *case.args)
+    return guide
+
+
+def test_loading_into_a_used_guide_is_a_change_of_its_populations():
+    case = zoo.binary()
+    guide, other = used(case, 8), AutoTruncated(case.model, 8)
+    other.refresh_(*case.args)
+    revision = guide.revision
+    guide.load_state_dict(other.state_dict())
+    assert guide.revision > revision
+    assert torch.equal(guide.words, other.words)
+
+
+def test_loading_in_the_middle_of_incremental_em_keeps_the_statistics_right():
+    generator = torch.Generator().manual_seed(0)
+    y = torch.randn(12, 3, generator=generator, dtype=torch.float64)
+    model = BinarySparseCoding(3, 4, dtype=torch.float64).initialize(y, generator)
+    guide, other = AutoTruncated(model, 5), AutoTruncated(model, 5)
+    elbo, closed_form = Truncated_ELBO(ExhaustiveSearch()), ClosedForm(model)
+    elbo.loss_and_grads(model, guide, y)
+    closed_form([])
+    other.refresh_(y)
+    guide.load_state_dict(other.state_dict())
+    elbo.loss_and_grads(model, guide, y, 4)
+    for name, value in model.sufficient_statistics(guide.population(), y).items():
+        torch.testing.assert_close(closed_form.statistics[name], value, rtol=1e-9, atol=1e-9)
+
+
+def test_a_used_guide_refuses_populations_of_another_space_and_keeps_its_own():
+    guide, other = used(zoo.binary(), 4), used(zoo.mixture(), 4)
+    before = {name: value.clone() for name, value in guide.state_dict().items()}
+    with pytest.raises(RuntimeError, match="the loaded populations are of 1 latents with 4 values in all"):
+        guide.load_state_dict(other.state_dict())
+    assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
+
+
+@pytest.mark.parametrize("options", [{"num_states": 33}, {"num_states": 4, "init": torch.zeros(6, 4, 5)}])
+def test_a_guide_that_could_not_be_set_up_says_so_again(options):
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, **options)
+    messages = []
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"num_states=33 is larger|initial states repeat") as error:
+            guide(*case.args)
+        messages.append(str(error.value))
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    ("indices", "given"),
+    [([1, 2], "list"), (torch.tensor([True] * 6), "torch.bool"), (torch.tensor([0.0]), "torch.float32"), (torch.tensor(1), "shape")],
+)
+def test_indices_are_integers(indices, given):
+    guide = used(zoo.binary(), 4)
+    with pytest.raises(TypeError, match=rf"indices of data points must be a tensor \(n,\) of integers; got .*{given}"):
+        guide.marginals(indices)
