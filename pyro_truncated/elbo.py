@@ -138,7 +138,7 @@ class Truncated_ELBO(ELBO):
         """Improves the populations of a guide that stands alone; returns the subsamples that were searched."""
         due = self._search_is_due()
         with poutine.block():
-            log_joint = guide.log_joint_of(*args, values=_master_subsamples(guide, args, kwargs), **kwargs)
+            log_joint = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
             if due:
                 guide.search_(self.search, log_joint, self.search_steps)
         return log_joint.subsamples
@@ -161,7 +161,7 @@ class Truncated_ELBO(ELBO):
     def _free_energy(
         self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor] | None = None
     ) -> Tensor:
-        log_joint = guide.log_joint_of(*args, values=values, **kwargs)
+        log_joint = guide.log_joint_of(*args, values=values or guide.subsamples(*args, **kwargs), **kwargs)
         population = guide.population(log_joint.indices)
         blocks = [
             log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)
@@ -217,7 +217,7 @@ class Truncated_ELBO(ELBO):
     def _closed_form_step(self, closed_form: ClosedForm, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         temperature = self._temperature()
         with poutine.block():
-            log_joint = guide.log_joint_of(*args, **kwargs)
+            log_joint = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
             if self._revision is not None and self._revision != guide.revision and closed_form.visited is not None:
                 # Somebody else scored or searched: what will be subtracted must be what is in the sums.
                 visited = closed_form.visited.nonzero().squeeze(-1).to(guide.words.device)
@@ -267,14 +267,6 @@ def _stands_alone(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping
         return False
     guide.setup(*args, **kwargs)
     return guide.master is None and bool(model == guide.model)
-
-
-def _master_subsamples(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Subsamples of the plates that the user's ``create_plates`` makes, if there is one."""
-    if guide.create_plates is None:
-        return {}
-    created = guide._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
-    return {name: plate.indices for name, plate in created.items()}
 
 
 def _checked(loss: float) -> float:

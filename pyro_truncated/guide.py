@@ -20,7 +20,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
-from pyro_truncated.inspection import dependents, recorded_values, refuse_hidden_latents, sibling_values, spare_random_numbers
+from pyro_truncated import inspection
+from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import Conditional, LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
@@ -70,7 +71,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a
             callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
         max_count: upper bound of sites with infinite support (Poisson), one number or by site name.
-        create_plates: as for every autoguide; needed only if the guide should subsample differently from the model.
+        create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
     Raises:
@@ -147,10 +148,10 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _inspect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Finds the discrete sites and plates; returns the device that the states live on."""
         self._check_alone()
-        refuse_hidden_latents(self.model, args, kwargs)
+        inspection.refuse_hidden_latents(self.model, args, kwargs)
         with poutine.block(), torch.no_grad():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        self._layout = Layout(trace, self.max_count, lambda names: dependents(self.model, names, args, kwargs))
+        self._layout = Layout(trace, self.max_count, lambda names: inspection.dependents(self.model, names, args, kwargs))
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:
@@ -232,6 +233,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         self._check_indices(log_joint.indices)
         return log_joint
 
+    def subsamples(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
+        if self.create_plates is None:
+            return {}
+        with poutine.block():
+            return _indices_of(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
+
     def _positions(self, rows: slice, indices: Tensor | None) -> Tensor | None:
         """Positions in the full data set of a slice of a batch, ``None`` for all in order."""
         if indices is not None:
@@ -268,8 +276,12 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     ) -> AutoTruncated:
         """Populations for unseen data under the model as it is; neither the model nor this guide changes.
 
+        States are scored given one draw of the model's other latents from the guides before this one in its list. Of latents inside the
+        data plate only guides that compute them from the model's arguments (amortised ones) know anything; such a guide, a subclass of
+        :class:`~pyro.infer.autoguide.AutoGuide`, enters the plates that ``self._create_plates(*args, **kwargs)`` returns.
+
         Args:
-            data: the model's positional arguments: one tensor, or a tuple of them.
+            data: the model's positional arguments: one tensor, or a tuple of them. The model must take all data points at once.
             search: fills the populations.
             steps: number of search steps.
             num_states: states per data point; default: as in this guide.
@@ -277,7 +289,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A guide of its own for these data.
+            A guide of its own for these data, with the ``conditional`` and ``create_plates`` of this one.
+
+        Raises:
+            ValueError: if the model subsamples, or latents of the new data belong to a guide that has parameters for each data point it
+                was trained on.
         """
         args = data if isinstance(data, tuple) else (data,)
         guide = AutoTruncated(
@@ -286,14 +302,14 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             conditional=self.conditional,
             init=init,
             max_count=self.max_count,
+            create_plates=self.create_plates,
             memory_budget=self.memory_budget,
         )
         with torch.no_grad(), poutine.block():
-            log_joint = guide.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
-            if log_joint.num_data != log_joint.full_size:
-                raise ValueError(
-                    f"infer() needs all {log_joint.full_size} data points at once; the model subsampled {log_joint.num_data} of them"
-                )
+            guide.setup(*args, **kwargs)
+            inspection.refuse_subsampling(guide)
+            values = {} if self.master is None else inspection.values_for_new_data(self, guide, args, kwargs)
+            log_joint = guide.log_joint_of(*args, values=values, **kwargs)
             guide.search_(search, log_joint, steps)
         return guide
 
@@ -380,13 +396,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
         names = self.layout.other_latents if self._layout is not None else []
-        return recorded_values(names) or (self._values_from_siblings(args, kwargs) if names else {})
+        return inspection.recorded_values(names) or (self._values_from_siblings(args, kwargs) if names else {})
 
     def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
         """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""
         if self.master is None:
             return {}
-        return sibling_values(list(self.master()), self, self.layout.other_latents, args, kwargs, median)
+        return inspection.sibling_values(list(self.master()), self, self.layout.other_latents, args, kwargs, median)
 
 
 def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_truncated.elbo import Temperature, Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.search.base import Search
 
 
@@ -39,7 +40,7 @@ def best_start(
         num_starts: number of starts.
         num_data: data points drawn for the short runs, without replacement; all if there are fewer.
         steps: EM iterations of a short run.
-        num_states: states per data point in the short runs.
+        num_states: states per data point in the short runs; all of them if the space has fewer.
         temperature: as in :class:`~pyro_truncated.Truncated_ELBO`.
         generator: source of randomness of the part of the data and the initialisations.
 
@@ -50,13 +51,14 @@ def best_start(
         ValueError: if a count is below 1.
         TypeError: if the model lacks ``initialize`` or closed-form M-steps.
     """
-    for name, value in (("num_starts", num_starts), ("num_data", num_data), ("steps", steps)):
+    for name, value in (("num_starts", num_starts), ("num_data", num_data), ("steps", steps), ("num_states", num_states)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1; got {value}")
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
     device = None if generator is None else generator.device
     part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
+    num_states = min(num_states, _space_size(model, part))
     reached: list[float] = []
     driver = getattr(model, "closed_form", None)
     best = copy.deepcopy(model.state_dict())
@@ -74,6 +76,14 @@ def best_start(
     _restore(model, best)
     model.closed_form = driver
     return reached
+
+
+def _space_size(model: Any, y: Tensor) -> int:
+    """Number of joint states of a data point."""
+    guide = AutoTruncated(model, num_states=1)
+    with spare_random_numbers():
+        guide.setup(y)
+    return guide.space.size
 
 
 def _restore(model: Any, state: dict[str, Tensor]) -> None:

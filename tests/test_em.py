@@ -267,3 +267,13 @@ def test_state_resumes():
     torch.set_rng_state(rng)
     svi = SVI(fresh, other, optimiser, Truncated_ELBO(ExhaustiveSearch()))
     assert [svi.step(y, 50) for _ in range(5)] == expected
+
+
+def test_best_start_of_a_small_space_takes_all_of_it():
+    y = linear_bars(40, 2, mean_active=1.0, generator=torch.Generator().manual_seed(0)).data
+    runs = []
+    for options in ({}, {"num_states": 16}):
+        pyro.set_rng_seed(0)
+        runs.append(best_start(BinarySparseCoding(4, 4), y, EvolutionarySearch(2, 2), num_starts=2, steps=2, **options))
+    assert len(runs[0]) == 2
+    assert runs[0] == runs[1]
