@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
@@ -173,21 +175,32 @@ class LeaveOneOutRegression:
         k = covariance(self.kernel, self.parameters)
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
+    # Both are made when first asked for: a fit that follows at once would throw them away.
+    @functools.cached_property
+    @torch.no_grad()
+    def factorization(self) -> PivotedCholesky | None:
+        """The incomplete Cholesky factor of the kernel matrix at the current parameters, ``None`` if the regression is exact."""
+        if self.rank is None:
+            return None
+        return pivoted_cholesky(covariance(self.kernel, self.parameters), self.inputs, self.rank, self.tolerance)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def covariance(self) -> NoisyCovariance:
+        """The covariance matrix of the noisy targets at the current parameters, factorised."""
+        if self.factorization is None:
+            return DenseCovariance(covariance(self.kernel, self.parameters)(self.inputs), self.noise)
+        noise = self.noise + self.factorization.residual if self.fitc else self.noise
+        return LowRankCovariance(self.factorization.factor, noise)
+
     @torch.no_grad()
     def _set_parameters(self, parameters: Parameters) -> None:
-        """Takes new parameters and factorises the covariance matrix."""
+        """Takes new parameters; what was factorised at the old ones is forgotten."""
         self.parameters = parameters
         for name, value in self.kernel.named_parameters():
             value.copy_(parameters[name])
-        k = covariance(self.kernel, parameters)
-        self.factorization: PivotedCholesky | None = None
-        self.covariance: NoisyCovariance
-        if self.rank is None:
-            self.covariance = DenseCovariance(k(self.inputs), self.noise)
-            return
-        self.factorization = pivoted_cholesky(k, self.inputs, self.rank, self.tolerance)
-        noise = self.noise + self.factorization.residual if self.fitc else self.noise
-        self.covariance = LowRankCovariance(self.factorization.factor, noise)
+        for outdated in ("factorization", "covariance"):
+            self.__dict__.pop(outdated, None)
 
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
         """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
