@@ -1,0 +1,270 @@
+r"""Gaussian processes with many outputs, conditioned on an active set of data points.
+
+The outputs :math:`x_{\cdot d}`, :math:`d = 1 \ldots D`, are independent Gaussian processes over the latents with one kernel and one
+noise variance :math:`\sigma^2`, so one Cholesky factor of :math:`C = K_{AA} + \sigma^2 I` serves them all:
+:math:`O(|A|^3 + |A|^2 (D + R) + |A| R D)` for :math:`R` further points.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import warnings
+from collections.abc import Callable
+
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+# The least noise, relative to the prior variance, at which a factor has digits left to trust; measured for 400 points on a plane.
+_NOISE_FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
+_ESCALATION = (0.0, 1.0, 10.0, 100.0, 1000.0)
+
+
+class JitterWarning(UserWarning):
+    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised."""
+
+
+def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
+    """Squared Euclidean distances ``(*batch, N, M)`` of rows, accumulated in float64, where the expanded square keeps its digits."""
+    centre = Z.detach().double().mean(-2, keepdim=True)
+    X64, Z64 = X.double() - centre, Z.double() - centre
+    squares = X64.square().sum(-1).unsqueeze(-1) - 2 * X64 @ Z64.mT + Z64.square().sum(-1).unsqueeze(-2)
+    return squares.clamp(min=0.0).to(X.dtype)
+
+
+@functools.singledispatch
+def _profile(kernel: kernels.Kernel) -> Callable[[Tensor], Tensor] | None:
+    """A stationary kernel as a function of the squared scaled distance, if it is one that is known."""
+    return None
+
+
+@_profile.register(kernels.RBF)
+def _(kernel: kernels.RBF) -> Callable[[Tensor], Tensor]:
+    return lambda r2: (-0.5 * r2).exp()
+
+
+@_profile.register(kernels.Exponential)
+def _(kernel: kernels.Exponential) -> Callable[[Tensor], Tensor]:
+    return lambda r2: (-_root(r2)).exp()
+
+
+@_profile.register(kernels.Matern32)
+def _(kernel: kernels.Matern32) -> Callable[[Tensor], Tensor]:
+    return lambda r2: (1 + _root(3 * r2)) * (-_root(3 * r2)).exp()
+
+
+@_profile.register(kernels.Matern52)
+def _(kernel: kernels.Matern52) -> Callable[[Tensor], Tensor]:
+    return lambda r2: (1 + _root(5 * r2) + 5 / 3 * r2) * (-_root(5 * r2)).exp()
+
+
+def _root(squares: Tensor) -> Tensor:
+    # At distance zero the root has no derivative, but the squared distance has one, which is zero.
+    positive = squares > 0
+    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+
+
+def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
+    """Kernel matrix ``(*batch, N, M)`` of latents ``(*batch, N, Q)`` and ``(*batch, M, Q)``.
+
+    Distances of the RBF and Matérn kernels of :mod:`pyro.contrib.gp` are taken in float64, others come from the kernel itself.
+    """
+    profile = _profile(kernel)
+    if profile is not None:
+        dims = list(kernel.active_dims)
+        scaled: Tensor = profile(squared_distances(X[..., dims] / kernel.lengthscale, Z[..., dims] / kernel.lengthscale))
+        matrix: Tensor = kernel.variance * scaled
+        return matrix
+    if X.dim() == 2 and Z.dim() == 2:
+        found: Tensor = kernel(X, Z)
+        return found
+    batch = torch.broadcast_shapes(X.shape[:-2], Z.shape[:-2])
+    rows, columns = (T.expand(batch + T.shape[-2:]).flatten(0, -3) for T in (X, Z))
+    many: Tensor = torch.func.vmap(lambda a, b: kernel(a, b))(rows, columns)
+    return many.reshape(batch + many.shape[-2:])
+
+
+def prior_variance(kernel: kernels.Kernel, X: Tensor) -> Tensor:
+    """Prior variances ``(*batch, N)`` of the function at latents ``(*batch, N, Q)``."""
+    if _profile(kernel) is not None:
+        constant: Tensor = kernel.variance
+        return constant.expand(X.shape[:-1])
+    found: Tensor = kernel(X.reshape(-1, X.shape[-1]), diag=True)
+    return found.reshape(X.shape[:-1])
+
+
+def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
+    r"""Cholesky factor of :math:`K + \sigma^2 I`, and the share of the mean prior variance that had to be added to the noise.
+
+    Nothing is added where the noise is above the floor of the floating point type (1e-5 of the mean prior variance in float32, 1e-10 in
+    float64) and the factorisation succeeds. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
+
+    Args:
+        covariance: kernel matrix ``(*batch, A, A)``.
+        noise: noise variance, a scalar.
+
+    Warns:
+        JitterWarning: if something was added.
+
+    Raises:
+        ValueError: if no addition helps, or the matrix holds NaN or infinity.
+    """
+    if not covariance.shape[-1]:
+        return covariance, 0.0
+    level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
+    floor = _NOISE_FLOOR.get(covariance.dtype, 1e-5)
+    missing = max(0.0, floor - float(noise.detach().max() / level))
+    for factor in _ESCALATION:
+        jitter = missing + factor * floor
+        lifted = covariance + torch.diag_embed((noise + jitter * level).expand(covariance.shape[:-1]))
+        cholesky, info = torch.linalg.cholesky_ex(lifted)
+        if not bool(info.any()) and bool(cholesky.detach().sum().isfinite()):
+            if jitter:
+                warnings.warn(
+                    f"the covariance of {covariance.shape[-1]} points is nearly singular in {covariance.dtype}: {jitter:.1g} of the prior "
+                    "variance was added to the noise of the active set. Use float64, or a larger noise.",
+                    JitterWarning,
+                    stacklevel=2,
+                )
+            return cholesky, jitter
+    raise ValueError(
+        f"the covariance matrix of {covariance.shape[-1]} points cannot be factorised (mean prior variance {float(level):.3g}, noise "
+        f"{float(noise.detach().max()):.3g}); check latents and kernel for NaN and infinity"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Factor:
+    """What outputs with the same observed rows share: the rows, a Cholesky factor, and the outputs whitened by it."""
+
+    rows: Tensor | slice
+    columns: Tensor | slice
+    num_outputs: int
+    cholesky: Tensor
+    whitened: Tensor
+    jitter: float
+
+
+class ActiveSet:
+    r"""The Gaussian process posterior given the outputs of an active set.
+
+    .. math:: m_n = k_{nA} C^{-1} x_A, \qquad c_n = k_{nn} + \sigma^2 - k_{nA} C^{-1} k_{An}, \qquad C = K_{AA} + \sigma^2 I
+
+    Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor, so a complete active set needs one, and
+    one with missing entries as many as there are patterns of missingness: prefer complete data points as the active ones.
+
+    Args:
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance :math:`\sigma^2`, a scalar.
+        latents: ``(*batch, A, Q)``.
+        outputs: ``(*batch, A, D)``; NaN where missing.
+
+    Attributes:
+        jitter: share of the prior variance that was added to the noise for the sake of the factorisation; 0 if none.
+
+    Raises:
+        ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
+    """
+
+    def __init__(self, kernel: kernels.Kernel, noise: Tensor, latents: Tensor, outputs: Tensor) -> None:
+        if latents.dim() < 2 or outputs.dim() < 2 or latents.shape[-2] != outputs.shape[-2]:
+            raise ValueError(
+                f"latents (*batch, A, Q) and outputs (*batch, A, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}"
+            )
+        self.kernel, self.latents, self.outputs = kernel, latents, outputs
+        self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device)
+        if self.noise.numel() != 1:
+            raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
+        self.noise = self.noise.reshape(())
+        matrix = covariance(kernel, latents, latents)
+        observed = ~outputs.isnan()
+        if bool(observed.all()):
+            self.factors = [self._factor(matrix, slice(None), slice(None), outputs)]
+        else:
+            self.factors = self._factor_patterns(matrix, observed)
+        self.jitter = max(factor.jitter for factor in self.factors)
+
+    def _factor(self, matrix: Tensor, rows: Tensor | slice, columns: Tensor | slice, outputs: Tensor) -> _Factor:
+        cholesky, jitter = factorize(matrix, self.noise)
+        whitened = torch.linalg.solve_triangular(cholesky, outputs, upper=False)
+        return _Factor(rows, columns, outputs.shape[-1], cholesky, whitened, jitter)
+
+    def _factor_patterns(self, matrix: Tensor, observed: Tensor) -> list[_Factor]:
+        if observed.dim() > 2:
+            raise ValueError("missing entries in an active set with batch dimensions are not supported")
+        patterns, which = torch.unique(observed.mT, dim=0, return_inverse=True)
+        found = []
+        for number, pattern in enumerate(patterns):
+            rows, columns = pattern.nonzero().squeeze(-1), (which == number).nonzero().squeeze(-1)
+            found.append(self._factor(matrix[..., rows, :][..., rows], rows, columns, self.outputs[rows][:, columns]))
+        return found
+
+    @property
+    def size(self) -> int:
+        """Number of active points ``A``."""
+        return self.latents.shape[-2]
+
+    def log_prob_terms(self) -> Tensor:
+        r"""Log densities :math:`\log p(x_a \mid x_{<a})`, ``(*batch, A)``, of the active points, each given the ones before it.
+
+        Their sum is :math:`\log p(x_A) = -\frac D2 \log |C| - \frac12 \operatorname{tr}(C^{-1} x_A x_A^\top) - \frac{|A| D}{2} \log 2\pi`.
+        """
+        total = self.latents.new_zeros(())
+        for factor in self.factors:
+            scale = factor.cholesky.diagonal(dim1=-2, dim2=-1).log() + 0.5 * math.log(2 * math.pi)
+            terms = -0.5 * factor.whitened.square().sum(-1) - factor.num_outputs * scale
+            if not isinstance(factor.rows, slice):
+                terms = terms.new_zeros(*terms.shape[:-1], self.size).index_add(-1, factor.rows, terms)
+            total = total + terms
+        return total
+
+    def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+        r"""Predictive means :math:`m_n`, ``(*batch, B, D)``, and variances :math:`c_n`, ``(*batch, B, 1)`` or ``(*batch, B, D)``.
+
+        The variance is that of the observations, or without ``noise`` that of the function. It has one column for all outputs, unless
+        entries of the active set are missing. Latents of further batch dimensions than the active set are allowed.
+        """
+        if self.latents.dim() == 2 and self.outputs.dim() == 2 and latents.dim() != 2:
+            mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noise=noise)
+            shape = latents.shape[:-1]
+            return mean.reshape(*shape, mean.shape[-1]), variance.reshape(*shape, variance.shape[-1])
+        prior, cross = prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents)
+        parts = []
+        for factor in self.factors:
+            basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
+            left = (prior - basis.square().sum(-2)).clamp(min=0.0)
+            parts.append((basis.mT @ factor.whitened, (left + self.noise if noise else left).unsqueeze(-1)))
+        if len(parts) == 1 and isinstance(self.factors[0].columns, slice):
+            return parts[0]
+        order = torch.cat([torch.as_tensor(factor.columns) for factor in self.factors]).argsort()
+        means = torch.cat([mean for mean, _ in parts], -1)
+        variances = torch.cat([variance.expand_as(mean) for mean, variance in parts], -1)
+        return means[..., order], variances[..., order]
+
+    def function_covariance(self, latents: Tensor) -> Tensor:
+        """Posterior covariance matrix ``(B, B)`` of the function at latents ``(B, Q)``, the same for all outputs.
+
+        Raises:
+            ValueError: if entries of the active set are missing, so that outputs have different ones.
+        """
+        if len(self.factors) > 1 or not isinstance(self.factors[0].rows, slice):
+            raise ValueError("outputs share a posterior covariance only where no entry of the active set is missing")
+        cross = covariance(self.kernel, self.latents, latents)
+        basis = torch.linalg.solve_triangular(self.factors[0].cholesky, cross, upper=False)
+        explained: Tensor = basis.mT @ basis
+        return covariance(self.kernel, latents, latents) - explained
+
+
+def conditional_log_prob(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log densities ``(*batch, B)`` of observations ``(*batch, B, D)`` under independent normals, over entries that are not NaN."""
+    observed = ~value.isnan()
+    if bool(observed.all()):
+        if variance.shape[-1] == 1:
+            squares = (value - mean).square().sum(-1)
+            spread = variance.squeeze(-1)
+            return -0.5 * (squares / spread + value.shape[-1] * (2 * math.pi * spread).log())
+        return -0.5 * ((value - mean).square() / variance + (2 * math.pi * variance).log()).sum(-1)
+    terms = (torch.where(observed, value, mean) - mean).square() / variance + (2 * math.pi * variance).log()
+    return -0.5 * torch.where(observed, terms, 0.0).sum(-1)

@@ -1,0 +1,109 @@
+"""Minibatches with active sets: partitions, inclusion probabilities, weights."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from pyro.contrib.gp import kernels
+
+from pyro_truncated.gp.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing, least_variance, pivots, split_weights
+
+
+def test_weights_undo_the_scale_of_a_plate():
+    weights = split_weights(10, 4, 50) * 50 / 10
+    torch.testing.assert_close(weights, torch.tensor([1.0] * 4 + [46 / 6] * 6))
+    assert torch.equal(split_weights(10, 4, 10), torch.ones(10))
+    assert torch.equal(split_weights(10, 10, 10), torch.ones(10))
+
+
+def test_uniform_epoch_is_a_partition(generator):
+    splits = list(UniformSplits(23, 6, 2, generator).epoch())
+    assert [len(split.indices) for split in splits] == [6, 6, 6, 5]
+    assert sorted(torch.cat([split.indices for split in splits]).tolist()) == list(range(23))
+    last = list(UniformSplits(14, 6, 2, generator).epoch())[-1]
+    assert len(set(last.indices.tolist())) == 6
+    assert all(len(split.active) == 2 for split in splits)
+
+
+def test_stratified_sets_are_proportional_and_even(generator):
+    """5000 draws: every inclusion probability is A / N within five standard errors, false alarms below 2e-5."""
+    strata = torch.tensor([0] * 5 + [1] * 10 + [2] * 15)[torch.randperm(30, generator=generator)]
+    splits = StratifiedSplits(strata, 15, 6, generator)
+    counts = torch.zeros(30)
+    for _ in range(5000):
+        active = splits.draw(6)
+        assert torch.equal(strata[active].bincount(minlength=3), torch.tensor([1, 2, 3]))
+        counts[active] += 1
+    assert float((counts / 5000 - 0.2).abs().max()) < 5 * (0.2 * 0.8 / 5000) ** 0.5
+    for split in splits.epoch():
+        assert len(set(split.indices.tolist())) == 15
+
+
+def left(kernel, latents, active, noise):
+    """Mean predictive variance of the function given these points, by dense inverses."""
+    with torch.no_grad():
+        C = kernel(latents[active]) + noise * torch.eye(len(active), dtype=latents.dtype)
+        cross = kernel(latents[active], latents)
+        return float((kernel(latents, diag=True) - (cross * torch.linalg.solve(C, cross)).sum(0)).mean())
+
+
+def test_least_variance_takes_the_best_point_at_every_step(generator):
+    latents = torch.randn(30, 2, dtype=torch.float64, generator=generator)
+    kernel = kernels.Matern52(2, lengthscale=torch.tensor(0.5)).double()
+    chosen = least_variance(kernel, latents, 8, noise=0.05).tolist()
+    for step, point in enumerate(chosen):
+        others = [n for n in range(30) if n not in chosen[:step]]
+        assert point == min(others, key=lambda n: left(kernel, latents, [*chosen[:step], n], 0.05))
+    assert len(set(least_variance(kernel, latents, 30).tolist())) == 30
+
+
+def test_chosen_sets_explain_more_than_random_ones(generator):
+    latents = torch.randn(200, 2, dtype=torch.float64, generator=generator)
+    kernel = kernels.RBF(2, lengthscale=torch.tensor(0.5)).double()
+    splits = ChosenSplits(200, 60, 20, kernel=kernel, latents=lambda i: latents[i], generator=generator)
+    random = [left(kernel, latents, torch.randperm(200, generator=generator)[:20], 1e-2) for _ in range(200)]
+    found = list(splits.epoch())
+    assert len(found) == 4
+    for split in found:
+        assert len(set(split.indices.tolist())) == 60
+        assert left(kernel, latents, split.active, 1e-2) < sorted(random)[10]
+
+
+def test_pivots_fill_up_where_latents_repeat():
+    latents = torch.tensor([[0.0], [0.0], [1.0], [1.0], [1.0]])
+    chosen = pivots(kernels.RBF(1), latents, 4)
+    assert len(set(chosen.tolist())) == 4
+    assert set(latents[chosen[:2], 0].tolist()) == {0.0, 1.0}
+
+
+def test_growing_sizes(generator):
+    size = growing(2, 6, 4)
+    assert [size(epoch) for epoch in range(7)] == [2, 3, 4, 5, 6, 6, 6]
+    splits = UniformSplits(40, 20, size, generator)
+    assert [next(splits.epoch(number)).num_active for number in (0, 2, 9)] == [2, 4, 6]
+
+
+def test_impossible_sizes_are_refused():
+    with pytest.raises(ValueError, match="batch_size must lie in"):
+        UniformSplits(10, 11, 2)
+    with pytest.raises(ValueError, match="num_active <= batch"):
+        UniformSplits(10, 5, 6)
+    with pytest.raises(ValueError, match="none stands for"):
+        UniformSplits(10, 5, 5)
+    with pytest.raises(ValueError, match="at least 1 candidate"):
+        ChosenSplits(10, 5, 2, kernel=kernels.RBF(1), latents=lambda i: i, pool=0.5)
+    with pytest.raises(ValueError, match="the number of candidates"):
+        least_variance(kernels.RBF(1), torch.zeros(3, 1), 4)
+    with pytest.raises(ValueError, match="sizes must satisfy"):
+        growing(5, 2, 3)
+
+
+def test_rest_is_even_given_the_active_set(generator):
+    """All 120 orders of a partition: every pair of active point and rest point is equally frequent."""
+    counts = torch.zeros(5, 5)
+    for order in itertools.permutations(range(5)):
+        split = Split(torch.tensor(order[:3]), 1)
+        counts[split.active, split.rest] += 1
+    assert torch.equal(counts, 12 * (1 - torch.eye(5)))
