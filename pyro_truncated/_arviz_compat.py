@@ -16,6 +16,7 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import xarray as xr
 
 ARVIZ_V1 = int(version("arviz").split(".")[0]) >= 1
@@ -44,3 +45,33 @@ def get_dataset(idata: Any, group: str) -> xr.Dataset:
 def group_names(idata: Any) -> list[str]:
     """Names of the groups, in order."""
     return list(idata.children) if isinstance(idata, xr.DataTree) else list(idata.groups())
+
+
+def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:
+    """Tail indices ``(N,)`` of log importance ratios ``(N, M)`` by Pareto smoothing; zero where the ratios do not vary."""
+    return _smoothed(log_ratios)[1]
+
+
+def smoothed_weights(log_ratios: np.ndarray) -> np.ndarray:
+    """Pareto-smoothed, normalised log weights ``(N, M)`` of log importance ratios ``(N, M)``; uniform where the ratios do not vary."""
+    return _smoothed(log_ratios)[0]
+
+
+def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    ratios = np.asarray(log_ratios, dtype=float)
+    lowest = np.min(ratios, where=np.isfinite(ratios), initial=0.0)
+    # Impossible draws are far from the tail that is fitted, but infinite logs would spoil the sorting.
+    ratios = np.where(np.isfinite(ratios), ratios, lowest - 1000.0)
+    weights, shapes = np.full(ratios.shape, -np.log(ratios.shape[1])), np.zeros(len(ratios))
+    varies = np.ptp(ratios, axis=1) > 1e-10 * (1 + np.abs(ratios).max(axis=1))
+    if varies.any():
+        if ARVIZ_V1:
+            from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
+
+            weights[varies], shapes[varies] = array_stats.psislw(ratios[varies], r_eff=1.0)
+        else:
+            import arviz
+
+            psislw: Any = arviz.psislw
+            weights[varies], shapes[varies] = psislw(ratios[varies], reff=1.0)
+    return weights, shapes

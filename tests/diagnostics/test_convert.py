@@ -68,7 +68,9 @@ def log_density_parts(idata: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 def test_groups_and_dimensions(model: Callable[..., None], data: Tensor) -> None:
     idata = to_arviz(model, fitted(model, data), data, num_samples=7, dims={"y": ["pixel"]}, coords={"pixel": ["a", "b", "c"]})
-    assert set(group_names(idata)) == {"posterior", "sample_stats", "log_likelihood", "observed_data", "truncated_posterior"}
+    predictive = {"prior", "prior_predictive", "posterior_predictive", "marginal_predictive"}
+    inferred = {"posterior", "sample_stats", "log_likelihood", "observed_data", "truncated_posterior"}
+    assert set(group_names(idata)) == predictive | inferred
     posterior = get_dataset(idata, "posterior")
     assert posterior["s"].dims == ("chain", "draw", "data", "s_dim_0")
     assert posterior["s"].shape == (1, 7, NUM_DATA, NUM_LATENTS)
@@ -304,7 +306,12 @@ def test_no_data_plate(generator: torch.Generator) -> None:
             pyro.sample("y", dist.Normal((inputs * chosen.unsqueeze(-2)).sum(-1), 1.0), obs=y)
 
     idata = to_arviz(model, fitted(model, y, num_states=8), y, num_samples=6)
-    assert "log_likelihood" not in group_names(idata)
+    drawn = torch.from_numpy(get_dataset(idata, "posterior")["chosen"].values[0]).float()
+    likelihood = get_dataset(idata, "log_likelihood")["y"]
+    assert likelihood.dims == ("chain", "draw", "data")
+    np.testing.assert_allclose(likelihood.values[0], dist.Normal(drawn @ inputs.mT, 1.0).log_prob(y), rtol=1e-5)
+    assert "marginal_predictive" not in group_names(idata)
+    assert idata.posterior.attrs["point_estimates_only"] == 0
     assert get_dataset(idata, "posterior")["chosen"].dims == ("chain", "draw", "chosen_dim_0")
     assert get_dataset(idata, "posterior")["chosen_index"].dims == ("chain", "draw")
     truncated = get_dataset(idata, "truncated_posterior")

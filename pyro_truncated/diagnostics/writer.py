@@ -1,0 +1,232 @@
+"""Draws and populations as datasets with named dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from pyro_truncated.diagnostics.draws import Draws
+from pyro_truncated.sites import DiscreteSite
+
+Dims = Mapping[str, Sequence[str]]
+Coords = Mapping[str, Sequence[Any]]
+Variable = tuple[tuple[str, ...], np.ndarray]
+
+STATE, LATENT = "state", "latent"
+
+
+class Writer:
+    """Turns draws into datasets with named dimensions.
+
+    Args:
+        draws: from a guide.
+        dims: names of event dimensions by site, and of all dimensions by argument of the model.
+        coords: coordinates by dimension.
+        memory_budget: bytes that a single array may take.
+        arguments: names of the model's arguments, for which ``dims`` may be given, too.
+
+    Raises:
+        ValueError: if ``dims`` names something unknown.
+    """
+
+    def __init__(self, draws: Draws, dims: Dims, coords: Coords, memory_budget: int, arguments: Sequence[str] = ()) -> None:
+        self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
+        self.layout = draws.log_joint.layout
+        self.nodes = draws.log_joint.nodes
+        self.datum, self.sizes = self.layout.plates, draws.log_joint.sizes
+        unknown = set(dims) - set(self.nodes) - set(arguments)
+        if unknown:
+            raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
+
+    def posterior(self) -> xr.Dataset:
+        """Draws of the index, of the discrete sites, and of the others."""
+        index = self.draws.index
+        variables = {self.draws.part.index_name: self._per_datum(index.to(torch.int32))}
+        omitted = []
+        for name, site in self.layout.sites.items():
+            size = index.numel() * site.num_latents
+            if size > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._discrete_draws(name, site)
+        for name, values in self.draws.others.items():
+            if values.numel() * values.element_size() > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._site(name, values)
+        hint = (
+            f"{', '.join(omitted)}: over the memory budget; {self.draws.part.index_name} indexes the state dimension of truncated_posterior"
+        )
+        return self._sampled(variables).assign_attrs({"omitted": hint} if omitted else {})
+
+    def _discrete_draws(self, name: str, site: DiscreteSite) -> Variable:
+        rows = torch.arange(len(self.draws.population), device=self.draws.index.device)
+        words = self.draws.population.words[rows, self.draws.index]
+        values = self.layout.split(self.layout.space.unpack(words, _level_type(self.layout.space.cardinalities)))[name]
+        plates = {frame.dim: frame.name for frame in site.frames}
+        names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
+        dims, array = self._per_datum(values.to(_value_type(site)))
+        return (*dims, *names), array
+
+    def sample_stats(self) -> xr.Dataset:
+        """Log densities of each draw."""
+        lp, log_q = self.draws.lp, self.draws.log_q
+        columns = {"lp": lp, "log_q": log_q, "log_weight": lp - log_q}
+        return self._sampled({name: ((), _array(value)) for name, value in columns.items()})
+
+    def log_likelihood(self) -> xr.Dataset:
+        """Log likelihoods of the data points; where states are global, of the observations given them."""
+        if self.draws.is_global:
+            variables = {}
+            for name, values in self.draws.log_likelihood.items():
+                variables[name] = self._site(name, values, event_dim=0)
+            return self._sampled(variables)
+        return self._sampled({name: self._per_datum(values) for name, values in self.draws.log_likelihood.items()})
+
+    def log_prior(self) -> xr.Dataset:
+        """Log prior densities of the global latents."""
+        return self._sampled({name: ((), _array(values)) for name, values in self.draws.log_prior.items()})
+
+    def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Draws ``(draws, *shape)`` of sites, one chain in front."""
+        variables = {}
+        for name, draws in values.items():
+            if name in self.layout.sites:
+                draws = draws.to(_value_type(self.layout.sites[name]))
+            variables[name] = self._site(name, draws)
+        return self._sampled(variables)
+
+    def observed_data(self) -> xr.Dataset:
+        """Values of the observed sites."""
+        variables = {}
+        for name, node in self.nodes.items():
+            if node["is_observed"] and torch.is_tensor(node["value"]):
+                names, array = self._site(name, node["value"].unsqueeze(0))
+                variables[name] = (names, array[0])
+        return self._dataset(variables)
+
+    def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
+        """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
+        observed = [node["value"] for node in self.nodes.values() if node["is_observed"] and torch.is_tensor(node["value"])]
+        variables = {}
+        for name, value in arguments.items():
+            if torch.is_tensor(value) and not any(_same(value, other) for other in observed):
+                variables[name] = (self._argument_names(name, value), _array(value))
+        return self._dataset(variables)
+
+    def _argument_names(self, name: str, value: Tensor) -> tuple[str, ...]:
+        """Leading dimensions of the sizes of the data plates are theirs."""
+        if name in self.dims:
+            if len(self.dims[name]) != value.dim():
+                raise ValueError(f"argument '{name}' has {value.dim()} dimensions; dims names {len(self.dims[name])}: {self.dims[name]}")
+            return tuple(self.dims[name])
+        leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
+        return (*leading, *(f"{name}_dim_{position}" for position in range(value.dim() - len(leading))))
+
+    def truncated_posterior(self) -> xr.Dataset:
+        """The populations and exact expectations under them."""
+        population, space = self.draws.population, self.layout.space
+        variables = {
+            "weights": ((*self.datum, STATE), self._rows(population.weights())),
+            "free_energy": (self.datum, self._rows(population.free_energy())),
+            "effective_states": (self.datum, self._rows(population.effective_states())),
+            "support_mass_bound": (self.datum, self._rows(self.draws.covered_mass)),
+            "activation_prob": ((*self.datum, LATENT), self._rows(population.marginals())),
+        }
+        dtype = _level_type([site.low + v for site in self.layout.sites.values() for v in site.cardinalities])
+        size = population.log_joint.numel() * space.num_latents * dtype.itemsize
+        attrs = {}
+        if size <= self.memory_budget:
+            low = torch.tensor([site.low for site in self.layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
+            states = population.states(dtype) + low.to(population.words.device)
+            variables["states"] = ((*self.datum, STATE, LATENT), self._rows(states))
+        else:
+            attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
+        labels = {LATENT: [label for name, site in self.layout.sites.items() for label in _labels(name, site.shape)]}
+        return self._dataset(variables, labels).assign_attrs(attrs)
+
+    def _rows(self, values: Tensor) -> np.ndarray:
+        """Values ``(N, ...)`` with one dimension per data plate."""
+        return _array(values.reshape((*self.sizes, *values.shape[1:])))
+
+    def _per_datum(self, values: Tensor) -> Variable:
+        """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
+        return self.datum, _array(values.reshape(len(values), *self.sizes, *values.shape[2:]))
+
+    def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
+        """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
+        node: Any = self.nodes[name]
+        plates = {frame.dim: frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
+        event_dim = node["fn"].event_dim if event_dim is None else event_dim
+        batch_dim = values.dim() - 1 - event_dim
+        names, shape = [], [len(values)]
+        for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
+            dim = position - batch_dim
+            if dim in plates or size != 1:
+                names.append(plates.get(dim, f"{name}_batch_{position}"))
+                shape.append(size)
+        array = values.reshape(*shape, *values.shape[1 + batch_dim :])
+        return (*names, *self._event_names(name, event_dim)), _array(array)
+
+    def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
+        names = tuple(self.dims.get(name, [f"{name}_dim_{i}" for i in range(event_dim)]))
+        if len(names) != event_dim:
+            raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
+        return names
+
+    def _sampled(self, variables: Mapping[str, Variable]) -> xr.Dataset:
+        """A dataset of draws: one chain in front."""
+        return self._dataset({name: (("chain", "draw", *names), array[None]) for name, (names, array) in variables.items()})
+
+    def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
+        data = xr.Dataset({name: (names, array) for name, (names, array) in variables.items()})
+        coords = {}
+        for dim, size in data.sizes.items():
+            coordinate = self.coords.get(str(dim), (labels or {}).get(str(dim), range(size)))
+            if len(coordinate) != size:
+                raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
+            coords[dim] = np.asarray(coordinate)
+        return data.assign_coords(coords)
+
+
+def _same(value: Tensor, other: Tensor) -> bool:
+    """Whether an argument is what is observed, at the same place or in a copy."""
+    if value.shape != other.shape:
+        return False
+    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
+
+
+def _array(values: Tensor) -> np.ndarray:
+    values = values.detach().cpu()
+    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
+
+
+def _level_type(bounds: Sequence[int]) -> torch.dtype:
+    """Smallest signed type for values below all the bounds; ArviZ plots neither bool nor unsigned types."""
+    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
+
+
+def _value_type(site: DiscreteSite) -> torch.dtype:
+    return _level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
+
+
+def _labels(name: str, shape: Sequence[int]) -> list[str]:
+    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
+
+
+def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
+    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
+
+    Raises:
+        ValueError: if they differ in shape.
+    """
+    arrays = {name: np.atleast_2d(_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
+    shapes = {name: array.shape for name, array in arrays.items()}
+    if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        raise ValueError(f"training records must all have the same dimensions, (step,) or (restart, step); got {shapes}")
+    return xr.Dataset({name: (("restart", "step"), array) for name, array in arrays.items()})

@@ -1,0 +1,253 @@
+"""A loop around ``svi.step``: progress bar, record, early stopping, checkpoints, restarts. It hides nothing of SVI."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer import SVI
+from tqdm.auto import tqdm
+
+from pyro_truncated import packed
+from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.inspection import spare_random_numbers
+
+Callback = Callable[["Training"], Mapping[str, float] | bool | None]
+
+
+@dataclasses.dataclass
+class Training:
+    """What happened in a training run; callbacks get to see it after every step.
+
+    Attributes:
+        svi: the run.
+        record: one list per quantity, one entry per step: ``free_energy`` (minus the loss), and what callbacks return.
+            ``to_arviz(..., training=training.record)`` takes it as it is.
+        seconds: duration of each step.
+        stopped_early: whether the free energy had stopped growing before the last step asked for.
+    """
+
+    svi: SVI
+    record: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"free_energy": []})
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    stopped_early: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken."""
+        return len(self.record["free_energy"])
+
+    @property
+    def free_energy(self) -> float:
+        """The last step's free energy.
+
+        Raises:
+            IndexError: before the first step.
+        """
+        return self.record["free_energy"][-1]
+
+
+def fit(
+    svi: SVI,
+    *args: Any,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    patience: int | None = None,
+    tolerance: float = 1e-5,
+    checkpoint: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    settings: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Training:
+    r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
+
+    With ``patience`` the run ends once the free energy, averaged over the last ``patience`` steps, exceeds its average over as many steps
+    before by less than ``tolerance`` of its size: :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`.
+    Averaging lets it work on minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
+
+    With ``checkpoint`` the run is saved every so many seconds and at its end (see :func:`~pyro_truncated.checkpoint.save_checkpoint`), and
+    continued from the file if that exists: to the very numbers of a run that was never interrupted, early stopping included.
+
+    Example::
+
+        training = fit(SVI(model, guide, Adam({"lr": 0.01}), elbo), y, steps=500, patience=50, checkpoint="run.pt")
+        idata = to_arviz(model, guide, y, training=training.record)
+
+    Args:
+        svi: the run: model, guide, optimiser, ELBO.
+        *args: the model's arguments.
+        steps: total number of steps, those from the checkpoint included.
+        callbacks: each is called with the :class:`Training` after every step. A mapping that it returns is recorded, ``True`` ends the run.
+        progress: whether to show a bar; default: if standard error is a terminal.
+        patience: steps to average over for early stopping, or ``None`` for none.
+        tolerance: relative growth below which the run ends.
+        checkpoint: file.
+        checkpoint_seconds: time between checkpoints.
+        settings: what must agree for a run to be continued.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The record.
+
+    Raises:
+        TypeError: if ``svi`` is not Pyro's SVI.
+        ValueError: if a count is out of range, the checkpoint does not fit, or a callback does not return the same names at every step.
+    """
+    if not isinstance(svi, SVI):
+        raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
+    if steps < 1 or (patience is not None and patience < 1):
+        raise ValueError(f"steps and patience must be at least 1; got steps={steps}, patience={patience}")
+    training = Training(svi)
+    path = None if checkpoint is None else Path(checkpoint)
+    if path is not None and path.exists():
+        _resume(training, path, settings, args, kwargs)
+    saved = time.monotonic()
+    with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
+        while training.steps < steps and not _has_ended(training, patience, tolerance):
+            _step(training, callbacks, args, kwargs)
+            bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
+            bar.update()
+            ended = training.steps >= steps or training.stopped_early or _has_ended(training, patience, tolerance)
+            if path is not None and (ended or time.monotonic() - saved >= checkpoint_seconds):
+                _save(training, path, settings)
+                saved = time.monotonic()
+    return training
+
+
+def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    start = time.monotonic()
+    loss: Any = training.svi.step(*args, **kwargs)
+    training.record["free_energy"].append(-float(loss))
+    training.seconds.append(time.monotonic() - start)
+    for callback in callbacks:
+        found = callback(training)
+        if isinstance(found, Mapping):
+            for name, value in found.items():
+                training.record.setdefault(name, []).append(float(value))
+        elif found:
+            training.stopped_early = True
+    lengths = {name: len(values) for name, values in training.record.items()}
+    if set(lengths.values()) != {training.steps}:
+        raise ValueError(f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}")
+
+
+def _has_ended(training: Training, patience: int | None, tolerance: float) -> bool:
+    values = training.record["free_energy"]
+    if not training.stopped_early and patience is not None and len(values) >= 2 * patience:
+        recent, before = float(np.mean(values[-patience:])), float(np.mean(values[-2 * patience : -patience]))
+        training.stopped_early = recent - before < tolerance * max(1.0, abs(recent))
+    return training.stopped_early
+
+
+def _save(training: Training, path: Path, settings: Mapping[str, Any] | None) -> None:
+    history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
+    save_checkpoint(path, training.svi, history=history, settings=settings)
+
+
+def _resume(training: Training, path: Path, settings: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    # Parameters that are made when they are first asked for must exist before they can be restored.
+    with spare_random_numbers():
+        training.svi.evaluate_loss(*args, **kwargs)
+    history = load_checkpoint(path, training.svi, settings=settings)
+    if not isinstance(history, dict) or "record" not in history:
+        raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
+    training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
+
+
+class StatesReplaced:
+    """A callback that records ``states_replaced``: the share of states that are new since the last step, over all populations.
+
+    A search that has converged replaces few. Comparing costs about as much as a merge of the populations.
+
+    Args:
+        guide: the guide whose populations are watched.
+    """
+
+    def __init__(self, guide: AutoTruncated) -> None:
+        self.guide, self._before = guide, guide.words.clone() if "words" in guide._buffers else None
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """The share for the step just taken; NaN if there was nothing to compare with."""
+        now, before, self._before = self.guide.words, self._before, self.guide.words.clone()
+        if before is None or before.shape != now.shape:
+            return {"states_replaced": math.nan}
+        known = packed.repeated(torch.cat([before, now], 1))[:, before.shape[1] :]
+        return {"states_replaced": float((~known).double().mean())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarts:
+    """Runs from different starts.
+
+    Attributes:
+        trainings: one record per start.
+        best: position of the start with the highest final free energy (mean over its last tenth of the steps, at least one).
+        stores: states of Pyro's parameter store after each run, for models that are plain functions.
+    """
+
+    trainings: list[Training]
+    best: int
+    stores: list[Any]
+
+    @property
+    def training(self) -> Training:
+        """The best run."""
+        return self.trainings[self.best]
+
+    @property
+    def record(self) -> dict[str, np.ndarray]:
+        """Records of all runs, ``(num_restarts, steps)``, NaN after the end of runs that stopped early; for ``to_arviz(training=...)``."""
+        longest = max(training.steps for training in self.trainings)
+        names = self.trainings[0].record
+        return {
+            name: np.array([training.record[name] + [math.nan] * (longest - training.steps) for training in self.trainings])
+            for name in names
+        }
+
+
+def fit_restarts(
+    make: Callable[[int], SVI], *args: Any, restarts: int = 5, checkpoint: str | Path | None = None, **kwargs: Any
+) -> Restarts:
+    """Runs :func:`fit` from several starts, each with a parameter store of its own, and leaves the best one's parameters in the store.
+
+    Args:
+        make: called with ``0 .. restarts - 1``; makes model, guide and SVI afresh, seeds included if wanted.
+        *args: the model's arguments.
+        restarts: number of starts.
+        checkpoint: file; start ``i`` takes ``<stem>-<i><suffix>``.
+        **kwargs: what :func:`fit` takes, and the model's keyword arguments.
+
+    Returns:
+        All runs, and which is the best.
+
+    Raises:
+        ValueError: if ``restarts`` is below 1.
+    """
+    if restarts < 1:
+        raise ValueError(f"restarts must be at least 1; got {restarts}")
+    store = pyro.get_param_store()
+    trainings, stores = [], []
+    for restart in range(restarts):
+        with store.scope() as state:
+            path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
+            trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
+        # The parameters themselves, not copies: modules and optimisers go on with them.
+        stores.append(copy.copy(state))
+    reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
+    best = int(np.argmax(reached))
+    store.set_state(stores[best])
+    return Restarts(trainings, best, stores)
+
+
+def _numbered(path: Path, restart: int) -> Path:
+    return path.with_name(f"{path.stem}-{restart}{path.suffix}")
