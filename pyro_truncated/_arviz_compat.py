@@ -13,23 +13,32 @@ since merely naming ``arviz.InferenceData`` warns in 1.x.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 import xarray as xr
+from matplotlib.axes import Axes
 
 ARVIZ_V1 = int(version("arviz").split(".")[0]) >= 1
+
+
+def _arviz() -> Any:
+    """ArviZ, imported where it is needed: it takes seconds."""
+    import arviz
+
+    return arviz
 
 
 def make_idata(**datasets: xr.Dataset) -> Any:
     """Puts datasets together, one group each: an ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on."""
     if ARVIZ_V1:
         return xr.DataTree.from_dict(dict(datasets))
-    import arviz
-
-    container: Any = arviz.InferenceData
-    return container(**datasets)
+    return _arviz().InferenceData(**datasets)
 
 
 def get_dataset(idata: Any, group: str) -> xr.Dataset:
@@ -70,8 +79,136 @@ def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
             weights[varies], shapes[varies] = array_stats.psislw(ratios[varies], r_eff=1.0)
         else:
-            import arviz
-
-            psislw: Any = arviz.psislw
-            weights[varies], shapes[varies] = psislw(ratios[varies], reff=1.0)
+            weights[varies], shapes[varies] = _arviz().psislw(ratios[varies], reff=1.0)
     return weights, shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class LooResult:
+    """Leave-one-out cross-validation by Pareto-smoothed importance sampling.
+
+    Attributes:
+        elpd: expected log predictive density, summed over the observations.
+        se: its standard error.
+        p_loo: effective number of parameters.
+        pointwise: the terms, one per observation.
+        pareto_k: tail indices, one per observation.
+    """
+
+    elpd: float
+    se: float
+    p_loo: float
+    pointwise: np.ndarray
+    pareto_k: np.ndarray
+
+
+def loo(idata: Any, var_name: str) -> LooResult:
+    """ArviZ's ``loo`` of independent draws, pointwise."""
+    with quiet():
+        result = _arviz().loo(idata, pointwise=True, var_name=var_name, reff=1.0)
+    names = ("elpd", "p", "elpd_i") if ARVIZ_V1 else ("elpd_loo", "p_loo", "loo_i")
+    elpd, p_loo, pointwise = (getattr(result, name) for name in names)
+    return LooResult(float(elpd), float(result.se), float(p_loo), np.asarray(pointwise).ravel(), np.asarray(result.pareto_k).ravel())
+
+
+def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
+    """ArviZ's table that compares models by their leave-one-out cross-validation, whatever their variables are called."""
+    renamed = {}
+    for name, idata in idatas.items():
+        likelihood = get_dataset(idata, "log_likelihood")[[var_names[name]]]
+        likelihood = likelihood.rename({var_names[name]: "observation"})
+        renamed[name] = make_idata(posterior=get_dataset(idata, "posterior"), log_likelihood=likelihood)
+    with quiet():
+        return _arviz().compare(renamed) if ARVIZ_V1 else _arviz().compare(renamed, ic="loo")
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without ArviZ's warnings of tail indices, which callers judge themselves, and its deprecations."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*shape parameter of Pareto distribution.*")
+        warnings.filterwarnings("ignore", message=".*alias_mapping.*")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="arviz")
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module="arviz")
+        yield
+
+
+# --- drawing: by ArviZ where it draws into given axes (0.x); 1.x makes figures of its own, so the same content is drawn here ---
+
+
+def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
+    """Tail indices of the observations."""
+    if not ARVIZ_V1:
+        with quiet():
+            _arviz().plot_khat(shapes, ax=ax, show_hlines=True)
+        return
+    ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
+    for level, style in ((0.7, "--"), (1.0, "-.")):
+        ax.axhline(level, linestyle=style, color="grey", linewidth=0.8)
+    ax.set(xlabel="Data Point", ylabel="Shape parameter k")
+
+
+def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
+    """Distributions of the observed values and of drawn ones."""
+    observed = get_dataset(idata, "observed_data")[[name]]
+    predicted = get_dataset(idata, group)[[name]].isel(draw=slice(0, draws))
+    if not ARVIZ_V1:
+        part = make_idata(posterior_predictive=predicted, observed_data=observed)
+        state = np.random.get_state()  # noqa: NPY002
+        with quiet():
+            # It shuffles the draws by the global generator, which is put back.
+            _arviz().plot_ppc(part, ax=ax, num_pp_samples=predicted.sizes["draw"], random_seed=0, mean=False, legend=False, textsize=9)
+        np.random.set_state(state)  # noqa: NPY002
+        ax.legend(ax.lines[:: len(ax.lines) - 1], ["drawn", "observed"], frameon=False)
+        return
+    values = observed[name].values.ravel()
+    bins = _bins(values)
+    for row in predicted[name].values.reshape(-1, values.size):
+        ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
+    ax.plot(*_outline(values, bins), color="black", label="observed")
+    ax.set(xlabel=name, yticks=[])
+    ax.legend(frameon=False)
+
+
+def _bins(values: np.ndarray) -> np.ndarray:
+    finite = values[np.isfinite(values)]
+    levels = np.unique(finite)
+    if len(levels) <= 20:
+        return np.append(levels - 0.5, levels[-1] + 0.5)
+    return np.linspace(finite.min(), finite.max(), 41)
+
+
+def _outline(values: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    heights, edges = np.histogram(values[np.isfinite(values)], bins=bins, density=True)
+    return (edges[1:] + edges[:-1]) / 2, heights
+
+
+def draw_forest(data: xr.Dataset, ax: Axes) -> None:
+    """Intervals of the variables of a dataset of draws."""
+    if not ARVIZ_V1:
+        with quiet():
+            _arviz().plot_forest(data, combined=True, ax=ax, textsize=8)
+        return
+    rows = []
+    for name, variable in data.data_vars.items():
+        entries = variable.stack(sample=("chain", "draw")).transpose(..., "sample")
+        for position in np.ndindex(*entries.shape[:-1]):
+            label = f"{name}[{', '.join(map(str, position))}]" if position else str(name)
+            rows.append((label, np.quantile(entries.values[position], [0.03, 0.25, 0.5, 0.75, 0.97])))
+    for height, (_, (low, left, middle, right, high)) in enumerate(reversed(rows)):
+        ax.plot([low, high], [height] * 2, color="C0", linewidth=1)
+        ax.plot([left, right], [height] * 2, color="C0", linewidth=3)
+        ax.plot(middle, height, "o", color="white", markeredgecolor="C0", markersize=4)
+    ax.set_yticks(range(len(rows)), [label for label, _ in reversed(rows)], fontsize=8)
+
+
+def draw_comparison(table: Any, ax: Axes) -> None:
+    """Expected log predictive densities of the models of a comparison."""
+    if not ARVIZ_V1:
+        with quiet():
+            _arviz().plot_compare(table, ax=ax, textsize=9, insample_dev=False)
+        return
+    heights = np.arange(len(table))[::-1]
+    ax.errorbar(table["elpd"].astype(float), heights, xerr=table["se"].astype(float), fmt="o", color="black", capsize=2)
+    ax.set_yticks(heights, list(table.index))
+    ax.set_xlabel("elpd")

@@ -1,5 +1,63 @@
-"""What to look at after a fit: conversion to ArviZ."""
+"""What to look at after a fit: conversion to ArviZ, checks of the truncation, predictions, pictures, and a verdict."""
 
+from pyro_truncated.diagnostics.alignment import RestartComparison, compare_restarts, match_latents
+from pyro_truncated.diagnostics.calibration import Calibration, simulation_based_calibration
+from pyro_truncated.diagnostics.checks import TruncationReport, check_truncation
 from pyro_truncated.diagnostics.convert import to_arviz
+from pyro_truncated.diagnostics.coverage import Growth, covered_mass, effective_states, population_growth
+from pyro_truncated.diagnostics.evidence import Evidence, estimate_evidence
+from pyro_truncated.diagnostics.exact import ExactComparison, compare_with_enumeration
+from pyro_truncated.diagnostics.figures import (
+    plot_activations,
+    plot_comparison,
+    plot_covered_mass,
+    plot_effective_states,
+    plot_forest,
+    plot_gap,
+    plot_loo_pit,
+    plot_marginals,
+    plot_pareto_k,
+    plot_predictive_check,
+    plot_restarts,
+)
+from pyro_truncated.diagnostics.prediction import CrossValidation, compare_models, cross_validate, loo_pit, predictive_p_values
+from pyro_truncated.diagnostics.trust import TruncationWarning
+from pyro_truncated.diagnostics.verdict import Verdict, diagnose
 
-__all__ = ["to_arviz"]
+__all__ = [
+    "Calibration",
+    "CrossValidation",
+    "Evidence",
+    "ExactComparison",
+    "Growth",
+    "RestartComparison",
+    "TruncationReport",
+    "TruncationWarning",
+    "Verdict",
+    "check_truncation",
+    "compare_models",
+    "compare_restarts",
+    "compare_with_enumeration",
+    "covered_mass",
+    "cross_validate",
+    "diagnose",
+    "effective_states",
+    "estimate_evidence",
+    "loo_pit",
+    "match_latents",
+    "plot_activations",
+    "plot_comparison",
+    "plot_covered_mass",
+    "plot_effective_states",
+    "plot_forest",
+    "plot_gap",
+    "plot_loo_pit",
+    "plot_marginals",
+    "plot_pareto_k",
+    "plot_predictive_check",
+    "plot_restarts",
+    "population_growth",
+    "predictive_p_values",
+    "simulation_based_calibration",
+    "to_arviz",
+]

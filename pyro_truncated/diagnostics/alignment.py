@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import pyro
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -73,7 +75,9 @@ def _unit_rows(features: Tensor, centred: bool) -> Tensor:
 
 
 @torch.no_grad()
-def compare_restarts(guides: Sequence[Any], *args: Any, components: Sequence[Tensor] | None = None, **kwargs: Any) -> RestartComparison:
+def compare_restarts(
+    guides: Sequence[Any], *args: Any, components: Sequence[Tensor] | None = None, stores: Sequence[Any] | None = None, **kwargs: Any
+) -> RestartComparison:
     """Compares fits of the same model from different starts, up to a permutation of the latents.
 
     Latents of restarts are matched to those of the best by an optimal assignment (``scipy.optimize.linear_sum_assignment``), which
@@ -85,6 +89,8 @@ def compare_restarts(guides: Sequence[Any], *args: Any, components: Sequence[Ten
         *args: the model's arguments.
         components: what to match latents by, one dictionary ``(D, L)`` per restart (cosine); default: their activation probabilities over
             the data points (correlation).
+        stores: states of Pyro's parameter store, one per guide (``Restarts.stores``): parameters of plain functions, and of modules
+            whose names repeat, live there.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -95,9 +101,13 @@ def compare_restarts(guides: Sequence[Any], *args: Any, components: Sequence[Ten
     """
     if not guides:
         raise ValueError("guides must hold at least one guide")
-    if components is not None and len(components) != len(guides):
-        raise ValueError(f"components must hold one dictionary per guide; got {len(components)} for {len(guides)}")
-    populations = [scored_populations(guide, args, kwargs)[2] for guide in guides]
+    for name, given in (("components", components), ("stores", stores)):
+        if given is not None and len(given) != len(guides):
+            raise ValueError(f"{name} must hold one entry per guide; got {len(given)} for {len(guides)}")
+    populations = []
+    for position, guide in enumerate(guides):
+        with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
+            populations.append(scored_populations(guide, args, kwargs)[2])
     if len({population.space for population in populations}) > 1:
         raise ValueError("the restarts differ in their discrete latents; only fits of one model can be matched")
     activation = [plain(population.marginals()).double() for population in populations]

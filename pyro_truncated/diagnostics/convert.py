@@ -157,7 +157,10 @@ def _convert(
         datasets |= _predictive(model, draws, writer, args, kwargs, settings)
     datasets["observed_data"] = writer.observed_data()
     datasets["constant_data"] = writer.constant_data(arguments)
-    datasets["truncated_posterior"] = writer.truncated_posterior().assign_attrs(num_states=draws.part.num_states)
+    size = draws.part.space.size
+    # Of a space beyond the integers that files hold, the size does not matter.
+    limits = {"num_states": draws.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
+    datasets["truncated_posterior"] = writer.truncated_posterior().assign_attrs(limits)
     point_estimates = int(not draws.others and not draws.is_global)
     return {
         name: data.assign_attrs(point_estimates_only=point_estimates) for name, data in datasets.items() if data.sizes or data.data_vars

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import html
+import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -61,14 +63,33 @@ def write_report(
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
+    sources = []
     for section in sections:
         if section.figure is not None:
             section.figure.savefig(folder / section.name, dpi=dpi, bbox_inches="tight", facecolor="white")
+        sources.append(section.name)
+    return _write(folder / "index.html", title, lead, numbers, sections, sources)
+
+
+def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 100) -> Path:
+    """Writes one file that holds its pictures; arguments as for :func:`write_report`, but the path is that of the page."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    sources = []
+    for section in sections:
+        buffer = io.BytesIO()
+        if section.figure is not None:
+            section.figure.savefig(buffer, format="png", dpi=dpi, bbox_inches="tight", facecolor="white")
+        sources.append("data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode())
+    return _write(path, title, lead, numbers, sections, sources)
+
+
+def _write(page: Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], sources: Sequence[str]) -> Path:
+    """The page with pictures from the sources; it appears under its name only once it is complete."""
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in numbers.items())
     header = f'<header><h1>{_text(title)}</h1><p>{_text(lead)}</p><div class="numbers">{tiles}</div></header>'
-    body = "\n".join([header, *map(_section, sections)])
-    page = folder / "index.html"
-    temporary = folder / "index.html.tmp"
+    body = "\n".join([header, *map(_section, sections, sources)])
+    temporary = page.with_name(f"{page.name}.tmp")
     temporary.write_text(
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body><main>\n{body}\n</main></body></html>\n",
@@ -78,8 +99,8 @@ def write_report(
     return page
 
 
-def _section(section: Section) -> str:
-    picture = f'<img src="{_text(section.name)}" alt="{_text(section.title)}">' if section.figure is not None else ""
+def _section(section: Section, source: str) -> str:
+    picture = f'<img src="{_text(source)}" alt="{_text(section.title)}">' if section.figure is not None else ""
     return f"<section><h2>{_text(section.title)}</h2><p>{_text(section.text)}</p>{picture}{_table(section.table)}</section>"
 
 

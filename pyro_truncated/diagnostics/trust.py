@@ -1,16 +1,22 @@
-"""When not to trust a truncated posterior: the warning, and the limits at which checks raise it."""
+"""When not to trust a truncated posterior: the warning, the limits at which checks raise it, and what to change."""
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import numpy as np
 
 COVERED_LIMIT = 0.9  # mean upper bound on the covered mass
 GROWTH_LIMIT = 0.1  # nats per data point gained by more search, or by twice the states
-GAP_LIMIT = 0.5  # nats per data point between log evidence and bound
+GAP_LIMIT = 0.2  # nats per data point between log evidence and bound
 EXHAUSTED_LIMIT = 0.5  # effective states, as a share of the population
 PARETO_LIMIT = 0.7  # tail index of importance weights
+MANY = 0.1  # share of the data points that may be beyond a limit
+
+Result = TypeVar("Result")
 
 
 class TruncationWarning(UserWarning):
@@ -36,5 +42,79 @@ class Finding:
 def warn_of(findings: Sequence[Finding], stacklevel: int = 3) -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:
-        lines = "; ".join(str(finding) for finding in findings)
-        warnings.warn(f"do not trust this truncated posterior as it is: {lines}", TruncationWarning, stacklevel=stacklevel)
+        lines = " ".join(str(finding) for finding in findings)
+        warnings.warn(f"do not trust this truncated posterior as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
+
+
+def silently(call: Callable[[], Result]) -> Result:
+    """The result of a call whose :class:`TruncationWarning` the caller reports in another way."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruncationWarning)
+        return call()
+
+
+def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
+    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)``."""
+    found = []
+    if covered.mean() < COVERED_LIMIT:
+        found.append(
+            Finding(
+                f"The populations cover at most {covered.mean():.0%} of the posterior mass on average (data point {covered.argmin()}: "
+                f"at most {covered.min():.1%}), because states next to theirs are missing.",
+                "Search longer (more steps, search_steps), propose more (parents, children, generations), or keep more states.",
+            )
+        )
+    exhausted = (effective > EXHAUSTED_LIMIT * num_states).mean()
+    if exhausted > MANY and num_states > 1 and (space_size is None or num_states < space_size):
+        found.append(
+            Finding(
+                f"{exhausted:.0%} of the data points spread their posterior over more than half of their {num_states} states.",
+                f"Keep more: num_states={2 * num_states}.",
+            )
+        )
+    return found
+
+
+def judge_growth(by_search: np.ndarray, by_size: np.ndarray) -> list[Finding]:
+    """Findings from what more search, and twice the states, gain; each ``(N,)`` in nats."""
+    found = []
+    if by_search.mean() > GROWTH_LIMIT:
+        found.append(
+            Finding(
+                f"More search gains {by_search.mean():.2f} nats per data point: the search has not converged.",
+                "Train longer, or propose more per step (search_steps, parents, children, generations, crossover=True).",
+            )
+        )
+    if by_size.mean() > GROWTH_LIMIT:
+        found.append(
+            Finding(
+                f"Twice the states gain {by_size.mean():.2f} nats per data point: the populations are too small.",
+                "Double num_states until the gain is small.",
+            )
+        )
+    return found
+
+
+def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
+    """A finding from the gap between the log evidence and the bound, ``(N,)`` in nats."""
+    if gap.mean() <= GAP_LIMIT:
+        return []
+    return [
+        Finding(
+            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {gap.argmax()}: {gap.max():.2f}).",
+            "Keep more states, or search with more variety: posteriors this spread out need both.",
+        )
+    ]
+
+
+def judge_estimate(is_reliable: np.ndarray) -> list[Finding]:
+    """A finding from an estimate of the evidence that rests on few draws."""
+    share = 1 - is_reliable.mean()
+    if share <= MANY:
+        return []
+    return [
+        Finding(
+            f"The estimated evidence of {share:.0%} of the data points rests on few draws of large weight: much more may be missing.",
+            "Estimate with more samples, or keep more states.",
+        )
+    ]

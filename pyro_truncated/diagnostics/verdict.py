@@ -1,0 +1,223 @@
+"""Looks at converted data as a careful reader would: a short verdict in words, and a page with the pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pyro_truncated._arviz_compat import get_dataset, group_names
+from pyro_truncated.diagnostics import figures, plots, trust
+from pyro_truncated.diagnostics.prediction import STATISTICS, CrossValidation, cross_validate, loo_pit, predictive_p_values
+from pyro_truncated.diagnostics.report import Section, write_page
+from pyro_truncated.diagnostics.trust import Finding, warn_of
+
+_MOST_FEATURES = 16
+_EXTREME = 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What :func:`diagnose` found.
+
+    Attributes:
+        findings: what is wrong with the truncation, and what to change.
+        remarks: what else should be known: how the model predicts, what the numbers mean.
+        numbers: the main numbers, readable.
+        page: the report, or ``None`` if none was written.
+    """
+
+    findings: Sequence[Finding]
+    remarks: Sequence[str]
+    numbers: dict[str, str]
+    page: Path | None = None
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing was found wrong with the truncation."""
+        return not self.findings
+
+    def __str__(self) -> str:
+        head = "Nothing speaks against this truncated posterior." if self.is_trusted else "Do not trust this truncated posterior as it is."
+        numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
+        lines = [head, *numbers, *(f"- {finding}" for finding in self.findings), *(f"- {remark}" for remark in self.remarks)]
+        return "\n".join([*lines, f"report: {self.page}"] if self.page else lines)
+
+
+def diagnose(
+    idata: Any,
+    path: str | Path | None = "diagnosis.html",
+    *,
+    weight: Tensor | None = None,
+    image_shape: tuple[int, int] | None = None,
+    warn: bool = True,
+) -> Verdict:
+    """Prints a short verdict on a converted posterior, and writes a page with its pictures into one file.
+
+    The truncation is judged by the groups ``truncated_posterior`` (with the results of
+    :func:`~pyro_truncated.diagnostics.check_truncation`, if they were given to ``to_arviz``) and ``training``, the model's predictions by
+    leave-one-out cross-validation on the marginal likelihood, its transforms, and predictive p-values. What a group is missing for is
+    left out.
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
+        path: the page; ``None`` writes none.
+        weight: dictionary ``(D, H)`` to show as images, for image models.
+        image_shape: height and width of the images; default: square.
+        warn: whether to issue a :class:`TruncationWarning` if something is wrong with the truncation.
+
+    Returns:
+        The verdict that was printed.
+
+    Warns:
+        TruncationWarning: saying what is wrong with the truncation and what to change.
+    """
+    groups = set(group_names(idata))
+    findings, numbers = _judge_truncation(idata)
+    remarks = _remarks_on_training(idata) if "training" in groups else []
+    validation = _validated(idata, groups)
+    if validation is not None:
+        numbers["elpd (PSIS-LOO), nats"] = f"{validation.elpd:.1f} ± {validation.se:.1f}"
+        remarks += [f"Leave-one-out: {caveat}." for caveat in validation.caveats]
+    remarks += _remarks_on_predictions(idata, groups)
+    verdict = Verdict(findings, remarks, numbers)
+    if path is not None:
+        sections = _sections(idata, groups, weight, image_shape)
+        lead = " ".join([str(verdict).partition("\n")[0], *map(str, findings), *remarks])
+        page = write_page(path, "Diagnosis of a truncated posterior", lead, numbers, sections)
+        verdict = dataclasses.replace(verdict, page=page)
+    print(verdict)
+    if warn:
+        warn_of(verdict.findings)
+    return verdict
+
+
+def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
+    data = get_dataset(idata, "truncated_posterior")
+    values = {str(name): data[name].values.ravel() for name in data.data_vars}
+    kept = data.sizes["state"]
+    bound, effective = values["support_mass_bound"], values["effective_states"]
+    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"))
+    numbers = {
+        "free energy per data point": f"{values['free_energy'].mean():.4g}",
+        "covered mass, at most": f"{bound.mean():.3g}",
+        "effective states": f"{np.median(effective):.3g} of {kept}",
+    }
+    if "gain_by_size" in values:
+        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"])
+        numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
+    for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
+        if name in values:
+            gap = values[name] - values["free_energy"]
+            findings += trust.judge_gap(gap, reference)
+            numbers[f"gap to {reference}"] = f"{gap.mean():.3g}"
+            break
+    return findings, numbers
+
+
+def _remarks_on_training(idata: Any) -> list[str]:
+    curves = get_dataset(idata, "training")["free_energy"].values if "free_energy" in get_dataset(idata, "training") else np.zeros((1, 1))
+    ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
+    num_data = get_dataset(idata, "truncated_posterior")["free_energy"].size
+    remarks = []
+    if len(ends) > 1:
+        remarks.append(f"{len(ends)} restarts end within {np.ptp(ends) / num_data:.3g} nats per data point of each other.")
+    best = curves[ends.argmax()]
+    best = best[np.isfinite(best)]
+    tenth = len(best) // 10
+    if tenth:
+        slope = (best[-1] - best[-1 - tenth]) / num_data
+        remarks.append(f"The last tenth of the training gained {slope:.3g} nats per data point.")
+    return remarks
+
+
+def _validated(idata: Any, groups: set[str]) -> CrossValidation | None:
+    if "log_likelihood" not in groups or len(get_dataset(idata, "log_likelihood").data_vars) != 1:
+        return None
+    return cross_validate(idata)
+
+
+def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
+    remarks = []
+    for group, what in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
+        if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
+            continue
+        p_values = predictive_p_values(idata, group=group)
+        extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < _EXTREME]
+        if extreme:
+            remarks.append(f"Drawn {what} do not reproduce the data's {', '.join(extreme)}.")
+        else:
+            remarks.append(f"Drawn {what} reproduce the data's {', '.join(STATISTICS)}.")
+    return remarks
+
+
+def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: tuple[int, int] | None) -> list[Section]:
+    """The pictures for which there is something to show."""
+    sections = []
+    data = get_dataset(idata, "truncated_posterior")
+    if "training" in groups and "free_energy" in get_dataset(idata, "training"):
+        sections.append(
+            _section("Training", "The free energy, higher is better; restarts should end together.", figures.plot_restarts, idata)
+        )
+    text = (
+        "An upper bound on the posterior mass of each population, from the states next to its own. Low values prove that much is missing; "
+        "high ones do not prove that nothing is."
+    )
+    sections.append(_section("Is the population large enough?", text, figures.plot_covered_mass, idata))
+    text = "How many states carry each posterior. Close to the number kept, more states are needed."
+    sections.append(_section("Effective number of states", text, figures.plot_effective_states, idata))
+    if "log_evidence" in data or "log_evidence_exact" in data:
+        text = "What the bound lacks of the log evidence of each data point."
+        sections.append(_section("Gap of the bound", text, figures.plot_gap, idata))
+    sections.append(_section("Which latents are on?", "Expected number of active latents per data point.", figures.plot_activations, idata))
+    sections.append(_section("Activations", "Probabilities of the first data points' latents.", figures.plot_marginals, idata))
+    if weight is not None:
+        text = "What each latent adds to an observation; grey is zero."
+        sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
+    if figures.global_names(idata):
+        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
+    return sections + _sections_on_predictions(idata, groups)
+
+
+def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
+    sections = []
+    for group, text in (
+        ("posterior_predictive", "Data points as they were inferred, drawn again: a check of reconstruction, kind to the model."),
+        ("marginal_predictive", "New data points: what the model expects before it sees one."),
+    ):
+        if group in groups and len(get_dataset(idata, group).data_vars) == 1:
+            table = [("statistic", "p"), *((name, f"{p:.3f}") for name, p in predictive_p_values(idata, group=group).items())]
+            draw = _predictive_plot(group)
+            sections.append(_section(f"Does it predict? {group.replace('_', ' ').capitalize()}", text, draw, idata, table))
+    validation = _validated(idata, groups)
+    if validation is None:
+        return sections
+    if not validation.is_plug_in:
+        text = "Tail indices of leave-one-out cross-validation on the marginal likelihood; above 0.7 it cannot be relied on."
+        sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
+    if "marginal_predictive" in groups and len(get_dataset(idata, "marginal_predictive").data_vars) == 1:
+        features = loo_pit(idata).shape[1]
+        shown = f" The first {_MOST_FEATURES} of {features} features." if features > _MOST_FEATURES else ""
+        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"
+        sections.append(_section("Calibration of predictions", text, _pit_plot(min(features, _MOST_FEATURES)), idata))
+    return sections
+
+
+def _predictive_plot(group: str) -> Callable[[Any, Axes], Any]:
+    return lambda idata, ax: figures.plot_predictive_check(idata, ax, group=group)
+
+
+def _pit_plot(features: int) -> Callable[[Any, Axes], Any]:
+    return lambda idata, ax: figures.plot_loo_pit(idata, ax, features=range(features))
+
+
+def _section(title: str, text: str, draw: Callable[[Any, Axes], Any], idata: Any, table: Sequence[Sequence[Any]] = ()) -> Section:
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    draw(idata, figure.subplots())
+    return Section(title, text, figure, table=table)
