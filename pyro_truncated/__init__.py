@@ -1,6 +1,6 @@
 """Truncated posteriors over huge discrete latent spaces, as guides for Pyro models."""
 
-from pyro_truncated.diagnostics import to_arviz
+from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.guide import AutoTruncated
@@ -8,6 +8,7 @@ from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
 from pyro_truncated.states import StateSpace
+from pyro_truncated.training import Training, fit, fit_restarts
 
 __all__ = [
     "AutoTruncated",
@@ -20,7 +21,15 @@ __all__ = [
     "SampledSearch",
     "Search",
     "StateSpace",
+    "Training",
     "Truncated_ELBO",
+    "TruncationWarning",
     "best_start",
+    "check_truncation",
+    "covered_mass",
+    "diagnose",
+    "estimate_evidence",
+    "fit",
+    "fit_restarts",
     "to_arviz",
 ]
