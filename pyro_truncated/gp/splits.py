@@ -215,7 +215,7 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
     return torch.cat([found, others.nonzero().squeeze(-1)[: size - len(found)]])
 
 
-def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float = 1e-2, num_targets: int = 1000) -> Tensor:
+def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float = 1e-2, num_targets: int = 500) -> Tensor:
     r"""Positions ``(size,)`` of the latents that leave the least predictive variance on average over all of them, chosen greedily.
 
     With :math:`E` the posterior covariance given the points chosen so far, the next one is the ``j`` of largest
@@ -237,20 +237,24 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         raise ValueError(f"size must lie in 1 .. {len(latents)}, the number of candidates; got {size}")
     with torch.no_grad():
         points = latents.detach().double()
-        targets = points[:: -(-len(points) // num_targets)]
-        left, variance = covariance(kernel, targets, points).double(), prior_variance(kernel, points).double()
-        cross = torch.empty(size, len(points), dtype=torch.float64, device=points.device)
+        which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
+        prior = covariance(kernel, points[which], points).double()
+        spread = prior_variance(kernel, points).double() + noise
+        # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.
+        rows = points.new_empty(size, len(points))
+        squares = prior.square().sum(0)
         chosen = torch.empty(size, dtype=torch.int64, device=points.device)
-        gain_of_chosen = -torch.ones((), dtype=torch.float64, device=points.device)
         free = torch.ones(len(points), dtype=torch.bool, device=points.device)
         for step in range(size):
-            spread = variance.clamp(min=0.0) + noise
-            best = torch.where(free, left.square().sum(0) / spread, gain_of_chosen).argmax()
+            best = torch.where(free, squares / spread, -1.0).argmax()
             chosen[step], free[best] = best, False
-            row = covariance(kernel, points[best].unsqueeze(0), points).squeeze(0).double() - cross[:step, best] @ cross[:step]
-            cross[step] = row / spread[best].sqrt()
-            left = left - (left[:, best] / spread[best]).outer(row)
-            variance = variance - cross[step].square()
+            row = covariance(kernel, points[best].unsqueeze(0), points).squeeze(0).double() - rows[:step, best] @ rows[:step]
+            row = row / spread[best].sqrt()
+            column = row[which]
+            projection = column @ prior - (rows[:step, which] @ column) @ rows[:step]
+            squares = squares - 2 * row * projection + row.square() * column.square().sum()
+            rows[step] = row
+            spread = (spread - row.square()).clamp(min=float(noise))
     return chosen
 
 

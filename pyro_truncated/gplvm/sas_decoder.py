@@ -1,0 +1,334 @@
+"""Gaussian process decoders trained by conditioning each minibatch on a random active set."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from pyro.contrib.gp import kernels
+from pyro.nn import PyroModule, PyroParam, pyro_method
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_set import ActiveSet
+from pyro_truncated.gp.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
+from pyro_truncated.gp.splits import Choose, Split, least_variance
+from pyro_truncated.gplvm.latents import infer_latents, principal_components
+
+_NOISE_FLOOR = {torch.float64: 1e-8}
+_HYPERPARAMETERS = ("kernel.", "noise")
+
+
+class SASDecoder(PyroModule):
+    r"""Gaussian process latent variable model trained with stochastic active sets.
+
+    Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian
+    processes that share kernel and noise. A training step takes a minibatch, splits it at random into an active set ``A`` and the rest
+    ``R``, and follows the gradient of
+
+    .. math:: \mathbb E_q\Bigl[\log p(x_A \mid z_A) + \tfrac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z)\Bigr]
+        - \mathrm{KL}_A - \tfrac{N - |A|}{|R|} \mathrm{KL}_R,
+
+    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses
+    for ``q`` (MAP latents, the KL terms are prior log densities), the Bayesian one :math:`q(z_n) = \mathcal N(\mu_n,
+    \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``.
+
+    .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
+        average the evidence of the mixture of these models over active sets. It is not a bound of the full Gaussian process's evidence.
+
+    An encoder may look at the active set too: then :math:`q` depends on ``A``, for each of which the objective is a bound as before, with
+    the same weights. It must not look at the rest of the minibatch (as batch normalisation does): then nothing is bounded.
+
+    Example::
+
+        decoder = SASDecoder(len(x), x.shape[1], num_active=200, batch_size=1000).initialize(x)
+        svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())
+        splits = UniformSplits(len(x), 1000, 200)
+        for epoch in range(100):
+            for split in splits.epoch(epoch):
+                svi.step(x, split)
+        decoder.condition_(x)
+        mean, variance = decoder.predict(decoder.infer(x_new))
+
+    Args:
+        num_data: number of data points ``N``.
+        num_outputs: number of outputs ``D``.
+        latent_dim: dimension ``Q`` of the latent space.
+        num_active: size of the active set where a training step is not given a split.
+        batch_size: size of the minibatch where a training step is not given a split; default: all data.
+        bayesian: whether ``q`` is a normal distribution rather than a point mass.
+        encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
+            ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
+        encoder_sees_active: call the encoder as ``encoder(x, x_active)``.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
+
+    Raises:
+        ValueError: if sizes are not positive, or the kernel is over another number of inputs.
+
+    Reference:
+        Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
+    """
+
+    loc: Tensor
+    # Descriptors of Pyro: tensors when read, parameters when set.
+    noise: Any
+    z_loc: Any
+    z_scale: Any
+
+    def __init__(
+        self,
+        num_data: int,
+        num_outputs: int,
+        latent_dim: int = 2,
+        *,
+        num_active: int = 200,
+        batch_size: int | None = None,
+        bayesian: bool = False,
+        encoder: nn.Module | None = None,
+        encoder_sees_active: bool = False,
+        kernel: kernels.Kernel | None = None,
+    ) -> None:
+        super().__init__()
+        if min(num_data, num_outputs, latent_dim) < 1:
+            raise ValueError(f"num_data, num_outputs and latent_dim must be positive; got {num_data}, {num_outputs}, {latent_dim}")
+        if kernel is not None and kernel.input_dim != latent_dim:
+            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+        self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
+        self.num_active, self.batch_size = num_active, num_data if batch_size is None else batch_size
+        self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
+        self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
+        self.noise = PyroParam(torch.tensor(0.5), constraints.positive)
+        self.register_buffer("loc", torch.zeros(num_outputs))
+        if encoder is None:
+            self.z_loc = PyroParam(torch.randn(num_data, latent_dim), event_dim=1)
+            if bayesian:
+                self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
+        self._cache: dict[str, Tensor] | None = None
+
+    # --- set-up ---
+
+    def initialize(self, x: Tensor, steps: int = 300) -> SASDecoder:
+        """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
+
+        An encoder learns to imitate the principal components for a number of steps; 0 leaves it as it is.
+
+        Raises:
+            ValueError: if the data have another shape or an output is never observed.
+        """
+        self._check_data(x)
+        observed = ~x.isnan()
+        if not bool(observed.any(0).all()):
+            raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
+        with torch.no_grad():
+            self.loc.copy_(x.nanmean(0))
+            deviation = torch.where(observed, x - self.loc, 0.0)
+            variance = deviation.square().sum() / observed.sum()
+            self.noise = 0.5 * variance.to(self.loc)
+            if isinstance(self.kernel, kernels.Isotropy):
+                self.kernel.variance = cast("Any", variance.to(self.loc))
+            scores = principal_components(deviation, self.latent_dim).to(self.loc)
+            if self.encoder is None:
+                self.z_loc = scores
+        if self.encoder is not None and steps:
+            self._imitate(x, scores, steps)
+        return self
+
+    def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
+        assert self.encoder is not None
+        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
+        for _ in range(steps):
+            rows = torch.randperm(len(x), device=x.device)[:256]
+            loc, scale = self._encode(x[rows], x[rows[: max(1, len(rows) // 4)]])
+            loss = (loc - scores[rows]).square().mean()
+            if scale is not None:
+                loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
+        """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
+
+        The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
+        """
+        return lambda name: {"lr": hyperparameters if name.startswith(_HYPERPARAMETERS) else latents}
+
+    def _check_data(self, x: Tensor) -> None:
+        if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
+            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
+
+    # --- the Pyro program ---
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Noise variance: the parameter plus a floor of 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact."""
+        noise: Tensor = self.noise
+        if not isinstance(self.kernel, kernels.Isotropy):
+            return noise
+        return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
+
+    def _split(self, split: Split | None) -> Split:
+        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same."""
+        if split is not None:
+            return split
+        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
+        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
+        others[chosen] = False
+        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
+
+    @contextlib.contextmanager
+    def _plate(self, split: Split) -> Iterator[None]:
+        weights = split.weights(self.num_data, self.loc)
+        with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
+            yield
+
+    def _prior(self) -> Any:
+        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
+
+    @pyro_method
+    def model(self, x: Tensor, split: Split | None = None) -> None:
+        """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
+        split = self._split(split)
+        with self._plate(split):
+            z = pyro.sample("z", self._prior())
+            self._observe(z, x, split)
+
+    def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
+        likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
+        pyro.sample("x", likelihood, obs=x[split.indices])
+
+    @pyro_method
+    def guide(self, x: Tensor, split: Split | None = None) -> None:
+        """The approximate posterior of the latents of the same minibatch."""
+        split = self._split(split)
+        with self._plate(split):
+            self._sample_latents(x, split)
+
+    def _sample_latents(self, x: Tensor, split: Split) -> Tensor:
+        if self.encoder is None:
+            loc, scale = self.z_loc, self.z_scale if self.bayesian else None
+        else:
+            loc, scale = self._encode(x[split.indices], x[split.active])
+        posterior = dist.Delta(loc, event_dim=1) if scale is None else dist.Normal(loc, scale).to_event(1)
+        z: Tensor = pyro.sample("z", posterior)
+        return z
+
+    def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.encoder is not None
+        filled = [torch.where(part.isnan(), self.loc, part) for part in (x, active)]
+        output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
+        expected = (2 if self.bayesian else 1) * self.latent_dim
+        if output.shape != (len(x), expected):
+            raise ValueError(f"the encoder must return shape ({len(x)}, {expected}); got {tuple(output.shape)}")
+        if not self.bayesian:
+            return output, None
+        loc, raw = output.chunk(2, -1)
+        return loc, nn.functional.softplus(raw)
+
+    # --- after training ---
+
+    def latents(self, x: Tensor) -> Tensor:
+        """Latents ``(N, Q)`` of the training data, means if Bayesian."""
+        with torch.no_grad():
+            if self.encoder is None:
+                found: Tensor = self.z_loc
+                return found.detach()
+            return self.encode(x)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``; one that looks at an active set is shown the one kept.
+
+        Raises:
+            ValueError: if there is no encoder; :meth:`infer` needs none.
+        """
+        if self.encoder is None:
+            raise ValueError("a decoder with free latents has no encoder; use infer(x)")
+        active = x[: self.num_active]
+        if self.encoder_sees_active and self._cache is not None and "outputs" in self._cache:
+            active = self._cache["outputs"][: self.num_active] + self.loc
+        with torch.no_grad():
+            return self._encode(x, active)[0]
+
+    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> SASDecoder:
+        """Keeps what predictions condition on: all training data ``(N, D)``, or ``size`` of them chosen to leave the least variance.
+
+        Args:
+            x: the training data.
+            size: number of points to choose; default: all if there are at most 2000, otherwise 1000.
+            projected: condition on *all* complete data points, through their projection on the chosen ones
+                (:class:`~pyro_truncated.gp.projected_set.ProjectedSet`); default: where ``size`` was not given and not all are kept.
+            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.splits.least_variance`.
+        """
+        self._check_data(x)
+        complete = (~x.isnan().any(-1)).nonzero().squeeze(-1)
+        rows = complete if len(complete) else torch.arange(len(x), device=x.device)
+        if projected is None:
+            projected = size is None and len(rows) > 2000
+        size = min(len(rows), (len(rows) if len(rows) <= 2000 else 1000) if size is None else size)
+        with torch.no_grad():
+            z, outputs = self.latents(x)[rows], x[rows] - self.loc
+            chosen = torch.arange(len(z), device=z.device)
+            if size < len(rows):
+                chosen = (choose or self._least_variance)(self.kernel, z, size)
+            if projected:
+                found = projected_statistics(self.kernel, z[chosen], z, outputs)
+                self._cache = {"latents": found.latents, "gram": found.gram, "moment": found.moment}
+            else:
+                self._cache = {"latents": z[chosen].clone(), "outputs": outputs[chosen].clone()}
+        return self
+
+    def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
+        return least_variance(kernel, latents, size, self.noise_variance.detach())
+
+    def posterior(self) -> ActiveSet | ProjectedSet:
+        """The Gaussian process posterior that predictions are made from; it predicts deviations from ``loc``.
+
+        Raises:
+            RuntimeError: before :meth:`condition_`.
+        """
+        if self._cache is None:
+            raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
+        cache = {name: value.to(self.loc.device) for name, value in self._cache.items()}
+        with torch.no_grad():
+            noise = self.noise_variance.detach()
+            if "outputs" in cache:
+                return ActiveSet(self.kernel, noise, cache["latents"], cache["outputs"])
+            return ProjectedSet(self.kernel, noise, ProjectedStatistics(cache["latents"], cache["gram"], cache["moment"]))
+
+    def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
+        posterior = self.posterior()
+        with torch.no_grad():
+            pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
+        return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
+
+    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05) -> Tensor:
+        """Most probable latents ``(M, Q)`` of data points ``(M, D)``, new or not, from whatever entries of them are not NaN.
+
+        Every point starts from the kept latents that explain it best, and from the encoder's if there is one and no entry is missing.
+        """
+        if x.dim() != 2 or x.shape[1] != self.num_outputs:
+            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+        own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
+        return infer_latents(self.posterior(), x - self.loc, starts=starts, steps=steps, lr=lr, extra_start=own)
+
+    def sample(self, num: int) -> Tensor:
+        """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
+        z = torch.randn(num, self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
+        mean, variance = self.predict(z, noise=False)
+        return mean + variance.sqrt() * torch.randn_like(mean)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """What :meth:`condition_` kept, for ``state_dict()``."""
+        return dict(self._cache or {})
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restores what :meth:`condition_` kept."""
+        self._cache = dict(state) or None

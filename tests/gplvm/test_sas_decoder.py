@@ -1,0 +1,238 @@
+"""Decoders with stochastic active sets: the objective, training, prediction, latents of new data."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.contrib.gp import kernels
+from pyro.infer import SVI, Predictive, Trace_ELBO, TraceMeanField_ELBO
+from pyro.optim import Adam, ClippedAdam
+from torch import nn
+
+from pyro_truncated.distributions import ActiveSetGaussianProcess
+from pyro_truncated.gp import ActiveSet, Split, UniformSplits
+from pyro_truncated.gp.projected_set import ProjectedSet, projected_statistics
+from pyro_truncated.gplvm import SASDecoder
+from pyro_truncated.gplvm.latents import best_candidates, infer_latents, principal_components
+
+
+class SeesActive(nn.Module):
+    """An encoder that looks at the mean of the active set."""
+
+    def __init__(self, num_inputs, num_outputs):
+        super().__init__()
+        self.linear = nn.Linear(2 * num_inputs, num_outputs)
+
+    def forward(self, x, active):
+        return self.linear(torch.cat([x, active.mean(0).expand_as(x)], -1))
+
+
+def circle(num_data, num_outputs, generator, noise=0.05):
+    """Points whose outputs are random waves of an angle."""
+    angle = 2 * math.pi * torch.rand(num_data, generator=generator)
+    phase = 2 * math.pi * torch.rand(num_outputs, generator=generator)
+    rate = 1 + (torch.arange(num_outputs) % 2)
+    return (angle[:, None] * rate + phase).sin() + noise * torch.randn(num_data, num_outputs, generator=generator)
+
+
+def make(kind, bayesian, num_data=7, num_outputs=3, **options):
+    width = 4 if bayesian else 2
+    encoder = {"free": None, "point": nn.Linear(num_outputs, width), "active": SeesActive(num_outputs, width)}[kind]
+    return SASDecoder(num_data, num_outputs, bayesian=bayesian, encoder=encoder, encoder_sees_active=kind == "active", **options)
+
+
+def train(decoder, x, epochs, splits, elbo=None, optimizer=None):
+    svi = SVI(decoder.model, decoder.guide, optimizer or Adam(decoder.learning_rates(0.02)), elbo or Trace_ELBO())
+    return [sum(svi.step(x, split) for split in splits.epoch(epoch)) for epoch in range(epochs)]
+
+
+def objective_by_hand(decoder, x, active):
+    """Expected log density of a deterministic decoder minus the KL terms, all data, one active set."""
+    order = [*active, *(n for n in range(len(x)) if n not in active)]
+    with torch.no_grad():
+        if decoder.encoder is None:
+            z = decoder.z_loc[order]
+        else:
+            z = decoder.encoder(x[order], x[list(active)]) if decoder.encoder_sees_active else decoder.encoder(x[order])
+        likelihood = ActiveSetGaussianProcess(z, decoder.kernel, decoder.noise_variance, len(active), x.shape[1], loc=decoder.loc)
+        return float(likelihood.log_prob(x[order]).sum() + dist.Normal(0.0, 1.0).log_prob(z).sum())
+
+
+@pytest.mark.parametrize("kind", ["free", "point", "active"])
+def test_minibatch_losses_average_to_the_objective_of_each_active_set(kind, generator):
+    """For each active set alone, over all choices of the rest: the weights hold for encoders that look at the active set as well."""
+    x = torch.randn(6, 3, generator=generator)
+    decoder = make(kind, bayesian=False, num_data=6)
+    for active in itertools.combinations(range(6), 2):
+        others = [n for n in range(6) if n not in active]
+        rests = itertools.combinations(others, 2)
+        losses = [Trace_ELBO().loss(decoder.model, decoder.guide, x, Split(torch.tensor([*active, *rest]), 2)) for rest in rests]
+        assert sum(losses) / len(losses) == pytest.approx(-objective_by_hand(decoder, x, active), rel=2e-5)
+
+
+def test_divergences_carry_the_weights_of_their_points(generator):
+    """With a likelihood that does not depend on the latents, the loss of a Bayesian decoder is the weighted sum of KL terms."""
+    x = torch.randn(8, 3, generator=generator)
+    decoder = make("free", bayesian=True, num_data=8)
+    decoder.z_scale = torch.rand(8, 2, generator=generator) + 0.1
+    decoder.kernel.lengthscale = torch.full((2,), 1e6)
+    split = Split(torch.tensor([4, 2, 7, 1, 0]), 2)
+    with torch.no_grad():
+        kl = torch.distributions.kl_divergence(dist.Normal(decoder.z_loc, decoder.z_scale), dist.Normal(0.0, 1.0)).sum(-1)
+        z = torch.zeros(5, 2)
+        rows = ActiveSetGaussianProcess(z, decoder.kernel, decoder.noise_variance, 2, 3).log_prob(x[split.indices])
+    weights = torch.tensor([1.0, 1.0, 2.0, 2.0, 2.0])
+    expected = float((weights * (kl[split.indices] - rows)).sum())
+    assert TraceMeanField_ELBO().loss(decoder.model, decoder.guide, x, split) == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("bayesian", [False, True])
+@pytest.mark.parametrize("kind", ["free", "point", "active"])
+def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, generator):
+    x, new = circle(80, 5, generator).split(60)
+    decoder = make(kind, bayesian, 60, 5).initialize(x, steps=30)
+    splits = UniformSplits(60, 30, 10, generator)
+    optimizer = ClippedAdam({"lr": 0.02}) if kind == "point" else None
+    losses = train(decoder, x, 25, splits, TraceMeanField_ELBO() if bayesian else None, optimizer)
+    assert sum(losses[-5:]) < sum(losses[:5])
+    decoder.condition_(x, size=20)
+    mean, variance = decoder.predict(decoder.infer(new, steps=30))
+    assert mean.shape == (20, 5)
+    assert variance.shape == (20, 1)
+    assert (mean - new).square().mean() < 0.3 * new.var()
+
+
+def test_matern_kernel_float64_and_missing_data_train(generator):
+    x = circle(50, 6, generator).double()
+    x[torch.rand(50, 6, generator=generator) < 0.1] = math.nan
+    kernel = kernels.Matern52(2, torch.tensor(1.0), torch.ones(2))
+    decoder = SASDecoder(50, 6, kernel=kernel, bayesian=True).double().initialize(x)
+    train(decoder, x, 3, UniformSplits(50, 25, 8, generator), TraceMeanField_ELBO())
+    mean, _ = decoder.condition_(x).predict(decoder.latents(x))
+    assert mean.dtype == torch.float64
+    assert bool(mean.isfinite().all())
+    assert decoder.infer(x[:4], steps=2).shape == (4, 2)
+
+
+def test_random_splits_without_a_split_given(generator):
+    x = torch.randn(12, 3, generator=generator)
+    decoder = make("free", bayesian=False, num_data=12, num_active=3, batch_size=8)
+    guide = pyro.poutine.trace(decoder.guide).get_trace(x)
+    model = pyro.poutine.trace(pyro.poutine.replay(decoder.model, guide)).get_trace(x)
+    rows = guide.nodes["batch"]["value"]
+    assert torch.equal(rows, model.nodes["batch"]["value"])
+    chosen = rows[guide.nodes["active"]["value"]]
+    torch.testing.assert_close(model.nodes["z"]["value"][:3], decoder.z_loc[chosen])
+    torch.testing.assert_close(model.nodes["x"]["value"][:3], x[chosen])
+    svi = SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO())
+    assert math.isfinite(svi.step(x))
+    draws = Predictive(decoder.model, guide=decoder.guide, num_samples=2)(x)
+    assert draws["z"].shape == (2, 8, 2)
+
+
+def test_conditioning_on_everything_on_chosen_points_and_on_projections(generator):
+    x = circle(80, 4, generator)
+    decoder = make("free", False, 80, 4).initialize(x)
+    z = torch.randn(10, 2, generator=generator)
+    exact = ActiveSet(decoder.kernel, decoder.noise_variance.detach(), decoder.latents(x), x - decoder.loc)
+    mean, variance = decoder.condition_(x).predict(z)
+    torch.testing.assert_close(mean, exact.predict(z)[0].detach() + decoder.loc)
+    torch.testing.assert_close(variance, exact.predict(z)[1].detach())
+    few = decoder.condition_(x, 15).predict(z)[1]
+    torch.testing.assert_close(decoder.condition_(x, 80, projected=True).predict(z)[0], mean, rtol=1e-3, atol=1e-3)
+    projected = decoder.condition_(x, 15, projected=True).predict(z)[1]
+    assert projected.mean() < few.mean()
+    assert decoder.sample(7).shape == (7, 4)
+
+
+def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
+    kernel, noise = kernels.Matern32(2).double(), torch.tensor(0.1, dtype=torch.float64)
+    z, x = (torch.randn(30, size, dtype=torch.float64, generator=generator) for size in (2, 3))
+    new = torch.randn(4, 2, dtype=torch.float64, generator=generator)
+    statistics = projected_statistics(kernel, z, z, x, block=7)
+    for found, expected in zip(
+        ProjectedSet(kernel, noise, statistics).predict(new), ActiveSet(kernel, noise, z, x).predict(new), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    chosen = z[:6]
+    U, S = kernel(chosen), kernel(chosen) + kernel(chosen, z) @ kernel(z, chosen) / noise
+    mean, variance = ProjectedSet(kernel, noise, projected_statistics(kernel, chosen, z, x)).predict(new, noise=False)
+    cross = kernel(new, chosen)
+    torch.testing.assert_close(mean, cross @ torch.linalg.solve(S, kernel(chosen, z) @ x) / noise, rtol=1e-6, atol=1e-6)
+    reduction = torch.linalg.inv(U) - torch.linalg.inv(S)
+    torch.testing.assert_close(variance.squeeze(-1), 1 - (cross @ reduction * cross).sum(-1), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="missing outputs"):
+        projected_statistics(kernel, z, z, x.masked_fill(x > 1, math.nan))
+
+
+def test_inferred_latents_are_the_best_of_a_grid_from_partial_observations_too(generator):
+    kernel, noise = kernels.RBF(1, lengthscale=torch.tensor(0.7)), torch.tensor(0.05)
+    z = torch.linspace(-2, 2, 15).unsqueeze(-1)
+    x = torch.cat([z.sin(), (2 * z).cos(), z**2 / 4], 1)
+    posterior = ActiveSet(kernel, noise, z, x)
+    new = x[2:12:2] + 0.1 * torch.randn(5, 3, generator=generator)
+    new[torch.tensor([0, 1, 2]), torch.tensor([0, 2, 1])] = math.nan
+    found = infer_latents(posterior, new, starts=3, steps=200)
+    grid = torch.linspace(-3, 3, 4001).unsqueeze(-1)
+
+    def log_joint(latents):
+        mean, variance = posterior.predict(latents)
+        terms = dist.Normal(mean, variance.sqrt()).log_prob(new.unsqueeze(1).nan_to_num(0.0)).masked_fill(new.unsqueeze(1).isnan(), 0.0)
+        return (terms.sum(-1) - 0.5 * latents.square().sum(-1)).detach()
+
+    best = log_joint(grid).max(1)
+    reached = log_joint(found.unsqueeze(1).expand(5, 5, 1).transpose(0, 1)).diagonal()
+    assert bool((reached > best.values - 1e-3).all())
+    candidates = best_candidates(posterior, new, z, 2)
+    assert torch.equal(candidates[0], z[log_joint(z).argmax(1)])
+
+
+def test_state_dict_holds_what_predictions_need(generator):
+    x = circle(40, 3, generator)
+    decoder = make("point", False, 40, 3).initialize(x).condition_(x, 20)
+    buffer = io.BytesIO()
+    torch.save(decoder.state_dict(), buffer)
+    buffer.seek(0)
+    fresh = make("point", False, 40, 3)
+    fresh.load_state_dict(torch.load(buffer, weights_only=True))
+    z = torch.randn(5, 2, generator=generator)
+    torch.testing.assert_close(fresh.predict(z), decoder.predict(z))
+
+
+def test_principal_components(generator):
+    wide, tall = torch.randn(5, 40, generator=generator), torch.randn(40, 5, generator=generator)
+    for data in (wide, tall):
+        centred = data - data.mean(0)
+        scores = principal_components(centred, 2)
+        torch.testing.assert_close(scores.square().mean(0), torch.ones(2))
+        U, _, _ = torch.linalg.svd(centred, full_matrices=False)
+        torch.testing.assert_close((scores * U[:, :2]).sum(0).abs(), torch.full((2,), len(data) ** 0.5), rtol=1e-3, atol=1e-3)
+    assert bool(principal_components(torch.zeros(6, 3), 2).isfinite().all())
+
+
+def test_wrong_arguments_are_refused(generator):
+    x = torch.randn(10, 3, generator=generator)
+    decoder = make("free", False, 10, 3)
+    with pytest.raises(ValueError, match="must be positive"):
+        SASDecoder(0, 3)
+    with pytest.raises(ValueError, match="kernel has 3 inputs"):
+        SASDecoder(10, 3, kernel=kernels.RBF(3))
+    with pytest.raises(ValueError, match=r"data must have shape \(10, 3\)"):
+        decoder.initialize(x[:5])
+    with pytest.raises(ValueError, match="output 1 is missing in every"):
+        decoder.initialize(x.index_fill(1, torch.tensor([1]), math.nan))
+    with pytest.raises(RuntimeError, match="call condition_"):
+        decoder.predict(torch.zeros(1, 2))
+    with pytest.raises(ValueError, match="has no encoder"):
+        decoder.encode(x)
+    with pytest.raises(ValueError, match=r"data points must have shape \(M, 3\)"):
+        decoder.condition_(x).infer(x[:, :2])
+    wrong = SASDecoder(10, 3, encoder=nn.Linear(3, 5))
+    with pytest.raises(ValueError, match="encoder must return shape"):
+        wrong.latents(x)
