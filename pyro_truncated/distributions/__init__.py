@@ -1,9 +1,18 @@
 """Likelihoods that know their structure and so evaluate many states cheaply."""
 
+from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, GivenActiveSet
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 
-__all__ = ["LinearSuperposition", "MaximumSuperposition", "NoisyOrSuperposition", "SpikeSlabSuperposition", "or_missing"]
+__all__ = [
+    "ActiveSetGaussianProcess",
+    "GivenActiveSet",
+    "LinearSuperposition",
+    "MaximumSuperposition",
+    "NoisyOrSuperposition",
+    "SpikeSlabSuperposition",
+    "or_missing",
+]
