@@ -87,6 +87,10 @@ class ActiveSetGaussianProcess(TorchDistribution):
         # Computed here, so that impossible sizes are refused before any work.
         batch_size = latents.shape[-2]
         self.weights = split_weights(batch_size, num_active, batch_size if num_data is None else num_data, like=latents)
+        # The kernel is evaluated here and not in log_prob, where parameters of a PyroModule would escape the trace of its model.
+        head, tail = latents[..., :num_active, :], latents[..., num_active:, :]
+        self._matrix, self._cross = covariance(kernel, head, head), covariance(kernel, head, tail)
+        self._prior = prior_variance(kernel, latents)
         super().__init__(latents.shape[:-1], torch.Size([num_outputs]), validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetGaussianProcess:
@@ -112,13 +116,13 @@ class ActiveSetGaussianProcess(TorchDistribution):
     @property
     def variance(self) -> Tensor:
         """Prior variance of the observations ``(*batch, B, D)``."""
-        variance = prior_variance(self.kernel, self.latents) + self.noise.reshape(())
+        variance = self._prior + self.noise.reshape(())
         return variance.unsqueeze(-1).expand(self.batch_shape + self.event_shape)
 
     def condition(self, value: Tensor) -> ActiveSet:
         """The posterior given the active ones of the observations ``(*batch, B, D)``; it predicts deviations from ``loc``."""
         outputs = (value - self.loc)[..., : self.num_active, :]
-        return ActiveSet(self.kernel, self.noise, self.latents[..., : self.num_active, :], outputs)
+        return ActiveSet(self.kernel, self.noise, self.latents[..., : self.num_active, :], outputs, self._matrix)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch, B)`` of observations ``(*batch, B, D)``, weighted if ``num_data`` was given."""
@@ -127,7 +131,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         active = self.condition(value)
         terms = active.log_prob_terms()
         if self.num_active < self.latents.shape[-2]:
-            mean, variance = active.predict(self.latents[..., self.num_active :, :])
+            mean, variance = active.predict_from(self._prior[..., self.num_active :], self._cross)
             rest = conditional_log_prob((value - self.loc)[..., self.num_active :, :], mean, variance)
             terms = torch.cat([terms.expand(rest.shape[:-1] + terms.shape[-1:]), rest], -1)
         return terms if self.num_data is None else terms * self.weights
@@ -136,11 +140,10 @@ class ActiveSetGaussianProcess(TorchDistribution):
         """Draws observations of all data points: of the active set jointly, of each other one given these."""
         shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
         noise = torch.randn(shape, dtype=self.latents.dtype, device=self.latents.device)
-        head, tail = self.latents[..., : self.num_active, :], self.latents[..., self.num_active :, :]
-        cholesky, _ = factorize(covariance(self.kernel, head, head), self.noise.reshape(()))
+        cholesky, _ = factorize(self._matrix, self.noise.reshape(()))
         white = noise[..., : self.num_active, :]
-        basis = torch.linalg.solve_triangular(cholesky, covariance(self.kernel, head, tail), upper=False)
-        variance = (prior_variance(self.kernel, tail) - basis.square().sum(-2)).clamp(min=0.0) + self.noise.reshape(())
+        basis = torch.linalg.solve_triangular(cholesky, self._cross, upper=False)
+        variance = (self._prior[..., self.num_active :] - basis.square().sum(-2)).clamp(min=0.0) + self.noise.reshape(())
         rest = basis.mT @ white + variance.sqrt().unsqueeze(-1) * noise[..., self.num_active :, :]
         return self.loc + torch.cat([cholesky @ white, rest], -2)
 

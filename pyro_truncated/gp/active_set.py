@@ -160,6 +160,7 @@ class ActiveSet:
         noise: noise variance :math:`\sigma^2`, a scalar.
         latents: ``(*batch, A, Q)``.
         outputs: ``(*batch, A, D)``; NaN where missing.
+        matrix: kernel matrix ``(*batch, A, A)`` of the latents, if it is known already.
 
     Attributes:
         jitter: share of the prior variance that was added to the noise for the sake of the factorisation; 0 if none.
@@ -168,7 +169,7 @@ class ActiveSet:
         ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
     """
 
-    def __init__(self, kernel: kernels.Kernel, noise: Tensor, latents: Tensor, outputs: Tensor) -> None:
+    def __init__(self, kernel: kernels.Kernel, noise: Tensor, latents: Tensor, outputs: Tensor, matrix: Tensor | None = None) -> None:
         if latents.dim() < 2 or outputs.dim() < 2 or latents.shape[-2] != outputs.shape[-2]:
             raise ValueError(
                 f"latents (*batch, A, Q) and outputs (*batch, A, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}"
@@ -178,7 +179,7 @@ class ActiveSet:
         if self.noise.numel() != 1:
             raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.noise = self.noise.reshape(())
-        matrix = covariance(kernel, latents, latents)
+        matrix = covariance(kernel, latents, latents) if matrix is None else matrix
         observed = ~outputs.isnan()
         if bool(observed.all()):
             self.factors = [self._factor(matrix, slice(None), slice(None), outputs)]
@@ -230,7 +231,10 @@ class ActiveSet:
             mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noise=noise)
             shape = latents.shape[:-1]
             return mean.reshape(*shape, mean.shape[-1]), variance.reshape(*shape, variance.shape[-1])
-        prior, cross = prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents)
+        return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noise=noise)
+
+    def predict_from(self, prior: Tensor, cross: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+        """As :meth:`predict`, from prior variances ``(*batch, B)`` and covariances with the active set ``(*batch, A, B)``."""
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)

@@ -108,6 +108,15 @@ def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, 
     assert (mean - new).square().mean() < 0.3 * new.var()
 
 
+@pytest.mark.parametrize("kind", ["free", "point"])
+def test_a_step_moves_every_parameter(kind, generator):
+    x = circle(30, 4, generator)
+    decoder = make(kind, True, 30, 4, num_active=10).initialize(x, steps=5)
+    before = {name: value.detach().clone() for name, value in decoder.named_parameters()}
+    SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(x)
+    assert {name for name, value in decoder.named_parameters() if torch.equal(value, before[name])} == set()
+
+
 def test_matern_kernel_float64_and_missing_data_train(generator):
     x = circle(50, 6, generator).double()
     x[torch.rand(50, 6, generator=generator) < 0.1] = math.nan
