@@ -2,9 +2,18 @@
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.gaussian_mixture import GaussianMixture
+from pyro_truncated.models.max_spike_slab_sparse_coding import MaxSpikeSlabSparseCoding
 from pyro_truncated.models.maximal_causes import MaximalCauses
 from pyro_truncated.models.noisy_or import NoisyOr
 from pyro_truncated.models.poisson_mixture import PoissonMixture
 from pyro_truncated.models.spike_slab_sparse_coding import SpikeSlabSparseCoding
 
-__all__ = ["BinarySparseCoding", "GaussianMixture", "MaximalCauses", "NoisyOr", "PoissonMixture", "SpikeSlabSparseCoding"]
+__all__ = [
+    "BinarySparseCoding",
+    "GaussianMixture",
+    "MaxSpikeSlabSparseCoding",
+    "MaximalCauses",
+    "NoisyOr",
+    "PoissonMixture",
+    "SpikeSlabSparseCoding",
+]

@@ -3,6 +3,7 @@
 from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
+from pyro_truncated.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
@@ -16,6 +17,8 @@ __all__ = [
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
+    "GibbsEM",
+    "GibbsGuide",
     "Population",
     "Preselection",
     "SampledSearch",

@@ -2,6 +2,7 @@
 
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, GivenActiveSet
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
@@ -11,8 +12,10 @@ __all__ = [
     "ActiveSetGaussianProcess",
     "GivenActiveSet",
     "LinearSuperposition",
+    "MaximumSlabs",
     "MaximumSuperposition",
     "NoisyOrSuperposition",
+    "PiecewiseGaussian",
     "SpikeSlabSuperposition",
     "or_missing",
 ]

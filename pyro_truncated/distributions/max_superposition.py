@@ -23,7 +23,7 @@ class MaximumSuperposition(TorchDistribution):
     Negative entries of the dictionary never win. Entries of an observation that are NaN are missing and contribute nothing.
 
     Args:
-        states: states ``(*batch, H)``, zeros and ones.
+        states: states ``(*batch, H)``; real numbers, usually zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.
         scale: standard deviation :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         validate_args: whether to check parameters and values.
@@ -36,7 +36,7 @@ class MaximumSuperposition(TorchDistribution):
     """
 
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "states": constraints.independent(constraints.boolean, 1),
+        "states": constraints.real_vector,
         "weight": constraints.independent(constraints.real, 2),
         "scale": constraints.positive,
     }

@@ -8,6 +8,7 @@ from pyro_truncated.packed.energy import moments, noisy_or_log_prob, noisy_or_st
 from pyro_truncated.packed.evolution import cross, draw_seed, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
 from pyro_truncated.packed.initial import initial_states
 from pyro_truncated.packed.maximum import maximum_error, maximum_statistics
+from pyro_truncated.packed.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
 from pyro_truncated.packed.selection import repeated, select_top
 from pyro_truncated.packed.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 
@@ -20,6 +21,8 @@ __all__ = [
     "flip_sparse",
     "initial_states",
     "maximum_error",
+    "maximum_slab_gibbs",
+    "maximum_slab_statistics",
     "maximum_statistics",
     "moments",
     "noisy_or_log_prob",

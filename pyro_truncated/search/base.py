@@ -20,11 +20,14 @@ class SearchBatch:
         population: current populations, log joints up to date.
         score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``.
         observations: the batch's observed values by site name, data points first.
+        marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
+            populations: a sampler's, say.
     """
 
     population: Population
     score: Callable[[Tensor], Tensor]
     observations: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
+    marginals: Tensor | None = None
 
     @property
     def space(self) -> StateSpace:

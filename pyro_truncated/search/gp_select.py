@@ -10,7 +10,6 @@ from torch import Tensor
 
 from pyro_truncated import packed
 from pyro_truncated.gp.regression import LeaveOneOutRegression
-from pyro_truncated.population import Population
 from pyro_truncated.search.affinities import options_of
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
@@ -74,7 +73,7 @@ class RegressionAffinity:
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
         """
-        inputs, marginals = self._inputs_of(batch), _marginals(batch.population)
+        inputs, marginals = self._inputs_of(batch), _marginals(batch)
         if self._memory is None:
             self._memory = _Memory(inputs, marginals)
         indices = batch.population.indices
@@ -200,8 +199,11 @@ class _Memory:
             self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
 
 
-def _marginals(population: Population) -> Tensor:
+def _marginals(batch: SearchBatch) -> Tensor:
     """Posterior probabilities ``(N, P)`` of the options of a preselection, in float64."""
+    if batch.marginals is not None:
+        return batch.marginals.double()
+    population = batch.population
     options = options_of(population.space).to(population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
 

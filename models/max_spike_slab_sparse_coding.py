@@ -1,0 +1,347 @@
+"""Nonlinear spike-and-slab sparse coding: causes of varying strength, of which the strongest determines every observed dimension."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam, pyro_method
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import packed
+from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
+from pyro_truncated.gibbs import GibbsDraws
+from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows
+
+_WEIGHT_FLOOR = 1e-6
+_VARIANCE_FLOOR = 1e-6
+_NEVER_WINS = 1e-10
+_MAX_HALVINGS = 10
+_ROUNDING = 1e-12
+
+
+class MaxSpikeSlabSparseCoding(PyroModule):
+    r"""Spike-and-slab sparse coding in which causes superpose by maximum.
+
+    .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
+        y_d \sim \mathcal N(\max(0, \max_h b_h z_h W_{dh}), \sigma^2), \qquad W > 0.
+
+    The elements are positive, so a cause with a negative slab is present but not seen. Neither likelihood nor posterior have a closed form,
+    but every cause has one given the others. Two ways to train:
+
+    * by EM with Gibbs sampling over selected causes, as in the literature::
+
+        guide = GibbsGuide(model)
+        svi = SVI(model, guide, ClosedForm(model), GibbsEM(GPSelect(num_selected=5)))
+
+    * by gradients, with a truncated posterior over the indicators and slabs from a sequential proposal::
+
+        guide = AutoTruncated(model, num_states=32, conditional=model.conditional)
+        svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
+
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+
+    Scaling an element and unscaling its slab changes nothing. :meth:`maximize` settles this by slab means of one, so that an element is
+    what its cause adds to the data at mean strength.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        shared_prior: whether all latents share one :math:`\pi`.
+        shared_slab: whether all latents share one :math:`\mu` and one :math:`\tau`.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        slab_mean: :math:`\mu`, a scalar or ``(H,)``.
+        slab_scale: :math:`\tau`, a scalar or ``(H,)``.
+        unit: product of all factors by which :meth:`maximize` has rescaled coefficients so far, a scalar or ``(H,)``.
+
+    Reference:
+        Shelton, Sheikh, Bornschein, Sterne and Lücke, "Nonlinear Spike-and-Slab Sparse Coding for Interpretable Image Encoding", PLoS ONE
+        2015. The M-step here goes in the direction of the gradient of the expected log joint, where the published one weighs every data
+        point by the inverse of how often a cause wins in it.
+    """
+
+    # Who wins is decided under the parameters at the time, and for all of a batch at once.
+    statistics_depend_on_parameters = True
+    statistics_are_additive = False
+
+    weight: Tensor
+    scale: Tensor
+    prior: Tensor
+    slab_mean: Tensor
+    slab_scale: Tensor
+    unit: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        shared_prior: bool = True,
+        shared_slab: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_observed, self.num_latents, self.shared_prior, self.shared_slab = num_observed, num_latents, shared_prior, shared_slab
+        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        slab = torch.ones(() if shared_slab else (num_latents,), dtype=dtype)
+        weight = 0.5 + torch.rand(num_observed, num_latents, dtype=dtype)
+        self.weight = PyroParam(weight, constraints.positive)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
+        self.slab_mean = PyroParam(slab, constraints.real)  # type: ignore[assignment]
+        self.slab_scale = PyroParam(0.5**0.5 * slab, constraints.positive)  # type: ignore[assignment]
+        self.register_buffer("unit", torch.ones_like(slab, dtype=torch.float64))
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", MaximumSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
+
+    @pyro_method
+    def conditional(
+        self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
+    ) -> dict[str, Tensor]:
+        """Proposes slabs ``z`` given the indicators, each exactly given the others; the ``conditional`` of an ``AutoTruncated`` guide."""
+        parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
+        return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> MaxSpikeSlabSparseCoding:
+        r"""Starts from the data: elements are magnitudes of random data points, :math:`\sigma^2` is the data's variance.
+
+        The rest is :math:`\pi = 2 / H`, :math:`\mu = 1`, :math:`\tau^2 = 1/2`.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        check_data(y, self.num_observed)
+        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
+        rows = random_rows(y, self.num_latents, generator)
+        # A little noise tells elements apart that started from equal data points.
+        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        self.weight = (rows + 0.01 * deviation * noise).abs().clamp(min=_WEIGHT_FLOOR).mT.to(self.weight).contiguous()
+        self.scale = deviation.to(self.scale)
+        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.slab_mean = torch.ones_like(self.slab_mean)
+        self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
+        return self
+
+    # --- the E-step: what a GibbsGuide asks for ---
+
+    @torch.no_grad()
+    def gibbs(
+        self,
+        y: Tensor,
+        selected: Tensor,
+        coefficients: Tensor,
+        *,
+        burn_in: int,
+        sweeps: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        r"""Draws coefficients :math:`s = b \odot z` of the selected latents by Gibbs sampling from their exact conditionals.
+
+        Args:
+            y: data ``(n, D)``.
+            selected: selected latents ``(n, K)``; all others are off.
+            coefficients: where the chains start, ``(n, H)``.
+            burn_in: sweeps before the first one kept.
+            sweeps: sweeps kept.
+            temperature: factor on the variance of the noise.
+            generator: source of randomness.
+
+        Returns:
+            Draws ``(n, sweeps, K)``, zero where a latent is off, and the mean of the exact conditional probabilities that the latents are
+            on, ``(n, K)``.
+        """
+        precision = (self.scale.double().square() * temperature).reciprocal().expand(self.num_observed)
+        latents = (self.prior.double().logit(), self.slab_mean, self.slab_scale)
+        log_odds, slab_mean, slab_scale = (parameter.expand(self.num_latents) for parameter in latents)
+        return packed.maximum_slab_gibbs(
+            check_data(y, self.num_observed),
+            self.weight,
+            precision,
+            log_odds,
+            slab_mean,
+            slab_scale,
+            selected,
+            coefficients,
+            burn_in=burn_in,
+            sweeps=sweeps,
+            generator=generator,
+        )
+
+    @torch.no_grad()
+    def singletons(self, y: Tensor) -> Tensor:
+        r"""Exact log joint of the state without active latents and of those with one, slabs integrated out.
+
+        Args:
+            y: data ``(n, D)``.
+
+        Returns:
+            ``(n, 1 + H)`` in float64.
+        """
+        value = check_data(y, self.num_observed).double().unsqueeze(1)
+        nothing = torch.zeros_like(value).nan_to_num(0.0)
+        zero = MaximumSuperposition(nothing[..., :1], nothing.new_zeros(self.num_observed, 1), self.scale.double()).log_prob(value)
+        slabs = (parameter.expand(self.num_latents) for parameter in (self.slab_mean, self.slab_scale))
+        single = PiecewiseGaussian.of_maximum(value, nothing, self.weight.mT, self.scale, *slabs).log_normalizer
+        prior = self.prior.double().expand(self.num_latents)
+        return torch.cat([zero, single + prior.logit()], 1) + torch.log1p(-prior).sum()
+
+    @torch.no_grad()
+    def site_values(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """Values of the sites ``s`` and ``z`` for coefficients ``(*batch, H)``; latents that are off get slabs drawn from their prior."""
+        slabs = self.slab_mean + self.slab_scale * torch.randn(coefficients.shape, dtype=self.weight.dtype, device=coefficients.device)
+        is_on = coefficients != 0
+        return {"s": is_on.to(self.weight), "z": torch.where(is_on, coefficients.to(self.weight), slabs)}
+
+    @torch.no_grad()
+    def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
+        r"""Log joint of data, indicators and slabs of active latents, averaged over the draws and summed over the data points.
+
+        The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
+        """
+        rows = _rows_of(check_data(y, self.num_observed), draws)
+        errors = packed.maximum_slab_statistics(rows, self.weight, draws.selected, draws.coefficients)[2].sum()
+        moments = _moments(draws, self.num_latents)
+        scale, prior = self.scale.double(), self.prior.double()
+        mean, deviation = self.slab_mean.double(), self.slab_scale.double()
+        noise = dist.Normal(0.0, scale)
+        observed = (~rows.isnan()).double().sum()
+        likelihood = observed * noise.log_prob(torch.zeros_like(scale)) - 0.5 * errors / scale.square()
+        spread = moments["coefficient_squares"] - 2 * mean * moments["coefficients"] + mean.square() * moments["active"]
+        at_mean = dist.Normal(mean, deviation).log_prob(mean)
+        slabs = (moments["active"] * at_mean - 0.5 * spread / deviation.square()).sum()
+        indicators = (moments["states"] * prior.logit()).sum() + len(rows) * torch.log1p(-prior).expand(self.num_latents).sum()
+        total: Tensor = likelihood + slabs + indicators
+        return total
+
+    # --- the M-step ---
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, draws: GibbsDraws, y: Tensor, batch_size: int | None = None, num_data: int | None = None
+    ) -> dict[str, Tensor]:
+        r"""Sums over the data points of means over the draws that :meth:`maximize` needs, in float64.
+
+        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
+
+        Args:
+            draws: draws of the coefficients; their ``indices`` select the data points among ``y``.
+            y: all data, ``(N, D)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+
+        Returns:
+            ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``; ``active``, ``coefficients`` and
+            ``coefficient_squares``, the sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`,
+            ``(H,)``; ``wins``, that of :math:`\langle s^2 \rangle` where the latent attains the maximum in an observed dimension,
+            ``(D, H)``; ``claims``, the same times the entry of the dictionary that these data ask for; ``errors``, the expected squared
+            residuals under that dictionary; ``squares``, the sum of the squared entries; ``observed``, the number of entries. All can be
+            added and scaled.
+        """
+        rows = _rows_of(check_data(y, self.num_observed), draws)
+        squares = rows.double().nan_to_num(0.0).square().sum(0)
+        weight = self.weight.double()
+
+        def won(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            return packed.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
+
+        products, wins, before = won(weight)
+        step = torch.where(wins > _NEVER_WINS, products / wins, weight).clamp(min=_WEIGHT_FLOOR) - weight
+        for _ in range(_MAX_HALVINGS):
+            chosen = weight + step
+            errors = won(chosen)[2]
+            is_worse = errors > before + _ROUNDING * squares
+            if not bool(is_worse.any()):
+                break
+            step = torch.where(is_worse.unsqueeze(-1), 0.5 * step, step)
+        else:
+            chosen, errors = torch.where(is_worse.unsqueeze(-1), weight, chosen), torch.where(is_worse, before, errors)
+        return {
+            **_moments(draws, self.num_latents),
+            "num_data": wins.new_tensor(len(rows)),
+            "wins": wins,
+            "claims": wins * chosen,
+            "errors": errors.sum(),
+            "squares": squares.sum(),
+            "observed": (~rows.isnan()).double().sum(),
+        }
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Raises the expected log joint of data, indicators and slabs.
+
+        With averages :math:`\langle\cdot\rangle` over draws and :math:`A_{dh} = 1` where latent ``h`` attains the maximum in dimension
+        ``d``: :math:`W_{dh} = \sum_n y_{nd} \langle A_{dh} s_h \rangle / \sum_n \langle A_{dh} s_h^2 \rangle`, or on the way there (see
+        :meth:`sufficient_statistics`); :math:`\sigma^2` is the mean expected squared residual of the observed entries;
+        :math:`\pi = \frac1N \sum_n \langle b \rangle`; :math:`\mu = \sum_n \langle s \rangle / n` and
+        :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2` with :math:`n = \sum_n \langle b \rangle`; sums run over the latents where
+        parameters are shared. Entries that never win, and slabs that are never seen, stay as they are.
+
+        Where a slab mean is positive it is then scaled to one; the ``statistics`` are brought into the same units, so that they can be
+        added to later ones.
+        """
+        wins = statistics["wins"]
+        weight = torch.where(wins > _NEVER_WINS, statistics["claims"] / wins, self.weight.double()).clamp(min=_WEIGHT_FLOOR)
+        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
+        count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
+        is_used, power = count > _NEVER_WINS, second / count
+        slab_mean = torch.where(is_used, first / count, self.slab_mean.double())
+        slab_variance = (power - slab_mean.square()).maximum(_VARIANCE_FLOOR * power)
+        slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
+        gain = torch.where(is_used & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
+        self.weight = (weight / gain).clamp(min=_WEIGHT_FLOOR).to(self.weight)
+        self.scale = torch.maximum(statistics["errors"] / statistics["observed"], floor).sqrt().to(self.scale)
+        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self.slab_mean = (slab_mean * gain).to(self.slab_mean)
+        self.slab_scale = (slab_scale * gain).to(self.slab_scale)
+        self.unit = self.unit * gain
+        for name, factor in (("coefficients", gain), ("coefficient_squares", gain**2), ("wins", gain**2), ("claims", gain)):
+            statistics[name] = statistics[name] * factor
+
+    def _shared(self, sums: Tensor) -> Tensor:
+        """Sums over the latents, if they share their slab."""
+        return sums.sum() if self.shared_slab else sums
+
+    @torch.no_grad()
+    def reconstruct(self, draws: GibbsDraws) -> Tensor:
+        """Mean over the draws of the noise-free data, for denoising and in-painting, ``(n, D)``."""
+        mean = torch.zeros(len(draws.selected), self.num_observed, dtype=torch.float64, device=draws.selected.device)
+        for coefficients in draws.spread(self.num_latents).unbind(1):
+            mean += MaximumSuperposition(coefficients, self.weight.double(), self.scale.double()).mean
+        return (mean / draws.coefficients.shape[1]).to(self.weight)
+
+
+def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:
+    return y if draws.indices is None else y[draws.indices.to(y.device)]
+
+
+def _moments(draws: GibbsDraws, num_latents: int) -> dict[str, Tensor]:
+    """Sums over the data points of the moments of indicators and coefficients, ``(H,)`` each in float64."""
+    coefficients = draws.coefficients.double()
+    moments = {
+        "states": draws.probabilities.double(),
+        "active": (coefficients != 0).double().mean(1),
+        "coefficients": coefficients.mean(1),
+        "coefficient_squares": coefficients.square().mean(1),
+    }
+    zero = coefficients.new_zeros(num_latents)
+    selected = draws.selected.flatten()
+    return {name: zero.scatter_add(0, selected, moment.flatten()) for name, moment in moments.items()}
