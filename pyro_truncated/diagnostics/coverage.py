@@ -128,8 +128,8 @@ class Growth:
 
     Attributes:
         free_energy: as they are.
-        searched: after more search at the same size.
-        doubled: after the same search at twice the size.
+        searched: of the best states that more search finds, as many as now.
+        doubled: of twice as many.
     """
 
     free_energy: Tensor
@@ -138,12 +138,12 @@ class Growth:
 
     @property
     def by_search(self) -> Tensor:
-        """What more search gains: large where the search had not converged."""
+        """What more search gains, never negative: large where the search had not converged."""
         return self.searched - self.free_energy
 
     @property
     def by_size(self) -> Tensor:
-        """What twice the states gain on top of that: large where the populations are too small."""
+        """What twice the states gain on top of that, never negative: large where the populations are too small."""
         return self.doubled - self.searched
 
 
@@ -175,9 +175,12 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
         batch = SearchBatch(known, log_joint.scorer(rows), {name: value[rows] for name, value in observations.items()})
         spare = batch.scored(initial_population(known.space, len(known), size, device=known.words.device))
-        searched.append(_improved(batch, search, steps).free_energy())
-        larger = dataclasses.replace(batch, population=known.merge(spare, size))
-        doubled.append(_improved(larger, search, steps).free_energy())
+        small = _improved(batch, search, steps)
+        large = _improved(dataclasses.replace(batch, population=known.merge(spare, size)), search, steps)
+        # Of all that either search has found, so that the two numbers differ by the size alone.
+        large = large.merge(small)
+        doubled.append(large.free_energy())
+        searched.append(small.merge(large).free_energy())
     return Growth(plain(population.free_energy()), plain(torch.cat(searched)), plain(torch.cat(doubled)))
 
 

@@ -33,8 +33,8 @@ class Evidence:
         lower: lower end of the confidence interval.
         upper: upper end of the confidence interval.
         standard_error: standard error of :math:`\log \hat p(y_n)`, to first order.
-        pareto_k: tail index of the importance weights; above 0.7 neither estimate nor interval can be relied on. NaN where the weights take
-            too few values for a tail to be fitted (small spaces).
+        pareto_k: tail index of the importance weights outside the population; above 0.7 neither estimate nor interval can be relied on.
+            NaN where the weights take too few values for a tail to be fitted (small spaces).
         effective_draws: how many draws the estimated missing mass rests on, :math:`(\sum_i w_i)^2 / \sum_i w_i^2` over those outside.
         stochastic_upper: an upper bound in expectation, where exact posterior draws were given; else ``None``.
         confidence: of the interval.
@@ -131,20 +131,17 @@ def estimate_evidence(
     if exact_words is not None and exact_words.shape[:-1] != (len(population),):
         raise ValueError(f"exact_states must hold one state for each of {len(population)} data points; got {tuple(exact_words.shape[:-1])}")
     proposal = Proposal(population, generator)
-    total, outside, at_exact = [], [], []
+    outside, at_exact = [], []
     for rows in log_joint.row_blocks(num_samples + population.num_states):
         parts = []
         for count in proposal.block_sizes(num_samples, rows, log_joint.memory_budget):
             words = proposal.sample(count, rows)
             parts.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows))
-        total.append(torch.cat([ratio for ratio, _ in parts], 1))
-        outside.append(torch.cat([ratio for _, ratio in parts], 1))
+        outside.append(torch.cat(parts, 1))
         if exact_words is not None:
             words = exact_words[rows].unsqueeze(1)
-            at_exact.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows)[1])
-    result = _estimates(
-        population.free_energy(), torch.cat(total), torch.cat(outside), torch.cat(at_exact) if at_exact else None, confidence
-    )
+            at_exact.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows))
+    result = _estimates(population.free_energy(), torch.cat(outside), torch.cat(at_exact) if at_exact else None, confidence)
     unreliable = float((~result.is_reliable).double().mean())
     if unreliable > 0.1:
         warnings.warn(
@@ -156,14 +153,13 @@ def estimate_evidence(
     return result
 
 
-def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-    """Log importance weights ``(n, M)``, of all draws and with those inside the population set to zero weight."""
+def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> Tensor:
+    """Log importance weights ``(n, M)`` of draws; zero weight inside the population, whose mass is known."""
     density, is_inside = proposal.log_density(words, rows)
-    ratio = scores.double() - density
-    return ratio, ratio.masked_fill(is_inside, -math.inf)
+    return (scores.double() - density).masked_fill(is_inside, -math.inf)
 
 
-def _estimates(free_energy: Tensor, ratios: Tensor, outside: Tensor, at_exact: Tensor | None, confidence: float) -> Evidence:
+def _estimates(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, confidence: float) -> Evidence:
     """Everything relative to the population's mass, so that nothing over- or underflows."""
     num_samples = outside.shape[1]
     relative = outside - free_energy.unsqueeze(-1)
@@ -188,7 +184,7 @@ def _estimates(free_energy: Tensor, ratios: Tensor, outside: Tensor, at_exact: T
         lower=plain(lower),
         upper=plain(higher),
         standard_error=plain(standard_error),
-        pareto_k=_tail_indices(plain(ratios)),
+        pareto_k=_tail_indices(plain(outside)),
         effective_draws=plain(effective),
         stochastic_upper=bound,
         confidence=confidence,
@@ -199,6 +195,7 @@ def _tail_indices(ratios: Tensor) -> Tensor:
     """Tail indices ``(N,)`` of log ratios ``(N, M)``; NaN where the tail holds too many equal values."""
     num_samples = ratios.shape[1]
     tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
+    # Draws of zero weight differ by NaN, which exceeds nothing.
     distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5
     shapes = torch.full((len(ratios),), math.nan, dtype=torch.float64)
     if bool(distinct.any()):
