@@ -1,6 +1,6 @@
 """Likelihoods that know their structure and so evaluate many states cheaply."""
 
-from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, GivenActiveSet
+from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, ActiveSetPosterior, GivenActiveSet
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
@@ -10,6 +10,7 @@ from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 
 __all__ = [
     "ActiveSetGaussianProcess",
+    "ActiveSetPosterior",
     "GivenActiveSet",
     "LinearSuperposition",
     "MaximumSlabs",

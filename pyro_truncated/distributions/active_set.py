@@ -148,6 +148,81 @@ class ActiveSetGaussianProcess(TorchDistribution):
         return self.loc + torch.cat([cholesky @ white, rest], -2)
 
 
+class ActiveSetPosterior(ActiveSetGaussianProcess):
+    r"""A normal posterior of the functions at all data points, for a guide where observations are not Gaussian.
+
+    In the model the functions ``f`` come from an :class:`ActiveSetGaussianProcess` over the same latents, with a small noise
+    :math:`\varepsilon`. Here those of the active set are weighed by Gaussian sites, one pseudo-target per value, and the others follow from
+    them as in the model:
+
+    .. math:: q(f) \propto p(f_A \mid z_A) \prod_{a \in A} \mathcal N(y_a;\, f_a, \tau^2 I) \prod_{n \in R} p(f_n \mid f_A, z)
+
+    so that :math:`\log q(f) - \log p(f) = \log \mathcal N(y_A; f_A, \tau^2) - \log \mathcal N(y_A; 0, K_{AA} + (\varepsilon + \tau^2) I)`.
+    The width :math:`\tau` is shared, which keeps the covariance the same for all outputs: two Cholesky factors serve them all.
+
+    Args:
+        latents: ``(*batch, B, Q)``, active set first.
+        kernel: the model's kernel.
+        noise: the model's noise :math:`\varepsilon` of the functions.
+        num_active: size of the active set.
+        targets: pseudo-targets of the active points, ``(*batch, A, D)``.
+        width: variance :math:`\tau^2` of the sites, a scalar.
+        loc: mean of the functions, a scalar or ``(D,)``.
+        num_data: as for the model's distribution.
+        validate_args: whether to check parameters and values.
+    """
+
+    def __init__(
+        self,
+        latents: Tensor,
+        kernel: Kernel,
+        noise: Tensor | float,
+        num_active: int,
+        targets: Tensor,
+        width: Tensor | float,
+        *,
+        loc: Tensor | float = 0.0,
+        num_data: int | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if targets.shape[-2] != num_active:
+            raise ValueError(f"targets are needed for the {num_active} active points; got shape {tuple(targets.shape)}")
+        super().__init__(latents, kernel, noise, num_active, targets.shape[-1], loc=loc, num_data=num_data, validate_args=validate_args)
+        self.targets, self.width = targets, torch.as_tensor(width, dtype=latents.dtype, device=latents.device).reshape(())
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> ActiveSetPosterior:
+        """As for :class:`ActiveSetGaussianProcess`."""
+        prior = super().expand(batch_shape)
+        if prior is self:
+            return self
+        arguments = (prior.latents, self.kernel, self.noise, self.num_active, self.targets, self.width)
+        return ActiveSetPosterior(*arguments, loc=self.loc, num_data=self.num_data, validate_args=False)
+
+    def sites(self) -> ActiveSet:
+        """The process given the pseudo-targets: it predicts the functions, as deviations from ``loc``."""
+        latents = self.latents[..., : self.num_active, :]
+        return ActiveSet(self.kernel, self.noise + self.width, latents, self.targets - self.loc, self._matrix)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log densities ``(*batch, B)`` of function values ``(*batch, B, D)``, weighted if ``num_data`` was given."""
+        prior = super().log_prob(value)
+        residual = self.targets - value[..., : self.num_active, :]
+        gain = conditional_log_prob(residual, torch.zeros_like(residual), self.width.reshape(1, 1)) - self.sites().log_prob_terms()
+        gain = gain if self.num_data is None else gain * self.weights[: self.num_active]
+        return prior + torch.nn.functional.pad(gain, (0, prior.shape[-1] - gain.shape[-1]))
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws function values: a draw from the prior, moved by what a draw of the pseudo-targets lacks of the true ones."""
+        draw = super().rsample(sample_shape) - self.loc
+        head = draw[..., : self.num_active, :]
+        noisy = head + self.width.sqrt() * torch.randn_like(head)
+        (factor,) = self.sites().factors
+        step = torch.cholesky_solve(self.targets - self.loc - noisy, factor.cholesky)
+        identity = torch.eye(self.num_active, dtype=step.dtype, device=step.device)
+        moved = (self._matrix + self.noise.reshape(()) * identity) @ step
+        return self.loc + draw + torch.cat([moved, self._cross.mT @ step], -2)
+
+
 class GivenActiveSet(TorchDistribution):
     r"""Observations given an active set that is held fixed: :math:`p(x_n \mid x_A, z_n)`, independent over data points.
 
