@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
-from pyro_truncated.packed.bits import WORD_BITS
+from pyro_truncated.packed.selection import WORD_BITS
 
 _MAX_ENUMERATED = 2**22
 _MAX_CARDINALITY = 2**31

@@ -9,12 +9,11 @@ from torch import Tensor
 
 from pyro_truncated.packed import bits_cpu
 from pyro_truncated.packed.evolution import draw_seed
-from pyro_truncated.packed.selection import check_words, uses_kernels
+from pyro_truncated.packed.selection import check_bits, check_words, uses_kernels
 
 if TYPE_CHECKING:
     from pyro_truncated.states import StateSpace
 
-WORD_BITS = 64
 _BLOCK_ENTRIES = 2**23
 _COMPILED = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
@@ -48,10 +47,14 @@ def activation_probabilities(words: Tensor, weights: Tensor, space: StateSpace) 
 
     Returns:
         ``(N, L)`` in the type of the weights, accumulated in float64 on the CPU.
+
+    Raises:
+        ValueError: if the shapes do not fit or a state does not belong to the space.
     """
     if not space.is_binary:
         return value_probabilities(words, weights, space)[..., 1:].sum(-1)
-    check_words("words", words)
+    _check_weighted(words, weights, space)
+    check_bits(words, space.num_latents)
     if not uses_kernels(words):
         blocks = [
             torch.einsum("ns,nsl->nl", weights[rows], _unpack_dense(words[rows], space, weights.dtype)) for rows in _blocks(words, space)
@@ -72,21 +75,26 @@ def value_probabilities(words: Tensor, weights: Tensor, space: StateSpace) -> Te
 
     Returns:
         ``(N, L, V)`` with ``V`` the largest cardinality; zero at values that a latent does not have.
+
+    Raises:
+        ValueError: if the shapes do not fit or a state does not belong to the space.
     """
     if space.is_binary:
         active = activation_probabilities(words, weights, space)
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
-    check_words("words", words)
+    _check_weighted(words, weights, space)
     num_data, num_values = words.shape[0], max(space.cardinalities)
     if uses_kernels(words):
         out = torch.zeros(num_data, space.num_latents, num_values, dtype=torch.float64)
         states, shares = words.contiguous().numpy(), weights.detach().contiguous().numpy()
         masks = _field_masks(space).numpy()
-        bits_cpu.add_weights_of_values(states, shares, space.word.numpy(), space.shift.numpy(), masks, out.numpy())
+        fields = space.word.numpy(), space.shift.numpy(), masks, space.cardinality.numpy()
+        _check_values(bits_cpu.add_weights_of_values(states, shares, *fields, out.numpy()))
         return out.to(weights.dtype)
     out = weights.new_zeros(num_data, space.num_latents, num_values)
     for rows in _blocks(words, space):
         values = _unpack_dense(words[rows], space, torch.int64).mT
+        _check_values(int((values >= space.cardinality.to(values.device).unsqueeze(-1)).sum()))
         out[rows].scatter_add_(2, values, weights[rows].unsqueeze(1).expand_as(values))
     return out
 
@@ -124,6 +132,18 @@ def draw_values(probabilities: Tensor, num_samples: int, space: StateSpace, *, g
         values = sum((uniform < tail.unsqueeze(1)).long() for tail in tails.unbind(-1))
         parts.append(space.pack(values if isinstance(values, Tensor) else torch.zeros(shape, dtype=torch.long, device=tails.device)))
     return torch.cat(parts, 1)
+
+
+def _check_weighted(words: Tensor, weights: Tensor, space: StateSpace) -> None:
+    check_words("words", words)
+    if words.shape[-1] != space.num_words or weights.shape != words.shape[:2]:
+        given = f"{tuple(words.shape)} and {tuple(weights.shape)}"
+        raise ValueError(f"words and weights must have the shapes (N, S, {space.num_words}) and (N, S); got {given}")
+
+
+def _check_values(num_invalid: int) -> None:
+    if num_invalid:
+        raise ValueError(f"{num_invalid} latents of the states hold values that they do not have; the states belong to another state space")
 
 
 def _unpack_dense(words: Tensor, space: StateSpace, dtype: torch.dtype) -> Tensor:

@@ -6,6 +6,7 @@ from numba import njit, prange, types
 from numba.extending import intrinsic
 
 from pyro_truncated.packed.random_cpu import STEP, stream, uniform
+from pyro_truncated.packed.threads import parallel_kernel
 
 
 @intrinsic
@@ -18,7 +19,18 @@ def trailing_zeros(typing_context, word):
     return types.int64(types.int64), generate
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@njit(cache=True, nogil=True)
+def first_beyond(words, beyond):
+    """Position of the first state, counted through all rows, whose last word has any of the given bits; -1 if there is none."""
+    num_rows, num_states, num_words = words.shape
+    for n in range(num_rows):
+        for c in range(num_states):
+            if words[n, c, num_words - 1] & beyond:
+                return n * num_states + c
+    return -1
+
+
+@parallel_kernel()
 def unpack_bits(words, out):
     """Bits of ``words`` ``(R, W)`` as numbers ``(R, L)``, one bit per latent."""
     num_latents = out.shape[1]
@@ -30,7 +42,7 @@ def unpack_bits(words, out):
                 out[r, 64 * w + i] = np.int8((bits >> i) & 1)
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def unpack_fields(words, word, shift, mask, out):
     """Fields of ``words`` ``(R, W)`` as numbers ``(R, L)``."""
     for r in prange(len(words)):
@@ -38,7 +50,7 @@ def unpack_fields(words, word, shift, mask, out):
             out[r, h] = np.int32((words[r, word[h]] >> shift[h]) & mask[h])
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def add_weights_of_bits(words, weights, out):
     """Adds each state's weight to ``out`` ``(N, L)`` wherever its bit is set."""
     num_data, num_states, num_words = words.shape
@@ -52,17 +64,23 @@ def add_weights_of_bits(words, weights, out):
                     bits &= bits - 1
 
 
-@njit(cache=True, nogil=True, parallel=True)
-def add_weights_of_values(words, weights, word, shift, mask, out):
-    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values."""
+@parallel_kernel()
+def add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
+    """Adds each state's weight to ``out`` ``(N, L, V)`` at its values; returns how many values are none of their latents'."""
     num_data, num_states, _ = words.shape
+    num_invalid = 0
     for n in prange(num_data):
         for s in range(num_states):
             for h in range(len(word)):
-                out[n, h, (words[n, s, word[h]] >> shift[h]) & mask[h]] += weights[n, s]
+                value = (words[n, s, word[h]] >> shift[h]) & mask[h]
+                if value < cardinality[h]:
+                    out[n, h, value] += weights[n, s]
+                else:
+                    num_invalid += 1
+    return num_invalid
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def draw_values(tails, word, shift, seed, out):
     """Independent latents by inversion: the value is the number of tail probabilities ``P(value > v)`` above a uniform number."""
     num_data, num_samples, num_words = out.shape

@@ -1,9 +1,11 @@
 """Compiled kernel behind :mod:`pyro_truncated.packed.combination`."""
 
-from numba import njit, prange
+from numba import prange
+
+from pyro_truncated.packed.threads import parallel_kernel
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def combine(chosen, parent, last, out):
     """Fills ``out`` ``(N, S, W)``: state 0 is zero, any other its parent, which comes before it, and one of ``chosen`` ``(N, K, W)``."""
     num_data, num_states, num_words = out.shape

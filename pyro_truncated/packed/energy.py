@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyro_truncated.packed import energy_cpu, energy_dense
-
-_WORD_BITS = 64
+from pyro_truncated.packed.selection import check_bits
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
@@ -36,7 +35,7 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
         ValueError: if the shapes do not fit.
     """
     num_data, num_latents = _check_words(words, linear, "linear (N, H)")
-    _check_width(words, num_latents)
+    check_bits(words, num_latents)
     if pairwise.shape not in ((num_latents, num_latents), (num_data, num_latents, num_latents)):
         raise ValueError(f"pairwise must have shape (H, H) or (N, H, H) with N={num_data}, H={num_latents}; got {tuple(pairwise.shape)}")
     return _PairEnergy.apply(words, linear, pairwise)  # type: ignore[no-any-return, no-untyped-call]
@@ -60,7 +59,7 @@ def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = 
         ValueError: if the shapes do not fit.
     """
     _check_scores(words, weights)
-    _check_width(words, num_latents)
+    check_bits(words, num_latents)
     return _kernels(words).moments(words, weights, num_latents, per_datum)  # type: ignore[no-any-return]
 
 
@@ -209,12 +208,6 @@ def _check_words(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]
     return companion.shape[0], companion.shape[1]
 
 
-def _check_width(words: Tensor, num_latents: int) -> None:
-    num_words = (num_latents + _WORD_BITS - 1) // _WORD_BITS
-    if words.shape[-1] != num_words:
-        raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
-
-
 def _check_scores(words: Tensor, weights: Tensor) -> None:
     _check_words(words, weights, "weights (N, C)")
     if weights.shape != words.shape[:2]:
@@ -226,7 +219,7 @@ def _check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tens
     if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
         expected = f"(D, H) and (D,) with D={num_observed}"
         raise ValueError(f"parameters must have shapes {expected}; got {tuple(weight.shape)} and {tuple(offset.shape)}")
-    _check_width(words, weight.shape[1])
+    check_bits(words, weight.shape[1])
 
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:

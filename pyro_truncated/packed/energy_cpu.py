@@ -12,6 +12,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from pyro_truncated.packed.bits_cpu import trailing_zeros
+from pyro_truncated.packed.threads import parallel_kernel
 
 _MAX_BLOCKS = 64
 _ACCUMULATOR_BYTES = 8 * 2**20
@@ -129,7 +130,7 @@ def _padded(count):
     return (count + _LANES - 1) // _LANES * _LANES
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel()
 def _pair_energy(words, linear, folded, out):
     num_rows, num_candidates, num_words = words.shape
     total = linear.shape[0] * num_candidates
@@ -149,7 +150,7 @@ def _pair_energy(words, linear, folded, out):
             out[n, c] = energy
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel()
 def _moments(words, weights, first, second):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_blocks = weights.shape[0], second.shape[0]
@@ -218,7 +219,7 @@ def _sum_log(factors, size):
     return total
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=4)
 def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_complement, leak, out):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
@@ -258,7 +259,7 @@ def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_co
 
 
 # Dividing by the probability of an impossible observation gives infinity, not an exception.
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@parallel_kernel(cost=4, error_model="numpy")
 def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
@@ -333,7 +334,7 @@ def _weighted_square(residual, precision, size):
     return total
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=4)
 def _square_error(words, value, weight, precision, out):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
@@ -358,7 +359,7 @@ def _square_error(words, value, weight, precision, out):
                 out[n, c] = _weighted_square(residual, near_precision, _padded(count))
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=4)
 def _square_error_gradients(words, grad, value, weight, precision, grad_value, sums):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]

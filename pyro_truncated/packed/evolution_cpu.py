@@ -6,6 +6,7 @@ import numpy as np
 from numba import njit, prange
 
 from pyro_truncated.packed.random_cpu import STEP, below, stream, uniform
+from pyro_truncated.packed.threads import parallel_kernel
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -59,7 +60,7 @@ def _draw(weights, threshold):
     return last
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def select_parents(log_joint, by_fitness, seed, out):
     """Successive draws without replacement, ``out`` ``(N, P)``."""
     num_data, num_states = log_joint.shape
@@ -80,7 +81,7 @@ def select_parents(log_joint, by_fitness, seed, out):
             weights[chosen] = 0.0
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def cross(parents, word, shift, seed, out):
     """Both offspring of every pair of parents, pair after pair."""
     num_data, num_parents, num_words = parents.shape
@@ -118,7 +119,7 @@ def change_latent(state_words, word, shift, cardinality, draw):
     state_words[word] ^= (old ^ new) << shift
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def flip_random(words, fields, seed, out):
     """Changes one latent of every state; ``fields`` are rows word, shift, cardinality of the latents that can change."""
     num_data, num_states, num_words = words.shape
@@ -183,7 +184,7 @@ def _walk(words, fields, log_stay, only_zeros, state, out):
     return state, changed
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, seed, out):
     """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
     num_data, num_states, _ = words.shape

@@ -8,6 +8,7 @@ from numba import njit, prange
 from pyro_truncated.packed.evolution_cpu import change_latent
 from pyro_truncated.packed.random_cpu import STEP, below, stream, uniform
 from pyro_truncated.packed.selection_cpu import insert, new_table
+from pyro_truncated.packed.threads import parallel_kernel
 
 
 @njit(cache=True, nogil=True)
@@ -63,7 +64,7 @@ def _fill_sparse(fields, first, state, out):
     return state
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel(cost=4)
 def initial_states(zero, singletons, others, fields, seed, out):
     """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
     num_states = out.shape[1]

@@ -21,6 +21,7 @@ from pyro_truncated.packed.energy_cpu import (
     _weighted_square,
     _words,
 )
+from pyro_truncated.packed.threads import parallel_kernel
 
 _MAX_BLOCKS = 64
 
@@ -56,7 +57,7 @@ def _maximum(weight, active, count, size, out):
             out[j] = row[j] if row[j] > out[j] else out[j]
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=4)
 def _maximum_error(words, value, weight, precision, out):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
@@ -100,7 +101,7 @@ def _winner(weight, active, count, size, out, winner):
                 winner[j] = h
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=4)
 def _maximum_statistics(words, weights, value, weight, total, prediction, wins, sums):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_observed = value.shape

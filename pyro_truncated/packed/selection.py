@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.packed import selection_cpu, selection_dense
+from pyro_truncated.packed import bits_cpu, selection_cpu, selection_dense
+
+WORD_BITS = 64
 
 
 def repeated(words: Tensor) -> Tensor:
@@ -73,6 +75,33 @@ def check_words(name: str, words: Tensor) -> None:
     """Refuses anything that is not ``(N, C, W)`` int64."""
     if words.dim() != 3 or words.dtype != torch.int64:
         raise ValueError(f"{name} must be packed states (N, C, W) of type int64; got shape {tuple(words.shape)} of type {words.dtype}")
+
+
+def check_bits(words: Tensor, num_latents: int) -> None:
+    """Refuses states ``(N, C, W)`` that are not made of ``num_latents`` binary latents: kernels use set bits as positions of latents.
+
+    Raises:
+        ValueError: if the number of words is another, or bits are set beyond those of the last latent.
+    """
+    num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
+    if words.shape[-1] != num_words:
+        raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
+    used = num_latents - WORD_BITS * (num_words - 1)
+    if used == WORD_BITS:
+        return
+    beyond = -1 << used
+    # States shared by all data points (an expanded tensor) are looked at once.
+    rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
+    if uses_kernels(rows):
+        first = bits_cpu.first_beyond(rows.numpy(), beyond)
+    else:
+        found = (rows[..., -1] & beyond).flatten().nonzero()
+        first = int(found[0]) if len(found) else -1
+    if first >= 0:
+        raise ValueError(
+            f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
+            "it belongs to another state space"
+        )
 
 
 def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:

@@ -4,6 +4,7 @@ import numpy as np
 from numba import njit, prange
 
 from pyro_truncated.packed.random_cpu import STEP
+from pyro_truncated.packed.threads import parallel_kernel
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
 _ROWS_PER_TASK = 64
@@ -122,7 +123,7 @@ def _keep_best(pool, keys, count, size, scratch):
         position += (key > cut) | tied
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def select_top(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint):
     """Fills the outputs row by row; returns the smallest number of distinct states that a row with too few of them has, else -1."""
     num_data, num_first, num_words = words.shape
@@ -149,7 +150,7 @@ def select_top(words, log_joint, extra_words, extra_log_joint, out_words, out_lo
     return fewest if fewest <= capacity else -1
 
 
-@njit(cache=True, nogil=True, parallel=True)
+@parallel_kernel()
 def distinct(words, out):
     """Marks the states that equal no earlier state of their row."""
     num_data, num_states, _ = words.shape

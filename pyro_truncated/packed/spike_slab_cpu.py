@@ -11,6 +11,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from pyro_truncated.packed.energy_cpu import _active, _array, _ever_active, _num_blocks, _words
+from pyro_truncated.packed.threads import parallel_kernel
 
 _MAX_BLOCKS = 64
 _LARGE = 1e150
@@ -137,7 +138,7 @@ def _invert(factor, count):
             factor[a, b] = -total / factor[a, a]
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=16)
 def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
@@ -179,7 +180,7 @@ def _add_moments(weight, mean, deviation, active, count, factor, solution, first
             table[h, active[b]] += weight * (covariance + solution[a] * solution[b])
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=16)
 def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, total, first, second):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
