@@ -8,11 +8,13 @@ from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
+from pyro_truncated.seen_data import ChangedDataWarning
 from pyro_truncated.states import StateSpace
 from pyro_truncated.training import Training, fit, fit_restarts
 
 __all__ = [
     "AutoTruncated",
+    "ChangedDataWarning",
     "ClosedForm",
     "EvolutionarySearch",
     "ExhaustiveSearch",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.guide import AutoTruncated, Searching
 from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.log_joint import Assign, LogJoint
+from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
@@ -76,8 +76,9 @@ class Truncated_ELBO(ELBO):
         if not _stands_alone(model, guide, args, kwargs):
             return float(self._stock.loss(model, guide, *args, **kwargs))
         with torch.no_grad(), poutine.block():
-            particles = self._particles(guide)
-            free_energy = sum(self._free_energy(guide, args, kwargs) for _ in range(particles)) / particles
+            first = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
+            draws = self._draws(first, guide, args, kwargs)
+            free_energy = sum(self._free_energy(guide, log_joint) for log_joint in draws) / self._particles(guide)
         return _checked(-float(free_energy))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
@@ -88,10 +89,8 @@ class Truncated_ELBO(ELBO):
         if not _stands_alone(model, guide, args, kwargs):
             with self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
                 return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
-        values = self._search(guide, args, kwargs) if torch.is_grad_enabled() else {}
-        with Assign(values):
-            particles = self._particles(guide)
-            loss = -torch.stack([self._free_energy(guide, args, kwargs, values) for _ in range(particles)]).mean()
+        first = self._searched(guide, args, kwargs, torch.is_grad_enabled() and self._search_is_due())
+        loss = -torch.stack([self._free_energy(guide, log_joint) for log_joint in self._draws(first, guide, args, kwargs)]).mean()
         warn_if_nan(loss, "loss")
         return loss
 
@@ -108,10 +107,20 @@ class Truncated_ELBO(ELBO):
         if not alone:
             with self._searching(model, guide, args, kwargs):
                 return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
-        values = self._search(guide, args, kwargs)
+        temperature = self._temperature()
+        with torch.enable_grad():
+            first = self._searched(guide, args, kwargs, self._search_is_due())
         particles = self._particles(guide)
-        losses = [self._backward(guide, args, kwargs, values, particles) for _ in range(particles)]
-        return _checked(sum(losses) / particles)
+        draws = self._draws(first, guide, args, kwargs)
+        return _checked(sum(self._backward(guide, log_joint, temperature, particles) for log_joint in draws) / particles)
+
+    def _draws(self, first: LogJoint, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[LogJoint]:
+        """One scorer per particle, of the same data points, each with its own draws of other latents."""
+        yield first
+        for _ in range(self._particles(guide) - 1):
+            with torch.set_grad_enabled(first.takes_gradients):
+                log_joint = guide.log_joint_of(*args, values=first.subsamples, **kwargs)
+            yield log_joint
 
     def _particles(self, guide: AutoTruncated) -> int:
         """Without other latents the free energy is exact, and one particle as good as many."""
@@ -133,15 +142,13 @@ class Truncated_ELBO(ELBO):
         self.num_evaluations += 1
         return due
 
-    @torch.no_grad()
-    def _search(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Improves the populations of a guide that stands alone; returns the subsamples that were searched."""
-        due = self._search_is_due()
-        with poutine.block():
-            log_joint = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
-            if due:
+    def _searched(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], search: bool) -> LogJoint:
+        """The scorer, of the same run of the model, for the search in a guide that stands alone (if one is due) and for the loss."""
+        log_joint = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
+        if search:
+            with poutine.block():
                 guide.search_(self.search, log_joint, self.search_steps)
-        return log_joint.subsamples
+        return log_joint
 
     def _searching(self, model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AbstractContextManager[Any]:
         """Lets the truncated part of a guide search when it next runs: for the very minibatch and draws of other latents the loss is of."""
@@ -158,23 +165,15 @@ class Truncated_ELBO(ELBO):
 
     # --- the free energy of a guide that stands alone ---
 
-    def _free_energy(
-        self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor] | None = None
-    ) -> Tensor:
-        log_joint = guide.log_joint_of(*args, values=values or guide.subsamples(*args, **kwargs), **kwargs)
+    def _free_energy(self, guide: AutoTruncated, log_joint: LogJoint) -> Tensor:
         population = guide.population(log_joint.indices)
         blocks = [
             log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)
         ]
         return log_joint.scale * torch.stack(blocks).sum() + log_joint.outside()
 
-    def _backward(
-        self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Tensor], particles: int
-    ) -> float:
+    def _backward(self, guide: AutoTruncated, log_joint: LogJoint, temperature: float, particles: int) -> float:
         """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
-        temperature = self._temperature()
-        with torch.enable_grad():
-            log_joint = guide.log_joint_of(*args, values=values, **kwargs)
         if guide.conditional is not None:
             return self._backward_whole(guide, log_joint, temperature, particles)
         population = guide.population(log_joint.indices)

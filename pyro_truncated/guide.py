@@ -26,6 +26,7 @@ from pyro_truncated.log_joint import Conditional, LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout, sample_nodes, trim
 from pyro_truncated.storage import Init
 
@@ -103,6 +104,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         # Neither may become a submodule: their parameters belong to the model or to other guides.
         self._conditional = (conditional,)
         self._layout: Layout | None = None
+        self._seen = SeenData()
         self.revision = 0
 
     # --- set-up ---
@@ -231,6 +233,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 f"call guide.to({str(log_joint.device)!r})"
             )
         self._check_indices(log_joint.indices)
+        self._seen.compare(log_joint, args, kwargs)
         return log_joint
 
     def subsamples(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

@@ -43,11 +43,12 @@ class LogJoint:
     r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
 
     The model is run once as a probe when this object is made: that fixes the subsamples of plates and shows whether the states can be
-    scored packed (see :meth:`packed`). Otherwise :meth:`score` runs the model with the discrete sites set to a tensor of candidate states
-    in a new left-most dimension, and sums the log probabilities of the sites inside the data plates over every other plate. Masks are kept,
-    except at the discrete sites: a latent that is summed out has a distribution whether masked or not, otherwise each of its values would
-    count as a whole (Pyro's enumeration does the same). Of the scales only the ratio to that of the discrete sites is kept, so that
-    :attr:`scale` times the sum over data points is the scaled objective.
+    scored packed (see :meth:`packed`); made under enabled gradients, it serves searches and gradients alike. Otherwise :meth:`score` runs
+    the model with the discrete sites set to a tensor of candidate states in a new left-most dimension, and sums the log probabilities of
+    the sites inside the data plates over every other plate. Masks are kept, except at the discrete sites: a latent that is summed out has
+    a distribution whether masked or not, otherwise each of its values would count as a whole (Pyro's enumeration does the same). Of the
+    scales only the ratio to that of the discrete sites is kept, so that :attr:`scale` times the sum over data points is the scaled
+    objective.
 
     With a ``conditional`` the continuous latents it samples are drawn given the states, and their log density is subtracted:
     :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
@@ -77,7 +78,8 @@ class LogJoint:
         self.values = dict(values or {})
         self.conditional = conditional
         self.memory_budget = memory_budget
-        self.probe = self._trace(self.values)
+        self.takes_gradients = torch.is_grad_enabled()
+        self.probe = self.run(self.values)
         self.nodes = sample_nodes(self.probe)
         self.subsamples: dict[str, Any] = {name: node["value"] for name, node in self.probe.nodes.items() if site_is_subsample(node)}
         self._check_structure()
@@ -96,7 +98,8 @@ class LogJoint:
         # Vectorised particles: scores gain dimensions for the draws of other latents.
         self.is_vectorized = self.depth > layout.depth
 
-    def _trace(self, values: Mapping[str, Any]) -> poutine.Trace:
+    def run(self, values: Mapping[str, Any]) -> poutine.Trace:
+        """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
         with _only_params_escape(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
@@ -104,7 +107,7 @@ class LogJoint:
         try:
             # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
             with pyro.validation_enabled(False):
-                return self._trace(values)
+                return self.run(values)
         except (RuntimeError, IndexError, ValueError) as error:
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.layout.sites)
             error.add_note(
@@ -214,7 +217,9 @@ class LogJoint:
         :mod:`pyro_truncated.distributions`) with that very site as their ``states``; no masks, no inner plates, no conditional.
         """
         if not hasattr(self, "_packed"):
-            self._packed = None if self.conditional is not None else _packed_model(self)
+            # First needed by a search, perhaps, but kept for the gradient.
+            with torch.set_grad_enabled(self.takes_gradients):
+                self._packed = None if self.conditional is not None else _packed_model(self)
         return self._packed
 
     def _score_packed(self, words: Tensor, rows: slice | None) -> Tensor:
@@ -329,11 +334,14 @@ class LogJoint:
             "Check the model's parameters and data (missing values need a distribution that allows them)."
         )
 
-    def observations(self) -> dict[str, Tensor]:
-        """Observed values inside the data plate by site name, data points first, inner plates next, then the event."""
+    def observations(self, nodes: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Observed values inside the data plate by site name, data points first, inner plates next, then the event.
+
+        They are those of the probe, or of the sample sites of another run of the model on the same data points.
+        """
         found = {}
         dims = self.layout.dims
-        for name, node in self.nodes.items():
+        for name, node in (self.nodes if nodes is None else nodes).items():
             if node["is_observed"] and torch.is_tensor(node["value"]) and self.is_inside(node):
                 value, event_dim = node["value"], node["fn"].event_dim
                 if dims and value.dim() >= event_dim - dims[0]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.population import Population, States, given_population, initial_population
+from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout
 from pyro_truncated.states import StateSpace
 
@@ -34,6 +35,7 @@ class PopulationStore(torch.nn.Module):
     revision: int
     _init: Init
     _layout: Layout | None
+    _seen: SeenData
 
     @property
     def layout(self) -> Layout:
@@ -79,6 +81,8 @@ class PopulationStore(torch.nn.Module):
                 self.register_buffer(name, torch.empty_like(value))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.revision += 1
+        # Populations that were saved may be of other data than the last ones here.
+        self._seen = SeenData()
 
     def _mismatch(self, words: Tensor | None, cardinalities: Tensor | None) -> str | None:
         """Why populations that were saved do not fit this guide; of a guide that has not seen its model, as far as can be told."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 
@@ -417,6 +418,26 @@ def test_a_step_runs_the_model_no_more_often_than_it_must():
     assert len(runs) == 4  # to see the minibatch, to score the old states, to score all states, for the loss
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_a_step_of_a_guide_that_stands_alone_runs_the_model_no_more_often_than_it_must(differentiable):
+    runs = []
+
+    def counted(y):
+        runs.append(1)
+        vectors(y)
+
+    y = vector_data()
+    guide = AutoTruncated(counted, 4)
+    elbo = truncated()
+    elbo.loss_and_grads(counted, guide, y)
+    runs.clear()
+    (elbo.differentiable_loss if differentiable else elbo.loss_and_grads)(counted, guide, y)
+    assert len(runs) == 4  # to see the minibatch, to score the old states, to score all states, for the gradient
+    runs.clear()
+    elbo.loss(counted, guide, y)
+    assert len(runs) == 2
+
+
 def test_no_temperature_beside_other_guides():
     with pytest.raises(NotImplementedError, match="a temperature needs a guide that is one AutoTruncated"):
         train(clusters, clusters_guide(), cluster_data(), elbo=truncated(temperature=2.0))
@@ -470,27 +491,34 @@ def test_tracing_by_jit_is_refused():
         JitTraceEnum_ELBO(max_plate_nesting=1).loss_and_grads(vectors, guide, y)
 
 
+def train_in_parallel(y: Tensor) -> list[float]:
+    with pyro.settings.context(module_local_params=True):
+        model = Decoder()
+        guide = AutoGuideList(model)
+        guide.append(AutoDelta(poutine.block(model, hide=["s"])))
+        guide.append(AutoTruncated(model, 16))
+        loss = truncated()(model, guide)
+        loss(y)
+        parallel = torch.nn.parallel.DistributedDataParallel(loss, broadcast_buffers=False)
+        optimiser = torch.optim.SGD(parallel.parameters(), lr=0.01)
+        losses = []
+        for _ in range(5):
+            optimiser.zero_grad()
+            value = parallel(y)
+            value.backward()
+            optimiser.step()
+            losses.append(value.item())
+    return losses
+
+
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers.*:FutureWarning")
 def test_data_parallel_training():
-    y = vector_data()
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pyro.settings.context(module_local_params=True):
-            model = Decoder()
-            guide = AutoGuideList(model)
-            guide.append(AutoDelta(poutine.block(model, hide=["s"])))
-            guide.append(AutoTruncated(model, 16))
-            loss = truncated()(model, guide)
-            loss(y)
-            parallel = torch.nn.parallel.DistributedDataParallel(loss, broadcast_buffers=False)
-            optimiser = torch.optim.SGD(parallel.parameters(), lr=0.01)
-            losses = []
-            for _ in range(5):
-                optimiser.zero_grad()
-                value = parallel(y)
-                value.backward()
-                optimiser.step()
-                losses.append(value.item())
+        losses = train_in_parallel(vector_data())
+        # The module goes before its process group: as the last to hold it, it would wait for the group's threads with the interpreter
+        # locked, which these may be waiting for.
+        gc.collect()
     finally:
         torch.distributed.destroy_process_group()
     assert losses[-1] < losses[0]
@@ -560,9 +588,9 @@ def test_check_guide_in_company_and_on_minibatches():
     guide = clusters_guide()
     train(clusters, guide, y)
     check_guide(guide[1], y)
-    batches = AutoTruncated(vectors, 8)
-    train(vectors, batches, vector_data(), 3)
-    check_guide(batches, vector_data(), 3)
+    batches, y = AutoTruncated(vectors, 8), vector_data()
+    train(vectors, batches, y, 3)
+    check_guide(batches, y, 3)
 
 
 def test_check_guide_finds_repeated_states():
