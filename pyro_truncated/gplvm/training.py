@@ -1,0 +1,223 @@
+"""Training on all data at once: quasi-Newton steps, switches in closed form, births and deaths of dimensions, restarts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gplvm.initialization import Start, initialize
+from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
+
+_LARGE = 1e12
+# Log odds of switches that are free again after they have been held on, and of moves.
+_NEARLY_ON = 3.0
+_SURE = 12.0
+
+
+def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
+    """Raises the bound in all parameters (but held switches) by L-BFGS with all data.
+
+    A line search that fails ends a run of L-BFGS; the next one starts without memory of the curvature, until one of them gains nothing.
+
+    Args:
+        model: the model.
+        y: its data.
+        steps: iterations at most.
+        tolerance: gain per observed number below which it ends.
+        fixed: parts of the names of parameters that stay as they are, such as ``"noise"``.
+
+    Returns:
+        The bound, never below that of the start.
+    """
+    size = float(sum(v.numel() for v in model.check_data(y)))
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
+    with torch.no_grad():
+        bound = float(model.bound(y))
+    while steps > 0:
+        reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
+        steps -= max(1, taken)
+        gain, bound = reached - bound, reached
+        if gain <= tolerance * size:
+            break
+    return bound
+
+
+def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: list[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
+    """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
+    best, values = math.inf, [p.detach().clone() for p in parameters]
+    optimizer = torch.optim.LBFGS(
+        parameters, max_iter=steps, history_size=20, tolerance_change=tolerance / 10, tolerance_grad=1e-8, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        nonlocal best, values
+        model.zero_grad()
+        try:
+            loss = -model.bound(y) / size
+        except torch.linalg.LinAlgError:  # a step so long that a matrix cannot be factorised
+            return torch.tensor(_LARGE, dtype=torch.float64)
+        loss.backward()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+        if float(loss.detach()) < best:
+            best, values = float(loss.detach()), [p.detach().clone() for p in parameters]
+        return loss.detach()
+
+    optimizer.step(closure)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, values, strict=True):
+            parameter.copy_(value)
+    model.zero_grad()
+    return -best * size, int(optimizer.state[parameters[0]]["n_iter"])
+
+
+def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
+    r"""Optimal log odds of every switch given the posteriors of the inducing variables and of the other switches, ``(C, Q)``.
+
+    The expected log likelihood is linear in each :math:`\gamma_{cq}` at a fixed posterior of the inducing variables, so its derivative is
+    the difference between "on" and "off":
+
+    .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
+              - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
+    """
+    views = model.check_data(y)
+    gamma = model.probability.detach().clone().requires_grad_()
+    with torch.enable_grad(), model.holding(gamma):
+        terms = [view.data_term(model.inputs(c), data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
+        slope = torch.autograd.grad(torch.stack(terms).sum(), gamma)[0]
+    with torch.no_grad():
+        others = torch.stack([(1 - gamma)[torch.arange(len(gamma)) != c].prod(0) for c in range(len(gamma))])
+        return model.prior.logit() + slope - others * model.latent_divergence()
+
+
+def update_switches(model: SpikeSlabMRD, y: Views) -> float:
+    """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
+
+    All at once is tried first, which mostly serves.
+    """
+    with torch.no_grad():
+        before, start = float(model.bound(y)), model.logits.detach().clone()
+        model.logits = switch_log_odds(model, y)
+        after = float(model.bound(y))
+        if after >= before:
+            return after
+        model.logits = start
+        for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
+            updated = model.logits.detach().clone()
+            updated[c, q] = switch_log_odds(model, y)[c, q]
+            model.logits = updated
+        return float(model.bound(y))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """How a training went.
+
+    Attributes:
+        bound: the bound reached.
+        starts: the bound that each start reached, in order.
+        history: bounds after each phase of the best start.
+    """
+
+    bound: float
+    starts: list[float]
+    history: list[float]
+
+
+def fit(
+    model: SpikeSlabMRD,
+    y: Views,
+    *,
+    start: Start = "pca",
+    num_starts: int = 1,
+    steps: int = 500,
+    warm_up: int = 500,
+    rounds: int = 4,
+    tolerance: float = 1e-5,
+    generator: torch.Generator | None = None,
+) -> Fit:
+    """Trains a model on all data, from its starting point on.
+
+    A start is trained in three phases. At first all switches are held on, because dimensions that are switched off early never learn what
+    they would be good for. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried on and off. Last, the
+    model takes what the best of several starts has reached, by the bound.
+
+    Args:
+        model: the model; holds the parameters of the best start afterwards.
+        y: its data.
+        start: see :func:`~pyro_truncated.gplvm.initialize`.
+        num_starts: number of starts; more than one makes sense where a start is random, also through its inducing inputs.
+        steps: quasi-Newton iterations of each round.
+        warm_up: quasi-Newton iterations with all switches on.
+        rounds: most rounds of switches and quasi-Newton steps.
+        tolerance: gain per observed number below which a phase ends.
+        generator: source of randomness.
+
+    Returns:
+        The bounds reached.
+
+    Raises:
+        ValueError: if a count is out of range, or the data do not fit the model.
+    """
+    for name, number in (("num_starts", num_starts), ("steps", steps), ("warm_up", warm_up), ("rounds", rounds)):
+        if number < (1 if name == "num_starts" else 0):
+            raise ValueError(f"{name} must not be below {1 if name == 'num_starts' else 0}; got {number}")
+    reached: list[float] = []
+    best: tuple[dict[str, Tensor], list[float]] | None = None
+    for _ in range(num_starts):
+        initialize(model, y, start, generator)
+        history = _train(model, y, steps, warm_up, rounds, tolerance)
+        reached.append(history[-1])
+        if best is None or reached[-1] == max(reached):
+            best = copy.deepcopy(model.state_dict()), history
+    assert best is not None
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(best[0][name])
+    return Fit(max(reached), reached, best[1])
+
+
+def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float) -> list[float]:
+    """The phases of one start; returns the bound after each."""
+    size = float(sum(v.numel() for v in model.check_data(y)))
+    with model.holding(1.0):
+        # With the noise held low as well: else the easiest way up is often to call everything noise.
+        maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
+        history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
+    with torch.no_grad():
+        model.logits = torch.full_like(model.logits, _NEARLY_ON)
+    for _ in range(rounds):
+        update_switches(model, y)
+        switch_moves(model, y)
+        update_switches(model, y)
+        history.append(maximize_bound(model, y, steps, tolerance=tolerance))
+        if len(history) > 2 and history[-1] - history[-2] <= tolerance * size:
+            break
+    return history
+
+
+@torch.no_grad()
+def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
+    """Tries every switch fully on and fully off, with the inducing variables adapted, and keeps what raises the bound; returns the bound.
+
+    Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
+    """
+    bound = float(model.bound(y))
+    for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
+        now = model.logits.detach().clone()
+        for value in (-_SURE, _SURE):
+            moved = now.clone()
+            moved[c, q] = value
+            model.logits = moved
+            tried = float(model.bound(y))
+            if tried > bound:
+                bound, now = tried, moved
+        model.logits = now
+    return bound

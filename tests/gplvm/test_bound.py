@@ -1,0 +1,349 @@
+"""The bound of spike-and-slab GP-LVMs: against the exact evidence, a Bayesian GP-LVM, sampling, and itself."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI, Predictive, Trace_ELBO
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated.gplvm import Analytic_ELBO, SpikeSlabGPLVM, SpikeSlabMRD, initialize, maximize_bound, switch_log_odds, update_switches
+from pyro_truncated.gplvm.training import switch_moves
+from tests.gplvm import exact
+
+DOUBLE = torch.float64
+
+
+def random_model(num_data=6, num_observed=(3,), num_latents=3, kernel="rbf", num_inducing=4, seed=0, **options):
+    torch.manual_seed(seed)
+    model = SpikeSlabMRD(num_data, num_observed, num_latents, kernel=kernel, num_inducing=num_inducing, prior=0.3, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+def random_views(model, seed=1, missing=0.0):
+    generator = torch.Generator().manual_seed(seed)
+    views = [torch.randn(model.num_data, d, generator=generator, dtype=DOUBLE) for d in model.num_observed]
+    return [v.masked_fill(torch.rand(v.shape, generator=generator) < missing, torch.nan) for v in views]
+
+
+def evidence(model, views, degree):
+    """The exact log evidence of data under a model's parameters."""
+    kernels = []
+    for view in model.views:
+        kernel = view.kernel
+        if hasattr(kernel, "lengthscale"):
+            kernels.append(exact.rbf(kernel.variance.detach(), kernel.lengthscale.detach()))
+        else:
+            kernels.append(exact.linear(kernel.variance.detach()))
+    noises = [float(view.noise.detach()) for view in model.views]
+    centred = [v - view.center for v, view in zip(views, model.views, strict=True)]
+    return exact.log_evidence(centred, kernels, noises, model.prior, degree)
+
+
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+@pytest.mark.parametrize(("num_observed", "num_latents", "missing"), [((3,), 1, 0.0), ((3,), 1, 0.3), ((2, 3), 1, 0.0), ((3,), 2, 0.0)])
+def test_bound_stays_below_the_exact_evidence(kernel, num_observed, num_latents, missing):
+    degree = 40 if num_latents == 1 else 10
+    for seed in range(3 if num_latents == 1 else 1):
+        model = random_model(2, num_observed, num_latents, kernel, 2, seed)
+        views = random_views(model, seed + 10, missing)
+        # From random parameters to where the bound is tightest: the evidence moves along with the kernel and the noise.
+        for steps in (0, 20):
+            maximize_bound(model, views, steps, fixed=("noise", "kernel"))
+            update_switches(model, views)
+            gap = evidence(model, views, degree) - float(model.bound(views).detach())
+            assert gap > -0.02, (seed, steps)  # the quadrature's own error
+    assert gap < 30
+
+
+def test_divergence_of_switches_and_latents_agrees_with_samples():
+    model = random_model(3, (2, 2), 2)
+    gamma = model.probability.detach()
+    num_samples = 200_000
+    b = (torch.rand(num_samples, *gamma.shape, dtype=DOUBLE) < gamma).double()
+    used = b.bool().any(1).unsqueeze(1)
+    loc, scale = (torch.where(used, v.detach(), other) for v, other in ((model.loc, 0.0), (model.scale, 1.0)))
+    x = loc + scale * torch.randn(num_samples, *model.loc.shape, dtype=DOUBLE)
+    log_q = torch.distributions.Bernoulli(gamma).log_prob(b).sum((1, 2)) + torch.distributions.Normal(loc, scale).log_prob(x).sum((1, 2))
+    standard = torch.distributions.Normal(torch.zeros((), dtype=DOUBLE), 1.0)
+    log_p = torch.distributions.Bernoulli(model.prior).log_prob(b).sum((1, 2)) + standard.log_prob(x).sum((1, 2))
+    sampled = log_q - log_p
+    found = (model.switch_divergence() + (model.used() * model.latent_divergence()).sum()).detach()
+    # Seeded; false alarm in 1 of 10 000 seeds.
+    assert abs(float(found - sampled.mean())) < 3.9 * float(sampled.std()) / num_samples**0.5
+
+
+def bayesian_gplvm(model, y):
+    """The bound of Titsias & Lawrence (2010), written out with explicit inverses and loops, RBF kernel, all dimensions in use."""
+    view = model.views[0]
+    z, mu, s = view.inducing, model.loc, model.scale.square()
+    variance, square = view.kernel.variance, view.kernel.lengthscale.square()
+    beta, (n, d), m = 1 / view.noise, y.shape, len(view.inducing)
+    kuu = variance * torch.exp(-((z.unsqueeze(1) - z).square() / square).sum(-1) / 2)
+    kuu = kuu + 1e-6 * variance * torch.eye(m, dtype=DOUBLE)
+    psi1 = torch.zeros(n, m, dtype=DOUBLE)
+    psi2 = torch.zeros(m, m, dtype=DOUBLE)
+    for i in range(n):
+        for a in range(m):
+            spread = s[i] / square + 1
+            psi1[i, a] = variance * (torch.exp(-(mu[i] - z[a]).square() / (2 * (s[i] + square))) / spread.sqrt()).prod()
+            for b in range(m):
+                middle = (z[a] + z[b]) / 2
+                exponent = -(z[a] - z[b]).square() / (4 * square) - (mu[i] - middle).square() / (2 * s[i] + square)
+                psi2[a, b] += variance**2 * (exponent.exp() / (2 * s[i] / square + 1).sqrt()).prod()
+    sigma = kuu + beta * psi2
+    w = beta * torch.eye(n, dtype=DOUBLE) - beta**2 * psi1 @ sigma.inverse() @ psi1.mT
+    bound = d * (n * (beta / (2 * math.pi)).log() + kuu.logdet() - sigma.logdet()) / 2 - (y.mT @ w @ y).trace() / 2
+    bound = bound - d * beta * (n * variance - (kuu.inverse() @ psi2).trace()) / 2
+    return bound - (mu.square() + s - s.log() - 1).sum() / 2
+
+
+def test_with_all_switches_on_it_is_the_bayesian_gplvm():
+    model = random_model(7, (4,), 3)
+    (y,) = random_views(model)
+    with model.holding(1.0), torch.no_grad():
+        found = model.bound(y) + model.switch_divergence()
+        torch.testing.assert_close(found, bayesian_gplvm(model, y), rtol=1e-9, atol=1e-8)
+
+
+@pytest.mark.parametrize("num_observed", [(3,), (2, 3)])
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missing):
+    collapsed = random_model(6, num_observed)
+    views = random_views(collapsed, missing=missing)
+    explicit = random_model(6, num_observed, collapsed=False)
+    explicit.load_state_dict(collapsed.state_dict(), strict=False)
+    best = float(collapsed.bound(views).detach())
+    if missing == 0:
+        with torch.no_grad():
+            for view, posterior in zip(explicit.views, collapsed.inducing_posterior(views), strict=True):
+                view.mean, view.scale_tril = posterior.mean, torch.linalg.cholesky(posterior.covariance)
+        torch.testing.assert_close(float(explicit.bound(views).detach()), best, rtol=1e-10, atol=1e-8)
+    maximize_bound(explicit, views, 300, fixed=("loc", "scale_unc", "logits", "kernel", "noise", "inducing"))
+    assert float(explicit.bound(views).detach()) <= best + 1e-8
+
+
+@pytest.mark.parametrize("collapsed", [True, False])
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_stock_elbo_estimates_the_bound(collapsed, missing):
+    model = random_model(4, (2, 2), 2, collapsed=collapsed)
+    views = random_views(model, missing=missing)
+    elbo = Trace_ELBO(num_particles=1)
+    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(300)], dtype=DOUBLE)
+    error = samples.std() / len(samples) ** 0.5
+    # Seeded; false alarm in 1 of 10 000 seeds.
+    assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(error)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_minibatches_estimate_bound_and_gradient_without_bias(missing, monkeypatch):
+    model = random_model(6, (3, 2), 2, collapsed=False)
+    views = random_views(model, missing=missing)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    expected = torch.autograd.grad(model.bound(views), parameters)
+    value = float(model.bound(views).detach())
+    parts = list(torch.arange(6).split(2))
+    found, values = [torch.zeros_like(p) for p in parameters], []
+    # The batches of a partition weigh all data equally, so the mean over them is exact.
+    for part in parts:
+        monkeypatch.setattr(
+            torch, "randperm", lambda n, device=None, part=part: torch.cat([part, torch.zeros(n - len(part), dtype=torch.long)])
+        )
+        bound = model.bound(views, batch_size=2)
+        values.append(float(bound.detach()))
+        for total, gradient in zip(found, torch.autograd.grad(bound, parameters), strict=True):
+            total += gradient / len(parts)
+    assert len(set(values)) == len(parts)
+    assert sum(values) / len(parts) == pytest.approx(value, rel=1e-10)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_random_minibatches_cover_all_data():
+    model = random_model(6, (3,), 2, collapsed=False)
+    views = random_views(model)
+    values = torch.tensor([float(model.bound(views, batch_size=3).detach()) for _ in range(100)])
+    assert len(values.unique()) > 15  # of 6 choose 3
+    assert abs(float(values.mean() - model.bound(views).detach())) < 3.9 * float(values.std()) / 10
+
+
+@pytest.mark.parametrize("num_observed", [(3,), (2, 3)])
+@pytest.mark.parametrize("kernel", ["rbf", "linear"])
+def test_switch_update_is_the_coordinate_maximiser(num_observed, kernel):
+    model = random_model(8, num_observed, 2, kernel)
+    views = random_views(model)
+    odds = switch_log_odds(model, views)
+    # At the posterior of the inducing variables as it is now, the bound as a function of one switch peaks at these odds.
+    explicit = random_model(8, num_observed, 2, kernel, collapsed=False)
+    explicit.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for view, posterior in zip(explicit.views, model.inducing_posterior(views), strict=True):
+            view.mean, view.scale_tril = posterior.mean, torch.linalg.cholesky(posterior.covariance)
+        for c, q in itertools.product(range(model.num_views), range(2)):
+            start = model.logits.detach().clone()
+            bounds = []
+            for shift in (-0.01, 0.0, 0.01):
+                moved = start.clone()
+                moved[c, q] = odds[c, q] + shift
+                explicit.logits = moved
+                bounds.append(float(explicit.bound(views)))
+            assert bounds[1] > max(bounds[0], bounds[2])
+        on, off = (start.clone() for _ in range(2))
+        on[0, 0], off[0, 0] = 40.0, -40.0
+        with explicit.holding(on.sigmoid()):
+            terms = explicit.bound(views) + explicit.switch_divergence()
+        with explicit.holding(off.sigmoid()):
+            terms = terms - explicit.bound(views) - explicit.switch_divergence()
+    torch.testing.assert_close(odds[0, 0] - model.prior[0, 0].logit(), terms, rtol=1e-6, atol=1e-6)
+
+
+def test_updates_and_moves_never_lower_the_bound():
+    for seed in range(5):
+        model = random_model(8, (2, 3), 3, seed=seed)
+        views = random_views(model, seed)
+        bounds = [float(model.bound(views).detach())]
+        bounds += [
+            update_switches(model, views),
+            switch_moves(model, views),
+            maximize_bound(model, views, 5),
+            update_switches(model, views),
+        ]
+        assert all(b >= a - 1e-9 for a, b in itertools.pairwise(bounds)), bounds
+
+
+def test_a_dimension_that_the_kernel_removed_shows_the_degeneracy():
+    model = SpikeSlabGPLVM(5, 3, 2, kernel="linear", prior=0.5)
+    (y,) = random_views(model)
+    with torch.no_grad():
+        model.views[0].kernel.variance = torch.tensor([1.0, 1e-14], dtype=DOUBLE)
+        model.loc[:, 1], model.scale = 0.0, torch.ones(5, 2, dtype=DOUBLE)
+        bounds = []
+        for gamma in (0.0, 0.5, 1.0):
+            with model.holding(torch.tensor([[1.0, gamma]])):
+                bounds.append(float(model.bound(y)))
+    assert bounds[0] == pytest.approx(bounds[2], abs=1e-6)
+    assert bounds[1] - bounds[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert float(model.relevance()[0, 1]) < 1e-12
+
+
+@pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
+def test_all_patterns_together_are_at_least_as_tight_as_independent_switches(num_observed):
+    model = random_model(2, num_observed, 1 if len(num_observed) == 2 else 2, num_inducing=2)
+    views = random_views(model)
+    maximize_bound(model, views, 15, fixed=("noise", "kernel"))
+    for _ in range(3):
+        update_switches(model, views)
+    space = model.prior.numel()
+    guide = AutoTruncated(model.switch_model, num_states=2**space)
+    loss = Truncated_ELBO(ExhaustiveSearch()).loss(model.switch_model, guide, views)
+    patterns = torch.tensor(list(itertools.product((0.0, 1.0), repeat=space)), dtype=DOUBLE).view(-1, *model.prior.shape)
+    prior = torch.distributions.Bernoulli(model.prior).log_prob(patterns).sum((1, 2))
+    with torch.no_grad():
+        joint = model.pattern_bounds(patterns, views) + prior
+        mean_field = float(model.bound(views))
+    assert -loss == pytest.approx(float(joint.logsumexp(0)), abs=1e-4)
+    assert -loss >= mean_field - 1e-4
+    assert -loss <= evidence(model, views, 40 if len(num_observed) == 2 else 10) + 0.02
+    # Fewer patterns are a looser bound of the same kind.
+    assert float(joint.topk(2).values.logsumexp(0)) <= float(joint.logsumexp(0))
+
+
+def test_patterns_agree_with_held_switches():
+    model = random_model(5, (2, 3), 3)
+    views = random_views(model, missing=0.2)
+    pattern = torch.tensor([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], dtype=DOUBLE)
+    with torch.no_grad(), model.holding(pattern):
+        expected = model.bound(views) + model.switch_divergence()
+    found = model.pattern_bounds(torch.stack([pattern, pattern]), views).detach()
+    torch.testing.assert_close(found, expected.expand(2), rtol=1e-10, atol=1e-8)
+
+
+def test_truncated_posterior_of_switches_trains_with_stock_parts():
+    model = random_model(8, (3,), 4, kernel="linear")
+    views = random_views(model)
+    guide = AutoTruncated(model.switch_model, num_states=6)
+    svi = SVI(model.switch_model, guide, Adam({"lr": 0.02}), Truncated_ELBO(EvolutionarySearch(parents=2, children=2, generations=1)))
+    losses = [svi.step(views) for _ in range(25)]
+    assert losses[-1] < losses[0] - 1
+    population = guide.population()
+    assert len(population.find_duplicates()) == 0
+    assert float(population.weights().sum()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("collapsed", [True, False])
+def test_svi_raises_the_bound(collapsed):
+    model = random_model(8, (3, 2), 2, collapsed=collapsed)
+    views = random_views(model)
+    svi = SVI(model.model, model.guide, Adam({"lr": 0.02}), Analytic_ELBO())
+    arguments = {} if collapsed else {"batch_size": 4}
+    before = float(model.bound(views).detach())
+    for _ in range(30):
+        svi.step(views, **arguments)
+    assert float(model.bound(views).detach()) > before + 1
+    assert {"loc", "scale", "logits", "views.0.noise"} <= set(pyro.get_param_store().keys())
+
+
+def test_models_do_not_share_parameters_through_the_store():
+    first, second = random_model(4, seed=0), random_model(4, seed=1)
+    (y,) = random_views(first)
+    SVI(first.model, first.guide, Adam({"lr": 0.1}), Analytic_ELBO()).step(y)
+    expected = copy.deepcopy(second)
+    pyro.clear_param_store()
+    value = float(expected.bound(y).detach())
+    assert float(second.bound(y).detach()) == value
+
+
+def test_generates_and_predicts_as_any_pyro_model():
+    model = random_model(5, (3, 2), 2, collapsed=False)
+    drawn = Predictive(model.model, num_samples=7)()
+    assert drawn["y_0"].shape == (7, 5, 3)
+    assert drawn["y_1"].shape == (7, 5, 2)
+    views = random_views(model)
+    posterior = Predictive(model.model, guide=model.guide, num_samples=6)(views)
+    assert posterior["x"].shape == (6, 5, 2)
+    assert posterior["b"].shape[-2:] == (2, 2)
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_single_precision(missing):
+    model = random_model(6, (3,), 2)
+    (y,) = random_views(model, missing=missing)
+    small = random_model(6, (3,), 2, dtype=torch.float32)
+    small.load_state_dict(model.state_dict())
+    assert small.loc.dtype == torch.float32
+    bound = small.bound(y.float())
+    assert bound.dtype == torch.float64
+    assert float(bound.detach()) == pytest.approx(float(model.bound(y).detach()), rel=1e-3)
+    bound.backward()
+    assert small.loc_unconstrained.grad is not None if hasattr(small, "loc_unconstrained") else True
+
+
+def test_impossible_arguments_are_named():
+    with pytest.raises(ValueError, match="num_latents must be a positive integer; got 0"):
+        SpikeSlabGPLVM(5, 3, 0)
+    with pytest.raises(ValueError, match="prior must lie strictly between 0 and 1"):
+        SpikeSlabGPLVM(5, 3, 2, prior=1.0)
+    with pytest.raises(ValueError, match="kernel must be 'rbf', 'linear'"):
+        SpikeSlabGPLVM(5, 3, 2, kernel="cubic")
+    model = SpikeSlabGPLVM(5, 3, 2)
+    with pytest.raises(ValueError, match=r"shapes \[\(5, 3\)\]"):
+        model.bound(torch.zeros(5, 4))
+    with pytest.raises(ValueError, match="infinite"):
+        model.bound(torch.full((5, 3), math.inf))
+    with pytest.raises(ValueError, match="collapsed=False"):
+        model.bound(torch.zeros(5, 3), batch_size=2)
+    with pytest.raises(TypeError, match="methods `model` and `guide`"):
+        Analytic_ELBO().loss(model.model, lambda y: None, torch.zeros(5, 3))
+    with pytest.raises(ValueError, match="constant"):
+        initialize(model, torch.ones(5, 3))
+    with pytest.raises(ValueError, match="start must be one of"):
+        initialize(model, torch.randn(5, 3), "best")

@@ -1,0 +1,255 @@
+"""Latents of new data, predictions, retrieval, minibatch training, conversion and pictures."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO, to_arviz
+from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated.gp import SpikeSlabInputs
+from pyro_truncated.gplvm import (
+    Posterior,
+    SpikeSlabGPLVM,
+    explicit_copy,
+    fit,
+    fit_minibatches,
+    initialize,
+    latents_to_arviz,
+    natural_step,
+    plot_latents,
+    plot_relevance,
+)
+from tests.gplvm.test_bound import random_model, random_views
+
+DOUBLE = torch.float64
+
+
+def joined(model, posterior, loc, scale):
+    """The model with explicit inducing variables and more data points."""
+    larger = random_model(model.num_data + len(loc), model.num_observed, model.num_latents, num_inducing=4, collapsed=False)
+    held = {name: value for name, value in model.state_dict().items() if "loc" not in name and not name.startswith("scale")}
+    larger.load_state_dict(held, strict=False)
+    with torch.no_grad():
+        larger.loc = torch.cat([model.loc, loc])
+        larger.scale = torch.cat([model.scale, scale])
+        for view, inducing in zip(larger.views, posterior.inducing, strict=True):
+            view.mean, view.scale_tril = inducing.mean, torch.linalg.cholesky(inducing.covariance)
+    return larger
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.4])
+def test_contribution_of_new_points_is_the_growth_of_the_bound(missing):
+    model = random_model(6, (3, 2), 2)
+    views = random_views(model)
+    posterior = Posterior(model, views)
+    new = [v[:3].masked_fill(torch.rand(3, v.shape[1]) < missing, torch.nan) for v in random_views(random_model(6, (3, 2), 2), 7)]
+    latents = posterior.infer(new, steps=3)
+    larger = joined(model, posterior, latents.loc, latents.scale)
+    both = [torch.cat([a, b]) for a, b in zip(views, new, strict=True)]
+    growth = float((larger.bound(both) - model.bound(views)).detach())
+    assert float(latents.bound.sum()) == pytest.approx(growth, rel=1e-9, abs=1e-8)
+
+
+def test_inferred_latents_are_optimal_and_rows_do_not_interact():
+    model = random_model(6, (3, 2), 2)
+    posterior = Posterior(model, random_views(model))
+    new = random_views(model, 5)[0][:4]
+    together = posterior.infer({0: new}, steps=200, tolerance=1e-12)
+    alone = posterior.infer({0: new[2:3]}, steps=200, tolerance=1e-12)
+    torch.testing.assert_close(alone.bound, together.bound[2:3], rtol=1e-5, atol=1e-5)
+    data = posterior._observed({0: new})
+    for shift in (0.02, -0.02):
+        for q in range(2):
+            moved = together.loc.clone()
+            moved[:, q] += shift
+            with torch.no_grad():
+                worse = posterior._contribution(data, together.used, moved, together.scale.log(), per_datum=True)
+            assert bool((worse <= together.bound + 1e-7).all())
+
+
+def test_an_unobserved_view_is_predicted_from_what_is_shared():
+    model = random_model(6, (3, 2), 2)
+    posterior = Posterior(model, random_views(model))
+    latents = posterior.infer({0: random_views(model, 5)[0][:2]}, steps=20)
+    found = posterior.reconstruct(latents, 1, full_covariance=True)
+    # By drawing switches of both views, latents, and the functions' means: the first two moments.
+    num_samples = 40_000
+    gamma = model.probability.detach()
+    b = torch.rand(num_samples, 2, 2, dtype=DOUBLE) < gamma
+    informed = b[:, 0].unsqueeze(1)
+    noise = torch.randn(num_samples, *latents.loc.shape, dtype=DOUBLE)
+    x = torch.where(informed, latents.loc + latents.scale * noise, noise) * b[:, 1].unsqueeze(1)
+    view, inducing = model.views[1], posterior.inducing[1]
+    with torch.no_grad():
+        cross = view.kernel(x.reshape(-1, 2), view.inducing)
+        f = (cross @ inducing.weights).reshape(num_samples, 2, 2) + view.center
+        own = view.kernel.variance - ((cross @ inducing.reduction) * cross).sum(-1).reshape(num_samples, 2)
+    error = f.std(0) / num_samples**0.5
+    # Seeded; false alarm in fewer than 1 of 1000 seeds.
+    assert bool(((found.mean - f.mean(0)).abs() < 4.2 * error).all())
+    centred = f - f.mean(0)
+    covariance = torch.einsum("snd,sne->nde", centred, centred) / num_samples + torch.diag_embed(own.mean(0).unsqueeze(-1).expand(-1, 2))
+    torch.testing.assert_close(found.covariance, covariance, rtol=0.05, atol=0.02)
+    torch.testing.assert_close(posterior.reconstruct(latents, 1).variance, found.variance, rtol=1e-10, atol=1e-12)
+
+
+def test_an_exact_latent_with_uncertain_switches_is_not_just_plugged_in():
+    model = random_model(6, (3,), 1)
+    posterior = Posterior(model, random_views(model))
+    loc = torch.randn(3, 1, dtype=DOUBLE)
+    gamma = model.probability[0].detach()
+    parts = [posterior.predict_at(SpikeSlabInputs(x, torch.zeros_like(x))) for x in (loc, torch.zeros_like(loc))]
+    mean = gamma * parts[0].mean + (1 - gamma) * parts[1].mean
+    second = gamma * (parts[0].variance + parts[0].mean.square()) + (1 - gamma) * (parts[1].variance + parts[1].mean.square())
+    found = posterior.predict(loc)
+    torch.testing.assert_close(found.mean, mean, rtol=1e-9, atol=1e-10)
+    center = model.views[0].center
+    torch.testing.assert_close(found.variance, second - mean.square(), rtol=1e-7, atol=1e-8)
+    assert center.shape == (3,)
+
+
+def curve(num_data=30, noise=0.05, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    t = torch.randn(num_data, 1, generator=generator, dtype=DOUBLE)
+    weight = torch.randn(1, 6, generator=generator, dtype=DOUBLE)
+    return t @ weight + noise * torch.randn(num_data, 6, generator=generator, dtype=DOUBLE), t
+
+
+def test_missing_outputs_are_filled_in():
+    y, _ = curve(40)
+    model = SpikeSlabGPLVM(30, 6, 3, kernel="linear")
+    fit(model, y[:30], warm_up=60, steps=40, rounds=2)
+    assert int((model.probability > 0.5).sum()) == 1
+    posterior = Posterior(model, y[:30])
+    holed = y[30:].clone()
+    holed[:, 3:] = torch.nan
+    latents = posterior.infer(holed)
+    found = posterior.reconstruct(latents)
+    assert float((found.mean - y[30:])[:, 3:].abs().max()) < 0.3
+    assert bool((found.variance > 0).all())
+
+
+def test_training_with_missing_outputs_recovers_them():
+    y, _ = curve(30)
+    holes = torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.2
+    model = SpikeSlabGPLVM(30, 6, 2, kernel="linear")
+    result = fit(model, y.masked_fill(holes, torch.nan), warm_up=60, steps=40, rounds=2)
+    assert result.bound == pytest.approx(float(model.bound(y.masked_fill(holes, torch.nan)).detach()))
+    posterior = Posterior(model, y.masked_fill(holes, torch.nan))
+    found = posterior.predict(model.loc.detach(), scale=model.scale.detach())
+    assert float((found.mean - y)[holes].square().mean().sqrt()) < 0.15
+
+
+def test_shared_dimensions_and_distances():
+    model = random_model(6, (3, 2), 3)
+    views = random_views(model)
+    with torch.no_grad():
+        model.logits = torch.tensor([[20.0, 20.0, -20.0], [20.0, -20.0, -20.0]])
+    posterior = Posterior(model, views)
+    assert posterior.shared() == {"shared": [0], "unused": [2], "private 0": [1], "private 1": []}
+    latents = posterior.infer([views[0][:2], None], steps=5)
+    expected = (latents.loc[:, :1] - model.loc.detach()[:, :1].mT).abs()
+    torch.testing.assert_close(posterior.distances(latents), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_full_natural_step_reaches_the_collapsed_bound():
+    collapsed = random_model(7, (3, 2), 2)
+    views = random_views(collapsed)
+    found = explicit_copy(collapsed, views)
+    assert not found.collapsed
+    assert float(found.bound(views).detach()) == pytest.approx(float(collapsed.bound(views).detach()), rel=1e-9)
+    assert collapsed.collapsed
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.3])
+def test_natural_steps_raise_the_explicit_bound(missing):
+    model = random_model(7, (3,), 2, collapsed=False)
+    views = random_views(model, missing=missing)
+    bounds = []
+    for _ in range(6):
+        bounds.append(float(model.bound(views).detach()))
+        natural_step(model, views, rate=0.5)
+    assert all(b > a for a, b in itertools.pairwise(bounds))
+
+
+def test_minibatches_come_close_to_the_collapsed_bound():
+    y, _ = curve(60)
+    model = SpikeSlabGPLVM(60, 6, 2, kernel="linear", collapsed=False)
+    initialize(model, y)
+    fit_minibatches(model, y, 150, batch_size=20, learning_rate=0.05, generator=torch.Generator().manual_seed(0))
+    natural_step(model, y)
+    reached = float(model.bound(y).detach())
+    best = SpikeSlabGPLVM(60, 6, 2, kernel="linear")
+    bound = fit(best, y, warm_up=60, steps=40, rounds=2).bound
+    start = copy.deepcopy(best)
+    initialize(start, y)
+    first = float(start.bound(y).detach())
+    assert reached <= bound + 1.0
+    assert reached > bound - 0.1 * (bound - first)
+
+
+def test_arviz_holds_switches_and_latents():
+    model = random_model(5, (3, 2), 2)
+    views = random_views(model)
+    idata = latents_to_arviz(model, views, num_samples=300, seed=0)
+    posterior, exact = get_dataset(idata, "posterior"), get_dataset(idata, "latent_posterior")
+    assert dict(posterior["b"].sizes) == {"chain": 1, "draw": 300, "view": 2, "latent": 2}
+    # Seeded; four means of 300 draws, false alarm in fewer than 1 of 1000 seeds.
+    error = np.sqrt(exact["probability"] * (1 - exact["probability"]) / 300)
+    assert bool((np.abs(posterior["b"].mean(("chain", "draw")) - exact["probability"]) < 3.7 * error).all())
+    assert posterior["x"].shape == (1, 300, 5, 2)
+    np.testing.assert_allclose(exact["bound"], float(model.bound(views).detach()))
+    np.testing.assert_allclose(get_dataset(idata, "observed_data")["y_1"], views[1].numpy())
+    again = latents_to_arviz(model, views, num_samples=300, seed=0)
+    np.testing.assert_array_equal(get_dataset(again, "posterior")["x"], posterior["x"])
+
+
+def test_patterns_of_switches_convert_with_the_librarys_own_function():
+    model = random_model(5, (3,), 2)
+    views = random_views(model)
+    guide = AutoTruncated(model.switch_model, num_states=4)
+    Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model.switch_model, guide, views)
+    idata = to_arviz(model.switch_model, guide, views, num_samples=20, seed=0)
+    truncated = get_dataset(idata, "truncated_posterior")
+    assert truncated["states"].shape[-1] == 2
+    assert float(truncated["weights"].sum()) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_pictures():
+    model = random_model(6, (3,), 3)
+    posterior = Posterior(model, random_views(model))
+    axes = Figure().subplots(1, 2)
+    plot_latents(posterior, axes[0], labels=torch.tensor([0, 0, 1, 1, 2, 2]), resolution=5)
+    plot_relevance(model, axes[1])
+    background = axes[0].collections[0].get_array()
+    assert background.shape == (5, 5)
+    assert len(axes[0].collections) == 4
+    heights = [bar.get_height() for bar in axes[1].patches]
+    assert max(heights[:3]) == pytest.approx(1.0)
+    assert sorted(heights[3:]) == pytest.approx(sorted(model.probability[0].tolist()))
+
+
+def test_impossible_arguments_are_named():
+    model = random_model(5, (3, 2), 2)
+    views = random_views(model)
+    with pytest.raises(ValueError, match="pass them"):
+        Posterior(model)
+    posterior = Posterior(model, views)
+    with pytest.raises(ValueError, match="at least one view"):
+        posterior.infer([None, None])
+    with pytest.raises(ValueError, match=r"view 1 must have the shape"):
+        posterior.infer({1: views[0]})
+    with pytest.raises(ValueError, match="collapsed=False"):
+        natural_step(model, views)
+    with pytest.raises(ValueError, match="num_samples must be at least 1"):
+        latents_to_arviz(model, views, num_samples=0)
+    with pytest.raises(ValueError, match="num_starts must not be below 1"):
+        fit(model, views, num_starts=0)
+    assert dataclasses.is_dataclass(posterior.infer(views, steps=1))
