@@ -1,0 +1,136 @@
+"""The report agrees with its parts; good fits pass, bad ones warn and say what to change."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from pyro_truncated import AutoTruncated, ExhaustiveSearch
+from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated.diagnostics import TruncationWarning, check_truncation, compare_with_enumeration, covered_mass, diagnose, to_arviz
+from pyro_truncated.diagnostics import figures as pictures
+
+
+def model(y):
+    weight = torch.tensor([[2.0, 1.0, -1.0, 0.3, 1.0], [0.2, 2.0, 1.0, -0.7, 1.0], [1.0, 0.0, 0.0, 2.0, 1.0]])
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((5,), 0.4)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
+
+
+@pytest.fixture
+def y(generator):
+    return 1 + torch.randn(20, 3, generator=generator)
+
+
+def test_a_good_truncation_is_trusted(y):
+    guide = AutoTruncated(model, 24).infer(y, ExhaustiveSearch(), 1)
+    before = guide.words.clone()
+    report = check_truncation(guide, y, num_samples=100)
+    assert report.is_trusted
+    assert "nothing speaks against" in str(report)
+    assert torch.equal(guide.words, before)
+    torch.testing.assert_close(report.covered_mass, covered_mass(guide, y))
+    torch.testing.assert_close(report.exact.gap, compare_with_enumeration(guide, y).gap)
+
+
+def test_a_bad_truncation_warns_and_says_what_to_change(y):
+    guide = AutoTruncated(model, 2)
+    with pytest.warns(TruncationWarning) as caught:
+        report = check_truncation(guide, y, num_samples=100)
+    message = str(caught[0].message)
+    for part in ("cover at most", "More search gains", "Double num_states", "below the exact log evidence", "spread their posterior"):
+        assert part in message
+    assert not report.is_trusted
+    text = str(report)
+    worst = int(report.covered_mass.argmin())
+    assert f"{float(report.covered_mass.min()):.3g}" in text.splitlines()[2]
+    assert text.splitlines()[2].endswith(str(worst))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_truncation(guide, y, num_samples=0, warn=False)
+
+
+def test_checks_travel_with_the_data(y, tmp_path):
+    guide = AutoTruncated(model, 2)
+    checks = check_truncation(guide, y, num_samples=50, warn=False)
+    idata = to_arviz(model, guide, y, num_samples=20, num_predictive=10, seed=0, checks=checks, training={"free_energy": np.arange(12.0)})
+    data = get_dataset(idata, "truncated_posterior")
+    np.testing.assert_allclose(data["gain_by_size"], checks.growth.by_size)
+    np.testing.assert_allclose(data["log_evidence_exact"], checks.exact.log_evidence)
+    np.testing.assert_allclose(data["support_mass_bound"], checks.covered_mass, rtol=1e-6)
+    with pytest.raises(ValueError, match="checks are of 20 data points"):
+        to_arviz(model, AutoTruncated(model, 2), y[:3], num_samples=2, num_predictive=0, checks=checks)
+    ax = Figure().subplots()
+    pictures.plot_gap(idata, ax)
+    drawn = ax.lines[-2].get_ydata()
+    np.testing.assert_allclose(np.sort(drawn), np.sort(checks.exact.gap), rtol=1e-5)
+
+
+def test_diagnose_prints_a_verdict_and_writes_one_page(y, tmp_path, capsys):
+    guide = AutoTruncated(model, 2)
+    checks = check_truncation(guide, y, num_samples=50, warn=False)
+    idata = to_arviz(model, guide, y, num_samples=20, num_predictive=10, seed=0, checks=checks, training={"free_energy": np.arange(12.0)})
+    page = tmp_path / "new" / "page.html"
+    with pytest.warns(TruncationWarning, match="do not trust this truncated posterior"):
+        verdict = diagnose(idata, page, weight=torch.ones(4, 5))
+    assert not verdict.is_trusted
+    assert str(verdict) in capsys.readouterr().out
+    assert {path.name for path in page.parent.iterdir()} == {"page.html"}
+    text = page.read_text()
+    assert text.count("data:image/png;base64,") == text.count("<h2>") == 10
+    assert 'src="http' not in text
+    assert verdict.numbers["effective states"].endswith("of 2")
+    assert any("point estimates" in remark for remark in verdict.remarks)
+
+
+def test_diagnose_of_a_good_fit_and_of_little_data(y, tmp_path, capsys):
+    guide = AutoTruncated(model, 32).infer(y, ExhaustiveSearch(), 1)
+    idata = to_arviz(model, guide, y, num_samples=5, num_predictive=0, seed=0)
+    path = tmp_path / "fit.nc"
+    idata.to_netcdf(str(path))
+    import arviz
+
+    verdict = diagnose(arviz.from_netcdf(str(path)), None)
+    assert verdict.is_trusted
+    assert verdict.page is None
+    assert "Nothing speaks against" in capsys.readouterr().out
+
+
+def test_pictures_show_the_numbers(y):
+    guide = AutoTruncated(model, 4)
+    record = {"free_energy": np.array([[1.0, 2.0, 3.0], [1.0, 4.0, np.nan]])}
+    idata = to_arviz(model, guide, y, num_samples=20, num_predictive=20, seed=0, training=record)
+    data = get_dataset(idata, "truncated_posterior")
+    axes = Figure().subplots(2, 4).ravel()
+    assert pictures.plot_covered_mass(idata, axes[0], worst=3) is axes[0]
+    values = np.sort(data["support_mass_bound"].values)
+    np.testing.assert_allclose(axes[0].lines[0].get_ydata(), values)
+    worst = int(data["support_mass_bound"].values.argmin())
+    assert axes[0].texts[0].get_text().splitlines()[1] == f"data {worst}: {values[0]:.3g}"
+    pictures.plot_restarts(idata, axes[1])
+    # The best restart is drawn last, over the others.
+    np.testing.assert_array_equal(axes[1].lines[-1].get_ydata(), [1, 4, np.nan])
+    pictures.plot_effective_states(idata, axes[2])
+    assert sum(patch.get_height() for patch in axes[2].patches) == 20
+    pictures.plot_activations(idata, axes[3])
+    assert sum(patch.get_height() for patch in axes[3].patches) == 20
+    pictures.plot_marginals(idata, axes[4], rows=7)
+    np.testing.assert_allclose(axes[4].images[0].get_array(), data["activation_prob"][:7])
+    state = np.random.get_state()[1].copy()  # noqa: NPY002
+    pictures.plot_predictive_check(idata, axes[5], group="marginal_predictive")
+    np.testing.assert_array_equal(np.random.get_state()[1], state)  # noqa: NPY002
+    assert len(axes[5].lines) == 21
+    pictures.plot_loo_pit(idata, axes[6], features=[0, 2])
+    assert len(axes[6].lines) == 2
+    pictures.plot_pareto_k(idata, axes[7])
+    with pytest.raises(ValueError, match="no global latents"):
+        pictures.plot_forest(idata, axes[7])
+    with pytest.raises(ValueError, match="no log evidence"):
+        pictures.plot_gap(idata, axes[7])

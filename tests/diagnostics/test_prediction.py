@@ -1,0 +1,187 @@
+"""Cross-validation on the marginal likelihood, transforms and p-values: against closed forms and their distributions."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from matplotlib.figure import Figure
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from scipy import stats
+
+from pyro_truncated import AutoTruncated
+from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated.diagnostics import (
+    TruncationWarning,
+    compare_models,
+    cross_validate,
+    loo_pit,
+    plot_comparison,
+    plot_forest,
+    plot_pareto_k,
+    predictive_p_values,
+    to_arviz,
+)
+
+WEIGHT = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
+
+
+def fixed(y, noise=0.5):
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((2,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ WEIGHT.mT, noise).to_event(1), obs=y)
+
+
+def draw(num_data, generator):
+    states = (torch.rand(num_data, 2, generator=generator) < 0.3).float()
+    return states @ WEIGHT.mT + 0.5 * torch.randn(num_data, 2, generator=generator)
+
+
+def converted(model, y, guide=None, **kwargs):
+    guide = guide or AutoTruncated(model, 4)
+    return to_arviz(
+        model, guide, y, num_samples=kwargs.pop("num_samples", 100), num_predictive=kwargs.pop("num_predictive", 100), seed=0, **kwargs
+    )
+
+
+def shifted(y):
+    shift = pyro.sample("shift", dist.Normal(torch.zeros(2), 10.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((2,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ WEIGHT.mT + shift, 0.5).to_event(1), obs=y)
+
+
+@pytest.fixture
+def bayesian(generator):
+    """A guide that holds the right posterior of the shift, nearly: its standard deviation is that of the mean of the data."""
+    y = draw(60, generator)
+    guide = AutoGuideList(shifted)
+    guide.append(AutoNormal(poutine.block(shifted, expose=["shift"]), init_scale=0.065))
+    guide.append(AutoTruncated(shifted, 4))
+    guide(y)
+    guide[0].locs.shift = torch.zeros(2)
+    return converted(shifted, y, guide, num_samples=40, num_predictive=4), y
+
+
+def test_plug_in_estimates_are_the_log_likelihood_and_say_so(generator):
+    y = draw(30, generator)
+    result = cross_validate(converted(fixed, y))
+    states = torch.cartesian_prod(*[torch.tensor([0.0, 1.0])] * 2)
+    scores = dist.Bernoulli(torch.full((2,), 0.3)).log_prob(states).sum(1) + dist.Normal(states @ WEIGHT.mT, 0.5).log_prob(y[:, None]).sum(
+        -1
+    )
+    np.testing.assert_allclose(result.pointwise, scores.logsumexp(1), rtol=1e-5)
+    assert result.elpd == pytest.approx(float(scores.logsumexp(1).sum()), rel=1e-5)
+    assert result.is_plug_in
+    assert "point estimates" in result.caveats[0]
+
+
+def test_draws_of_parameters_give_the_cross_validation_of_the_marginal_likelihood(bayesian):
+    idata, y = bayesian
+    result = cross_validate(idata)
+    likelihood = get_dataset(idata, "log_likelihood")["y"].values[0]
+    # By hand, without smoothing: the harmonic mean of the likelihoods.
+    expected = -(np.logaddexp.reduce(-likelihood, axis=0) - np.log(len(likelihood)))
+    np.testing.assert_allclose(result.pointwise, expected, atol=0.1)
+    assert not result.is_plug_in
+    assert not result.conditional_on
+    assert 0 < result.p_loo < 5
+    assert float(np.max(result.pareto_k)) < 1
+    assert get_dataset(idata, "log_prior")["shift"].shape == (1, 40)
+    ax = Figure().subplots()
+    plot_pareto_k(idata, ax)
+    plot_forest(idata, ax)
+    # The likelihood given drawn states is no ground for it: it exceeds the marginal one by what the states know.
+    posterior = get_dataset(idata, "posterior")
+    s, shift = torch.from_numpy(posterior["s"].values[0]).float(), torch.from_numpy(posterior["shift"].values[0])
+    conditional = dist.Normal(s @ WEIGHT.mT + shift[:, None], 0.5).log_prob(y).sum(-1).numpy()
+    flattering = -(np.logaddexp.reduce(-conditional, axis=0) - np.log(len(conditional))).sum()
+    assert flattering > result.elpd + 20
+
+
+def test_comparison_prefers_the_right_noise_and_names_its_caveats(generator):
+    y = draw(40, generator)
+
+    def noisy(y):
+        return fixed(y, noise=2.0)
+
+    idatas = {"right": converted(fixed, y), "too noisy": converted(noisy, y)}
+    with pytest.warns(TruncationWarning, match="right: its parameters are point estimates"):
+        table = compare_models(idatas)
+    assert list(table.index) == ["right", "too noisy"]
+    assert table["plug_in"].all()
+    np.testing.assert_allclose(table["missing_nats"], 0, atol=1e-4)
+    elpd = table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float)
+    # The newer table is rounded.
+    np.testing.assert_allclose(elpd, [cross_validate(idatas[name]).elpd for name in table.index], atol=1.0)
+    plot_comparison(table, Figure().subplots())
+    idatas["too noisy"] = converted(noisy, y[:7])
+    with pytest.raises(ValueError, match="of different data"):
+        compare_models(idatas)
+    with pytest.raises(ValueError, match="at least two models"):
+        compare_models({"right": idatas["right"]})
+
+
+def test_truncation_that_matters_for_the_comparison_is_named(generator):
+    y = draw(40, generator)
+    full, cut = converted(fixed, y), converted(fixed, y, AutoTruncated(fixed, 1))
+    with pytest.warns(TruncationWarning, match="lacks at least .* nats by truncation"):
+        table = compare_models({"full": full, "cut": cut, "again": full})
+    assert table.loc["cut", "missing_nats"] > 10
+
+
+def test_transforms_of_the_right_model_are_uniform(generator):
+    transforms = loo_pit(converted(fixed, draw(400, generator)))
+    assert transforms.shape == (400, 2)
+    for feature in range(2):
+        # False alarms at a rate of 2e-5 each; a hundred draws make the steps of the transforms visible, so it is conservative.
+        assert stats.kstest(transforms[:, feature], "uniform").pvalue > 2e-5
+    wrong = loo_pit(converted(lambda y: fixed(y, noise=2.0), draw(400, generator)))
+    assert stats.kstest(wrong[:, 0], "uniform").pvalue < 1e-6
+
+
+def test_transforms_of_counts_are_uniform_too(generator):
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.5)))
+            pyro.sample("y", dist.Poisson(1.0 + 3.0 * s), obs=y)
+
+    y = torch.poisson(1 + 3 * (torch.rand(400, generator=generator) < 0.5).float(), generator=generator)
+    transforms = loo_pit(converted(model, y, AutoTruncated(model, 2)))
+    assert transforms.shape == (400, 1)
+    assert stats.kstest(transforms[:, 0], "uniform").pvalue > 2e-5
+
+
+def test_p_values_count_draws(generator):
+    idata = converted(fixed, draw(50, generator))
+    drawn = get_dataset(idata, "marginal_predictive")["y"].values[0]
+    observed = get_dataset(idata, "observed_data")["y"].values
+    found = predictive_p_values(idata, group="marginal_predictive")
+    assert found["mean"] == pytest.approx((drawn.mean((1, 2)) > observed.mean()).mean())
+    assert predictive_p_values(idata, statistics={"size": np.size}) == {"size": 0.5}
+
+
+def test_predictive_groups_have_the_right_distributions(generator):
+    y = draw(30, generator)
+    idata = converted(fixed, y, num_samples=400, num_predictive=400)
+    marginal, prior, posterior = (get_dataset(idata, f"{name}_predictive")["y"].values[0] for name in ("marginal", "prior", "posterior"))
+    # Means over 400 draws of 30 points, all independent: six standard errors.
+    for values in (marginal, prior):
+        deviation = np.sqrt((0.21 * np.array([4.0, 9.0]) + 0.25) / (400 * 30))
+        assert (np.abs(values.mean((0, 1)) - 0.3 * np.array([2.0, 3.0])) < 6 * deviation).all()
+    expected = torch.from_numpy(get_dataset(idata, "truncated_posterior")["activation_prob"].values).float() @ WEIGHT.mT
+    assert (np.abs(posterior.mean(0) - expected.numpy()) < 6 * np.sqrt((0.25 * 9 + 0.25) / 400)).all()
+    # Each posterior-predictive draw goes with the draw of its states.
+    states = torch.from_numpy(get_dataset(idata, "posterior")["s"].values[0]).float()
+    residual = posterior - (states @ WEIGHT.mT).numpy()
+    assert residual.std() == pytest.approx(0.5, rel=0.03)
+    assert get_dataset(idata, "prior")["s"].dtype == np.int8
+
+
+def test_missing_groups_are_named(generator):
+    idata = converted(fixed, draw(5, generator), num_predictive=0)
+    with pytest.raises(ValueError, match="no group marginal_predictive; call to_arviz with num_predictive > 0"):
+        loo_pit(idata)
