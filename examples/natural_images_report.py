@@ -177,7 +177,14 @@ def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, li
     """Writes the posterior of the unseen region as netCDF, and its summary as a table."""
     training = {name: history[name] for name in ("free_energy", "active", "noise")}
     data = to_arviz(
-        svi.model, held_out.guide, held_out.y, num_samples=200, dims={"s": ["field"], "y": ["pixel"]}, seed=0, training=training
+        svi.model,
+        held_out.guide,
+        held_out.y,
+        num_samples=200,
+        num_predictive=0,
+        dims={"s": ["field"], "y": ["pixel"]},
+        seed=0,
+        training=training,
     )
     data.to_netcdf(str(folder / "posterior.nc"))
     weights = held_out.guide.weights()
