@@ -1,19 +1,25 @@
 """Models to start from, each in one file, written as a user would write them."""
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
+from pyro_truncated.models.discrete_sparse_coding import DiscreteSparseCoding
+from pyro_truncated.models.gated_decoder import GatedDecoder
 from pyro_truncated.models.gaussian_mixture import GaussianMixture
 from pyro_truncated.models.max_spike_slab_sparse_coding import MaxSpikeSlabSparseCoding
 from pyro_truncated.models.maximal_causes import MaximalCauses
 from pyro_truncated.models.noisy_or import NoisyOr
+from pyro_truncated.models.occlusive_components import OcclusiveComponents
 from pyro_truncated.models.poisson_mixture import PoissonMixture
 from pyro_truncated.models.spike_slab_sparse_coding import SpikeSlabSparseCoding
 
 __all__ = [
     "BinarySparseCoding",
+    "DiscreteSparseCoding",
+    "GatedDecoder",
     "GaussianMixture",
     "MaxSpikeSlabSparseCoding",
     "MaximalCauses",
     "NoisyOr",
+    "OcclusiveComponents",
     "PoissonMixture",
     "SpikeSlabSparseCoding",
 ]

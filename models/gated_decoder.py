@@ -1,0 +1,171 @@
+"""A superposition of Gaussian process decoders with switches: spike-and-slab latents whose slabs act through unknown functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.contrib.gp import kernels
+from pyro.nn import PyroModule, PyroParam, pyro_method
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_truncated.distributions import GivenActiveSet
+from pyro_truncated.gp import ActiveSet
+
+
+class GatedKernel(kernels.Kernel):
+    r"""A kernel for each part of an input, counted where both inputs have the part.
+
+    .. math:: k\bigl((b, z), (b', z')\bigr) = \sum_h b_h\, b'_h\; k_h(z_h, z'_h)
+
+    It is the covariance of a sum of independent functions of which an input uses those that are switched on. An input is a row
+    ``[b, z_1, ..., z_H]`` with ``H`` switches and ``H * pose_dim`` further numbers.
+
+    Args:
+        parts: kernels over ``pose_dim`` inputs, one for each part.
+        pose_dim: number of inputs of each part.
+    """
+
+    def __init__(self, parts: list[kernels.Kernel], pose_dim: int = 1) -> None:
+        super().__init__(len(parts) * (1 + pose_dim))  # type: ignore[no-untyped-call]
+        self.num_parts, self.pose_dim = len(parts), pose_dim
+        for h, part in enumerate(parts):
+            setattr(self, f"part{h}", part)
+
+    def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """Covariances ``(N, M)`` of rows, or their diagonal ``(N,)``."""
+        switches, poses = self._parts(X)
+        others, other_poses = (switches, poses) if Z is None else self._parts(Z)
+        total = X.new_zeros(())
+        for h in range(self.num_parts):
+            part = getattr(self, f"part{h}")
+            if diag:
+                total = total + switches[:, h].square() * part(poses[:, h], diag=True)
+            else:
+                total = total + switches[:, h, None] * others[:, h] * part(poses[:, h], other_poses[:, h])
+        return total
+
+    def _parts(self, X: Tensor) -> tuple[Tensor, Tensor]:
+        return X[:, : self.num_parts], X[:, self.num_parts :].unflatten(-1, (self.num_parts, self.pose_dim))
+
+
+class GatedDecoder(PyroModule):
+    r"""Images of parts that are present or not, each in a pose of its own, learned from a few examples whose parts are known.
+
+    .. math:: x_n = \sum_{h} b_{nh}\, f_h(z_{nh}) + \sigma\,\varepsilon, \qquad b_{nh} \sim \mathrm{Bernoulli}(\pi_h),
+        \qquad z_{nh} \sim \mathcal N(0, I), \qquad f_h \sim \mathcal{GP}
+
+    The functions that turn poses into images are integrated out. The examples with known switches and poses are the active set: given it
+    every other image is independent, so that each state of its switches has a density of its own and the posterior over them can be
+    truncated to a population:
+
+    .. math:: \mathcal F = \log p(x_A \mid b_A, z_A) + \sum_n \log \sum_{b \in K_n} p(x_n \mid x_A, b, z_n)\, p(b)\, p(z_n) / q(z_n \mid b)
+
+    Poses are guided by a network (:meth:`pose_guide`), which :meth:`dream` teaches with images that the model itself makes up.
+
+    Example::
+
+        model = GatedDecoder(examples, switches, poses)
+        model.dream(500)
+        guide = AutoTruncated(model, num_states=8, conditional=model.pose_guide)
+        SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch())).step(x)
+        guide.marginals()["b"]  # probability that each part is present
+
+    Args:
+        outputs: examples ``(A, D)``.
+        switches: their switches ``(A, H)``, zeros and ones.
+        poses: their poses ``(A, H, P)``; those of absent parts have no influence.
+        width: hidden units of the network that guides poses.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+
+    active_outputs: Tensor
+    active_inputs: Tensor
+    noise: Any
+    rate: Any
+
+    def __init__(self, outputs: Tensor, switches: Tensor, poses: Tensor, width: int = 64) -> None:
+        super().__init__()
+        if poses.dim() != 3 or poses.shape[:2] != switches.shape or len(outputs) != len(switches):
+            raise ValueError(
+                f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
+                f"{tuple(poses.shape)}"
+            )
+        self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]
+        variance = outputs.square().mean() / switches.sum(1).mean().clamp(min=1.0)
+        parts: list[kernels.Kernel] = [
+            kernels.RBF(self.pose_dim, variance.clone(), torch.full((self.pose_dim,), 0.5).to(outputs)) for _ in range(self.num_parts)
+        ]
+        self.kernel = GatedKernel(parts, self.pose_dim)
+        self.noise = PyroParam(0.1 * variance.clone(), constraints.positive)
+        self.rate = PyroParam(torch.full((self.num_parts,), 0.5).to(outputs), constraints.unit_interval)
+        self.register_buffer("active_outputs", outputs)
+        self.register_buffer("active_inputs", self.inputs(switches, poses))
+        sizes = (self.num_outputs, width), (width, width), (width, 2 * self.num_parts * self.pose_dim)
+        first, second, last = (nn.Linear(*size).to(outputs) for size in sizes)
+        self.network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+    @staticmethod
+    def inputs(switches: Tensor, poses: Tensor) -> Tensor:
+        """Rows ``(*batch, H + H * P)`` of the kernel from switches ``(*batch, H)`` and poses ``(*batch, H, P)``."""
+        flat = poses.flatten(-2)
+        batch = torch.broadcast_shapes(switches.shape[:-1], flat.shape[:-1])
+        return torch.cat([switches.to(flat).expand(*batch, -1), flat.expand(*batch, -1)], -1)
+
+    def active_set(self) -> ActiveSet:
+        """The processes given the examples."""
+        return ActiveSet(self.kernel, self.noise, self.active_inputs, self.active_outputs)
+
+    def forward(self, x: Tensor, batch_size: int | None = None) -> None:
+        """The generative program of images ``(N, D)`` that are not among the examples; NaN where pixels are missing."""
+        active = self.active_set()
+        pyro.factor("examples", active.log_prob_terms().sum())
+        with pyro.plate("data", len(x), subsample_size=batch_size) as i:
+            switches = pyro.sample("b", dist.Bernoulli(self.rate).to_event(1))
+            poses = pyro.sample("z", self._pose_prior())
+            pyro.sample("x", GivenActiveSet(active, self.inputs(switches, poses)), obs=x[i])
+
+    def _pose_prior(self) -> Any:
+        return dist.Normal(self.active_outputs.new_zeros(self.num_parts, self.pose_dim), 1.0).to_event(2)
+
+    def poses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and standard deviations ``(N, H, P)`` of the poses of images ``(N, D)`` under the guide."""
+        loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
+        return loc, nn.functional.softplus(raw) + 1e-3
+
+    @pyro_method
+    def pose_guide(self, states: dict[str, Tensor], x: Tensor, batch_size: int | None = None) -> None:
+        """Samples poses given the switches: the network's for parts that are present, the prior's for absent ones."""
+        present = states["b"].unsqueeze(-1) > 0.5
+        loc, scale = self.poses_of(pyro.subsample(x, event_dim=1))
+        pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
+
+    def dream(self, steps: int, batch_size: int = 128, lr: float = 3e-3) -> list[float]:
+        """Teaches the network the poses of present parts in images drawn from the model; returns the mean negative log densities."""
+        optimizer = torch.optim.Adam(self.network.parameters(), lr)
+        with torch.no_grad():
+            active = self.active_set()
+        losses = []
+        for _ in range(steps):
+            with torch.no_grad():
+                switches = torch.bernoulli(self.rate.expand(batch_size, -1))
+                poses = self._pose_prior().expand([batch_size]).sample()
+                images = GivenActiveSet(active, self.inputs(switches, poses)).sample()
+            log_prob = dist.Normal(*self.poses_of(images)).log_prob(poses).sum(-1)
+            loss = -(switches * log_prob).sum(-1).mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    def parts(self, switches: Tensor, poses: Tensor) -> Tensor:
+        """Mean image of each part alone, ``(N, H, D)``; they add up to the mean image."""
+        alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
+        with torch.no_grad():
+            return self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]
