@@ -4,6 +4,7 @@ from pyro_truncated.diagnostics import TruncationWarning, check_truncation, cove
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide
+from pyro_truncated.gp import InducingSubset, SubsetGPRegression
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
@@ -21,11 +22,13 @@ __all__ = [
     "GPSelect",
     "GibbsEM",
     "GibbsGuide",
+    "InducingSubset",
     "Population",
     "Preselection",
     "SampledSearch",
     "Search",
     "StateSpace",
+    "SubsetGPRegression",
     "Training",
     "Truncated_ELBO",
     "TruncationWarning",

@@ -1,0 +1,129 @@
+"""Objects as bags of counted features, keyed by 64-bit hashes: fingerprints, subtrees and paths of graphs, substrings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+# Two odd constants with well spread bits (of the golden ratio, and of a published 64-bit finaliser), as signed 64-bit integers.
+_GOLDEN = -7046029254386353131
+_FINALISER = -4658895280553007687
+
+
+def mix(words: Tensor) -> Tensor:
+    """Scrambles 64-bit words one-to-one, so that sums of scrambled words serve as hashes of multisets."""
+    words = (words ^ _logical_shift(words, 32)) * _GOLDEN
+    words = (words ^ _logical_shift(words, 29)) * _FINALISER
+    return words ^ _logical_shift(words, 32)
+
+
+def combine(*parts: Tensor | int) -> Tensor:
+    """A hash of several words, in their order."""
+    total = torch.zeros((), dtype=torch.int64)
+    for part in parts:
+        total = mix(total * _GOLDEN + part + 1)
+    return total
+
+
+def _logical_shift(words: Tensor, bits: int) -> Tensor:
+    return (words >> bits) & ((1 << (64 - bits)) - 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedCounts:
+    """How often each feature occurs in each of ``num`` objects; only counts above zero are listed, sorted by object and key.
+
+    Attributes:
+        num: number of objects.
+        rows: object of each entry, ``(E,)`` int64.
+        keys: feature of each entry, ``(E,)`` int64.
+        counts: how often it occurs, ``(E,)`` float64.
+    """
+
+    num: int
+    rows: Tensor
+    keys: Tensor
+    counts: Tensor
+
+    def __len__(self) -> int:
+        return self.num
+
+    @staticmethod
+    def of(num: int, rows: Tensor, keys: Tensor, counts: Tensor | None = None) -> HashedCounts:
+        """Adds up occurrences: entries of the same object and feature become one.
+
+        Args:
+            num: number of objects.
+            rows: object of each occurrence, ``(E,)``.
+            keys: feature of each occurrence, ``(E,)``.
+            counts: weight of each occurrence, ``(E,)``; default: one.
+        """
+        counts = torch.ones(len(rows), dtype=torch.float64, device=rows.device) if counts is None else counts.double()
+        order = keys.argsort(stable=True)
+        order = order[rows[order].argsort(stable=True)]
+        rows, keys, counts = rows[order], keys[order], counts[order]
+        first = torch.ones(len(rows), dtype=torch.bool, device=rows.device)
+        first[1:] = (rows[1:] != rows[:-1]) | (keys[1:] != keys[:-1])
+        group = first.cumsum(0) - 1
+        total = counts.new_zeros(int(first.sum())).index_add_(0, group, counts)
+        return HashedCounts(num, rows[first], keys[first], total)
+
+    @staticmethod
+    def from_csr(indptr: Tensor, indices: Tensor, data: Tensor) -> HashedCounts:
+        """Counts from the three arrays of a compressed sparse row matrix, one row per object.
+
+        Raises:
+            ValueError: if the arrays do not fit each other or a count is not positive.
+        """
+        if len(indices) != len(data) or int(indptr[-1]) != len(indices):
+            raise ValueError(f"indptr ends at {int(indptr[-1])}, but there are {len(indices)} indices and {len(data)} counts")
+        if bool((data <= 0).any()):
+            raise ValueError("data must be positive counts")
+        num = len(indptr) - 1
+        rows = torch.repeat_interleave(torch.arange(num), indptr.long().diff())
+        return HashedCounts.of(num, rows, mix(indices.long()), data)
+
+    def __getitem__(self, index: Tensor) -> HashedCounts:
+        """The objects at positions ``index`` ``(b,)``, none of them twice, in that order."""
+        place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)
+        place[index] = torch.arange(len(index), device=self.rows.device)
+        kept = place[self.rows] >= 0
+        return HashedCounts.of(len(index), place[self.rows[kept]], self.keys[kept], self.counts[kept])
+
+    def __add__(self, other: HashedCounts) -> HashedCounts:
+        """All features of both, of the same objects."""
+        if self.num != other.num:
+            raise ValueError(f"counts of {self.num} and of {other.num} objects cannot be joined")
+        joined = ((getattr(self, name), getattr(other, name)) for name in ("rows", "keys", "counts"))
+        return HashedCounts.of(self.num, *(torch.cat(pair) for pair in joined))
+
+    def unary(self) -> HashedCounts:
+        r"""Every count :math:`c` as ``c`` features "at least one", ..., "at least c" of count one.
+
+        Inner products of these are :math:`\sum_f \min(c_f, c'_f)`.
+
+        Raises:
+            ValueError: if a count is no integer.
+        """
+        repeats = self.counts.round().long()
+        if not bool(torch.equal(repeats.double(), self.counts)):
+            raise ValueError("counts must be integers")
+        start = torch.repeat_interleave(repeats.cumsum(0) - repeats, repeats)
+        level = torch.arange(int(repeats.sum()), device=self.rows.device) - start
+        keys = mix(torch.repeat_interleave(self.keys, repeats) + level * _GOLDEN)
+        return HashedCounts.of(self.num, torch.repeat_interleave(self.rows, repeats), keys)
+
+    def matrix(self, vocabulary: Tensor) -> Tensor:
+        """Sparse matrix ``(num, V)`` of the counts of the features in a sorted vocabulary ``(V,)``; others are left out."""
+        column = torch.searchsorted(vocabulary, self.keys).clamp(max=len(vocabulary) - 1)
+        known = vocabulary[column] == self.keys
+        index = torch.stack([self.rows[known], column[known]])
+        # Entries are sorted by object and key, which is what a coalesced matrix needs.
+        return torch.sparse_coo_tensor(index, self.counts[known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)
+
+    @property
+    def squared_norms(self) -> Tensor:
+        """Sum of squared counts of each object, ``(num,)``."""
+        return self.counts.new_zeros(self.num).index_add_(0, self.rows, self.counts.square())

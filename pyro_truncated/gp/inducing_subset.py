@@ -1,0 +1,155 @@
+"""Inducing inputs chosen from the training inputs, at fixed hyper-parameters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.cholqr import CholQRSearch
+from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.exchange import ExchangeSearch
+from pyro_truncated.gp.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.sparse_evidence import Basis
+from pyro_truncated.gp.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset_problem import SubsetProblem, check_index
+from pyro_truncated.gp.subset_search import Budget, SubsetSearch
+
+_SEARCHES: dict[str, type[SubsetSearch]] = {"exchange": ExchangeSearch, "cholqr": CholQRSearch}
+
+
+class InducingSubset:
+    r"""Chooses the inducing inputs of a sparse Gaussian process from its training inputs, by the objective that fits hyper-parameters, too.
+
+    Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
+    :mod:`pyro_truncated.gp.subset_problem`) never rises, whatever the search.
+
+    Example::
+
+        subset = InducingSubset(TanimotoKernel(fingerprints), y, num_inducing=128, noise=0.1)
+        subset.optimize(max_seconds=5)
+        mean, variance = subset.predict(new_fingerprints)
+
+    Args:
+        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        targets: ``(n,)``, or ``(n, H)`` for several outputs that share subset, kernel and noise; centred.
+        num_inducing: size ``m`` of the subset, at most ``n``.
+        noise: noise variance.
+        objective: ``"vfe"`` (variational free energy) or ``"pp"`` (likelihood of the projected process).
+        algorithm: ``"exchange"``, ``"cholqr"`` (the published algorithm), or a :class:`SubsetSearch`.
+        index: a subset to start from; default: the algorithm's own start.
+        generator: source of randomness.
+
+    Attributes:
+        index: positions of the inducing inputs, ``(m,)``; fewer if all other inputs depend on them.
+        objective_value: the objective, in nats; its constant :math:`\frac{nH}2 \log 2\pi` is left out.
+        history: seconds, swaps and objective after each change since the start.
+
+    Raises:
+        ValueError: if targets, noise or names are not as above.
+        TypeError: if the kernel offers no covariances.
+    """
+
+    def __init__(
+        self,
+        kernel: Any,
+        targets: Tensor,
+        num_inducing: int,
+        noise: float,
+        *,
+        objective: str = "vfe",
+        algorithm: str | SubsetSearch = "exchange",
+        index: Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        self.kernel = as_data_kernel(kernel)
+        self.problem = SubsetProblem(self.kernel, _matrix(targets), float(noise), objective)
+        if not 1 <= num_inducing <= self.problem.num_data:
+            raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
+        self.num_inducing = num_inducing
+        self.search = make_search(algorithm)
+        self.generator = generator
+        self.history: list[tuple[float, int, float]] = []
+        if index is None:
+            index = self.search.improve(self.problem, num_inducing, None, Budget(max_attempts=0), generator)
+        self.index = check_index(index, self.problem.num_data).to(self.problem.targets.device)
+        self.objective_value = self._value(self.index)
+
+    def optimize(
+        self,
+        *,
+        max_swaps: int | None = None,
+        max_attempts: int | None = None,
+        max_seconds: float | None = None,
+        progress: bool = False,
+    ) -> float:
+        """Searches for a better subset until nothing helps or a limit is reached.
+
+        Args:
+            max_swaps: most members exchanged.
+            max_attempts: most attempts to exchange members.
+            max_seconds: most seconds.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The objective, never above that before.
+        """
+        budget = Budget(max_swaps, max_attempts, max_seconds, progress=progress)
+        found = self.search.improve(self.problem, self.num_inducing, self.index, budget, self.generator)
+        budget.close()
+        value = self._value(found)
+        self.history += budget.history
+        if value < self.objective_value:
+            self.index, self.objective_value = found, value
+        return self.objective_value
+
+    def update(self, *, noise: float | None = None, targets: Tensor | None = None) -> float:
+        """Takes note of new noise, new targets, or parameters of the kernel that have changed.
+
+        Returns:
+            The objective of the present subset.
+        """
+        matrix = self.problem.targets if targets is None else _matrix(targets)
+        self.problem = SubsetProblem(self.kernel, matrix, self.problem.noise if noise is None else float(noise), self.problem.objective)
+        self.objective_value = self._value(self.index)
+        return self.objective_value
+
+    def posterior(self) -> SparsePosterior:
+        """The posterior given the present subset."""
+        return SparsePosterior(Basis(self.kernel, self.index), self.problem.targets, self.problem.noise)
+
+    def predict(self, new: Any) -> tuple[Tensor, Tensor]:
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
+        return self.posterior().predict(new)
+
+    def leave_one_out(self) -> tuple[Tensor, Tensor]:
+        """Means ``(n, H)`` and variances ``(n,)``, noise included, of each data point given all others; the subset is held fixed."""
+        return self.posterior().leave_one_out()
+
+    @torch.no_grad()
+    def _value(self, index: Tensor) -> float:
+        return ExchangeFactors(self.problem, len(index), index).value()
+
+
+def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
+    """A search by name, or the one given.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything but a name or a search.
+    """
+    if isinstance(algorithm, SubsetSearch):
+        return algorithm
+    if not isinstance(algorithm, str):
+        raise TypeError(f"algorithm must be a name or a SubsetSearch; got {type(algorithm).__name__}")
+    if algorithm not in _SEARCHES:
+        raise ValueError(f"algorithm must be one of {', '.join(_SEARCHES)}, or a SubsetSearch; got {algorithm!r}")
+    return _SEARCHES[algorithm]()
+
+
+def _matrix(targets: Tensor) -> Tensor:
+    if not isinstance(targets, Tensor) or targets.dim() not in (1, 2):
+        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
+        raise ValueError(f"targets must be a tensor of shape (n,) or (n, H); got {shape}")
+    return (targets if targets.dim() == 2 else targets[:, None]).detach().double()

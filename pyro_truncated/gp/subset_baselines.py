@@ -1,0 +1,184 @@
+"""Other ways to choose inducing inputs, for comparison and for starts."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset_problem import DEPENDENT, SubsetProblem
+from pyro_truncated.gp.subset_search import Budget, SubsetSearch, draw, random_subset
+
+
+class RandomSearch(SubsetSearch):
+    """A random subset, which stays as it is."""
+
+    restarts = False
+
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The subset given, or a random one; see :class:`SubsetSearch`."""
+        return random_subset(problem.num_data, num_inducing, generator, problem.targets.device) if index is None else index
+
+
+class TitsiasSearch(SubsetSearch):
+    """Greedy forward selection by the objective itself, each input the best of some random candidates, scored exactly all at once.
+
+    Args:
+        candidates: number of random candidates per input.
+
+    Reference:
+        Titsias, "Variational learning of inducing variables in sparse Gaussian processes", AISTATS 2009.
+    """
+
+    def __init__(self, candidates: int = 16) -> None:
+        if candidates < 1:
+            raise ValueError(f"candidates must be at least 1; got {candidates}")
+        self.candidates = candidates
+
+    @torch.no_grad()
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """A new subset, built from nothing; the budget's limits do not apply. See :class:`SubsetSearch`."""
+        factors = ExchangeFactors(problem, min(num_inducing, problem.num_data))
+        while factors.size < min(num_inducing, problem.num_data):
+            drawn = draw(factors.candidates().double(), self.candidates, generator)
+            if not len(drawn):
+                break
+            pool = factors.pool(drawn)
+            best = factors.gains(pool).argmax()
+            if not factors.append(drawn[best][None], pool.residuals[:, best, None]):
+                break
+            budget.attempts += 1
+        budget.record(factors.value())
+        return factors.index.clone()
+
+
+class GreedyVarianceSearch(SubsetSearch):
+    """Pivoted Cholesky: each input is the one whose variance, given those before, is largest. It does not look at the targets."""
+
+    @torch.no_grad()
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """A new subset, built from nothing; see :class:`SubsetSearch`."""
+        return _greedy(problem, num_inducing, 0.0)
+
+
+class InformativeVectorSearch(SubsetSearch):
+    """The informative vector machine: each input is the one whose noisy target would reduce the entropy of the posterior most.
+
+    For Gaussian noise that is the input of largest posterior variance, given noisy targets at those before.
+
+    Reference:
+        Lawrence, Seeger and Herbrich, "Fast sparse Gaussian process methods: the informative vector machine", NIPS 2003.
+    """
+
+    @torch.no_grad()
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """A new subset, built from nothing; see :class:`SubsetSearch`."""
+        return _greedy(problem, num_inducing, problem.noise)
+
+
+class KMeansSearch(SubsetSearch):
+    """The training inputs nearest to the centres of k-means clusters; numeric inputs only.
+
+    Args:
+        iterations: most iterations of Lloyd's algorithm.
+    """
+
+    restarts = False
+
+    def __init__(self, iterations: int = 20) -> None:
+        self.iterations = iterations
+
+    @torch.no_grad()
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The subset given, or at the start one by k-means; see :class:`SubsetSearch`.
+
+        Raises:
+            TypeError: if the kernel's inputs are not numeric.
+        """
+        if index is not None:
+            return index
+        kernel = problem.kernel
+        if not isinstance(kernel, InputKernel):
+            raise TypeError(f"k-means needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+        inputs = kernel.inputs if kernel.inputs.dim() == 2 else kernel.inputs[:, None]
+        centres = k_means(inputs, num_inducing, self.iterations, generator)
+        found = torch.cdist(centres, inputs).argmin(1).unique()
+        left = torch.ones(problem.num_data, device=found.device, dtype=torch.float64)
+        left[found] = 0.0
+        return torch.cat([found, draw(left, num_inducing - len(found), generator)])
+
+
+class RestrictedKernel(DataKernel):
+    """A kernel on some of its training inputs: regression on these alone is the method "subset of data".
+
+    Args:
+        kernel: the kernel.
+        rows: positions ``(n,)`` of the inputs to keep.
+    """
+
+    rows: Tensor
+
+    def __init__(self, kernel: DataKernel, rows: Tensor) -> None:
+        super().__init__(len(rows))
+        self.kernel = kernel
+        self.register_buffer("rows", rows, persistent=False)
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
+        return self.kernel.diag(self.rows if rows is None else self.rows[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the inputs kept, or those at ``rows``, with the ones at positions ``index`` among them."""
+        return self.kernel.columns(self.rows[index], self.rows if rows is None else self.rows[rows])
+
+    def cross(self, new: object, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
+        return self.kernel.cross(new, self.rows[index])
+
+    def diag_new(self, new: object) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)
+
+
+def k_means(inputs: Tensor, num: int, iterations: int = 20, generator: torch.Generator | None = None) -> Tensor:
+    """Centres ``(num, D)`` of clusters of inputs ``(n, D)`` by Lloyd's algorithm from a random start."""
+    centres = inputs[random_subset(len(inputs), num, generator, inputs.device)].clone()
+    for _ in range(iterations):
+        nearest = torch.cdist(inputs, centres).argmin(1)
+        size = torch.bincount(nearest, minlength=len(centres)).to(inputs)
+        total = torch.zeros_like(centres).index_add_(0, nearest, inputs)
+        moved = torch.where(size[:, None] > 0, total / size.clamp(min=1)[:, None], centres)
+        if torch.equal(moved, centres):
+            break
+        centres = moved
+    return centres
+
+
+def _greedy(problem: SubsetProblem, num: int, noise: float) -> Tensor:
+    """Inputs of largest variance given (noisy) function values at those before, one after the other."""
+    prior = problem.diag()
+    variance = prior.clone()
+    factor = prior.new_zeros(len(prior), min(num, len(prior)))
+    allowed = torch.ones(len(prior), dtype=torch.bool, device=prior.device)
+    chosen: list[int] = []
+    for k in range(factor.shape[1]):
+        pivot = int(torch.where(allowed, variance, -torch.inf).argmax())
+        if not float(variance[pivot]) > DEPENDENT * float(prior[pivot]):
+            break
+        chosen.append(pivot)
+        allowed[pivot] = False
+        column = problem.columns(torch.tensor([pivot], device=prior.device)).squeeze(1) - factor[:, :k] @ factor[pivot, :k]
+        factor[:, k] = column / (noise + variance[pivot]).sqrt()
+        variance = (variance - factor[:, k].square()).clamp(min=0.0)
+    return torch.tensor(chosen, dtype=torch.int64, device=prior.device)

@@ -1,0 +1,341 @@
+"""Sparse Gaussian process regression: inducing inputs from the training set and hyper-parameters, learned by one objective."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
+from pyro_truncated.gp.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.inducing_subset import make_search
+from pyro_truncated.gp.sparse_evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
+from pyro_truncated.gp.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset_problem import OBJECTIVES, SubsetProblem, check_index
+from pyro_truncated.gp.subset_search import Budget, SubsetSearch
+
+_EXPLAINED_BY_NOISE = 0.02
+
+
+class AllNoiseWarning(UserWarning):
+    """The fit explains nearly all of the data as noise."""
+
+
+class SubsetGPRegression(torch.nn.Module):
+    r"""Sparse Gaussian process regression whose inducing inputs are a subset of the training inputs.
+
+    Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
+    the subset and L-BFGS on the kernel's parameters and the noise, both by the same objective, which never rises. The start matters:
+    from little noise and short length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum. Start from
+    half of the variance as noise and, for standardised inputs in ``D`` dimensions, length-scales of :math:`2 \sqrt D`, which
+    :func:`smooth_rbf` does.
+
+    On numeric inputs with a differentiable kernel, inducing inputs that move freely fit better than any subset of equal size:
+    ``fit(polish=True)`` lets them move from where the subset is. On discrete inputs there is no such thing.
+
+    Args:
+        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are
+            learned in place; with float64 inputs they converge further.
+        targets: ``(n,)`` or ``(n, H)``, finite.
+        num_inducing: number of inducing inputs ``m``.
+        noise: noise variance to start from, of standardised targets.
+        objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
+        algorithm: ``"exchange"``, ``"cholqr"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
+            subset after each change of hyper-parameters; the best pair is kept.
+        generator: source of randomness.
+
+    Attributes:
+        index: positions of the inducing inputs; -1 where there are fewer than ``m``, and before :meth:`fit`.
+        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``) and objective.
+        objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
+
+    Raises:
+        ValueError: if a shape, a name or a number is not as above.
+    """
+
+    index: Tensor
+    target_mean: Tensor
+    target_scale: Tensor
+    targets: Tensor
+
+    def __init__(
+        self,
+        kernel: Any,
+        targets: Tensor,
+        num_inducing: int,
+        *,
+        noise: float = 0.5,
+        objective: str = "vfe",
+        algorithm: str | SubsetSearch = "exchange",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.kernel = as_data_kernel(kernel)
+        n = self.kernel.num_data
+        if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
+            raise ValueError(f"targets must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
+        if not 1 <= num_inducing <= n:
+            raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
+        if not NOISE_FLOOR < noise < math.inf:
+            raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
+        if objective not in (*OBJECTIVES, "fitc"):
+            raise ValueError(f'objective must be one of {", ".join(OBJECTIVES)} and "fitc"; got {objective!r}')
+        self.num_inducing = num_inducing
+        self.objective = objective
+        self.search = make_search(algorithm)
+        self.generator = generator
+        matrix = (targets if targets.dim() == 2 else targets[:, None]).detach().double()
+        scale = matrix.std(0)
+        self._has_columns = targets.dim() == 2
+        self.register_buffer("target_mean", matrix.mean(0))
+        self.register_buffer("target_scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
+        self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
+        self.register_buffer("index", torch.full((num_inducing,), -1, dtype=torch.int64, device=targets.device))
+        self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
+        self.inducing_inputs: torch.nn.Parameter | None = None
+        self.objective_value = math.nan
+        self.history: list[tuple[float, str, float]] = []
+        self._posterior: SparsePosterior | None = None
+
+    @property
+    def noise(self) -> float:
+        """Noise variance of standardised targets."""
+        return float(noise_of(self.log_noise.detach()))
+
+    @property
+    def subset(self) -> Tensor:
+        """Positions of the inducing inputs, ``(m,)``; of a polished regression, where they started.
+
+        Raises:
+            RuntimeError: before :meth:`fit`.
+        """
+        chosen = self.index[self.index >= 0]
+        if not len(chosen):
+            raise RuntimeError("there are no inducing inputs yet: call fit() first, or load a state")
+        return chosen
+
+    def fit(
+        self,
+        *,
+        max_seconds: float | None = None,
+        max_epochs: int = 100,
+        hyper_evaluations: int = 5,
+        attempts_per_epoch: int = 4,
+        tolerance: float = 1e-4,
+        polish: bool = False,
+        polish_evaluations: int = 200,
+        subset_share: float = 0.3,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: bool = False,
+    ) -> float:
+        """Learns hyper-parameters and the subset, from where they are.
+
+        Args:
+            max_seconds: most seconds by ``clock``; default: no limit.
+            max_epochs: most alternations.
+            hyper_evaluations: evaluations of the objective per continuous phase. Few are better: while the subset is poor, hyper-parameters
+                that fit it exactly switch off inputs which a better subset would need.
+            attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
+            tolerance: ends the alternation when an epoch gains less than this many nats per data point.
+            polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
+            polish_evaluations: evaluations of the objective, at most, while they move.
+            subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
+            clock: seconds from some moment on.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The objective reached, see :attr:`objective_value`.
+
+        Raises:
+            TypeError: if ``polish`` is asked for with a kernel whose inputs are not numeric.
+
+        Warns:
+            AllNoiseWarning: if the inducing inputs explain nearly nothing.
+        """
+        if polish and not isinstance(self.kernel, InputKernel):
+            raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
+        start = clock()
+        share = subset_share if polish else 1.0
+
+        def seconds_left(of: float = 1.0) -> float:
+            return math.inf if max_seconds is None else of * max_seconds - (clock() - start)
+
+        if polish and self.inducing_inputs is not None:
+            share = 0.0
+        else:
+            self.inducing_inputs = None
+        bar = tqdm(disable=not progress, unit="phase")
+
+        def note(phase: str, value: float) -> None:
+            self.history.append((clock() - start, phase, value))
+            bar.update()
+            bar.set_postfix_str(f"{phase} F={value:.6g}")
+
+        if share:
+            self._alternate(
+                max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * len(self.targets), lambda: seconds_left(share), clock, note
+            )
+        if polish:
+            self._polish(polish_evaluations, lambda: seconds_left() <= 0, note)
+        bar.close()
+        self._posterior = None
+        self._warn_of_noise()
+        return self.objective_value
+
+    def _alternate(
+        self,
+        max_epochs: int,
+        hyper_evaluations: int,
+        attempts: int,
+        tolerance: float,
+        seconds_left: Callable[[], float],
+        clock: Callable[[], float],
+        note: Callable[[str, float], None],
+    ) -> None:
+        known = self.index[self.index >= 0]
+        index = (
+            known if len(known) else self.search.improve(self._problem(), self.num_inducing, None, Budget(max_attempts=0), self.generator)
+        )
+        best, kept = math.inf, self._state(index)
+        for epoch in range(max_epochs + 1):
+            if epoch:
+                limit = seconds_left()
+                budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), clock)
+                index = self.search.improve(self._problem(), self.num_inducing, index, budget, self.generator)
+                note("subset", self._subset_value(index))
+            value = minimize(
+                lambda index=index: backward(Basis(self.kernel, index), self.targets, self.log_noise, self.objective),  # type: ignore[misc]
+                self._hyper_parameters(),
+                hyper_evaluations,
+                lambda: seconds_left() <= 0,
+            )
+            note("hyper" if epoch else "start", value)
+            gained = best - value
+            if value < best:
+                best, kept = value, self._state(index)
+            if seconds_left() <= 0 or (epoch and abs(gained) < tolerance):
+                break
+        if not math.isfinite(best):
+            raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
+        self._restore(kept)
+        self.objective_value = best
+
+    def _polish(self, evaluations: int, is_spent: Callable[[], bool], note: Callable[[str, float], None]) -> None:
+        kernel = self.kernel
+        if not isinstance(kernel, InputKernel):
+            raise TypeError("only kernels of numeric inputs can be polished")
+        if self.inducing_inputs is None:
+            self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
+        inputs = self.inducing_inputs
+        value = minimize(
+            lambda: backward(FreeBasis(kernel, inputs), self.targets, self.log_noise, self.objective),
+            [*self._hyper_parameters(), inputs],
+            evaluations,
+            is_spent,
+        )
+        note("polish", value)
+        self.objective_value = value
+
+    def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Predictions at new inputs: ``O(m)`` per mean and ``O(m^2)`` per variance.
+
+        Args:
+            new: new inputs, as the kernel takes them.
+            noiseless: whether variances are those of the function alone.
+
+        Returns:
+            Means and variances of the targets, ``(n_new,)`` or ``(n_new, H)`` each, in float64.
+        """
+        posterior = self.posterior()
+        mean, variance = posterior.predict(new)
+        return self._original(mean, variance if noiseless else variance + self.noise)
+
+    def leave_one_out(self) -> tuple[Tensor, Tensor]:
+        """Predictions of each training target from all others, subset and hyper-parameters held fixed.
+
+        Returns:
+            Means and variances, noise included, ``(n,)`` or ``(n, H)`` each.
+        """
+        return self._original(*self.posterior().leave_one_out())
+
+    def posterior(self) -> SparsePosterior:
+        """The posterior of the function, of standardised targets. It is kept until the next :meth:`fit` or loaded state."""
+        if self._posterior is None:
+            self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective == "fitc")
+        return self._posterior
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything learned, but neither the training data nor the kernel's."""
+        torch.save(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> SubsetGPRegression:
+        """Reads what :meth:`save` wrote into a regression made with the same data, kernel and number of inducing inputs."""
+        self.load_state_dict(torch.load(path, weights_only=True, map_location=self.targets.device))
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is neither parameter nor buffer of a fixed shape."""
+        moved = None if self.inducing_inputs is None else self.inducing_inputs.detach()
+        return {"inducing_inputs": moved, "objective_value": self.objective_value}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`get_extra_state` gave."""
+        moved = state["inducing_inputs"]
+        self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
+        self.objective_value = state["objective_value"]
+        self._posterior = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Moved inducing inputs exist only where a fit made them; they travel with the extra state.
+        state_dict.pop(f"{prefix}inducing_inputs", None)
+        self.inducing_inputs = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _basis(self) -> Basis:
+        if self.inducing_inputs is not None and isinstance(self.kernel, InputKernel):
+            return FreeBasis(self.kernel, self.inducing_inputs)
+        return Basis(self.kernel, self.subset)
+
+    def _problem(self) -> SubsetProblem:
+        return SubsetProblem(self.kernel, self.targets, self.noise, "vfe" if self.objective == "fitc" else self.objective)
+
+    @torch.no_grad()
+    def _subset_value(self, index: Tensor) -> float:
+        return ExchangeFactors(self._problem(), len(index), index).value()
+
+    def _hyper_parameters(self) -> list[Tensor]:
+        return [*(p for p in self.kernel.parameters() if p.requires_grad), self.log_noise]
+
+    def _state(self, index: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return index, [p.detach().clone() for p in self._hyper_parameters()]
+
+    @torch.no_grad()
+    def _restore(self, state: tuple[Tensor, list[Tensor]]) -> None:
+        index, values = state
+        self.index.fill_(-1)
+        self.index[: len(index)] = check_index(index, len(self.targets))
+        for parameter, value in zip(self._hyper_parameters(), values, strict=True):
+            parameter.copy_(value)
+
+    def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+        return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
+
+    def _warn_of_noise(self) -> None:
+        posterior = self.posterior()
+        explained = float(posterior.factor.square().sum())
+        if explained < _EXPLAINED_BY_NOISE * self.noise * len(self.targets):
+            warnings.warn(
+                f"the fit explains the targets as noise of variance {self.noise:.3g} (of 1): the {self.num_inducing} inducing inputs "
+                f"account for {explained / len(self.targets):.2g}. Start from more noise and longer length-scales, take more inducing "
+                "inputs, or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True))",
+                AllNoiseWarning,
+                stacklevel=3,
+            )
