@@ -34,6 +34,18 @@ def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> 
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
 
+def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
+    """:func:`random_rows`, with noise of a hundredth of the ``deviation`` that tells equal ones apart."""
+    rows = random_rows(y, num_rows, generator)
+    noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+    return rows + 0.01 * deviation * noise
+
+
+def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
+    """Probabilities to start from, a scalar or ``(H,)``: two active latents on average."""
+    return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+
+
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
     r"""Maximiser :math:`\pi_h = \frac1N \sum_n \langle s_h \rangle` of the expected log prior, or its mean over the latents if shared."""
     frequency = active / num_data

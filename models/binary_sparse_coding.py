@@ -11,11 +11,9 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
 from pyro_truncated.population import Population
-
-_RIDGE = 1e-10
-_VARIANCE_FLOOR = 1e-6
 
 
 class BinarySparseCoding(PyroModule):
@@ -45,7 +43,7 @@ class BinarySparseCoding(PyroModule):
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        prior = first_prior(num_latents, shared_prior, dtype)
         self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
@@ -69,28 +67,17 @@ class BinarySparseCoding(PyroModule):
         Returns:
             The model itself.
         """
-        check_data(y, self.num_observed)
-        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
-        rows = random_rows(y, self.num_latents, generator)
-        # A little noise tells elements apart that started from equal data points.
-        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-        self.weight = (rows + 0.01 * deviation * noise).mT.to(self.weight).contiguous()
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
-        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
     @torch.no_grad()
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``pairs``, that of :math:`\langle s s^\top \rangle`,
@@ -125,24 +112,12 @@ class BinarySparseCoding(PyroModule):
         the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
         the dictionary towards its old value, so the elements of latents that are never active stay as they are.
         """
-        pairs, cross, weight = statistics["pairs"], statistics["cross"], self.weight.double()
-        gradient = cross - _rows_times(weight, pairs)
-        ridge = _RIDGE * pairs.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(pairs.dtype).tiny)
-        factor = torch.linalg.cholesky(pairs + ridge * torch.eye(self.num_latents, dtype=pairs.dtype, device=pairs.device))
-        if pairs.dim() == 2:
-            weight = weight + torch.cholesky_solve(gradient.mT, factor).mT
-        else:
-            weight = weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
-        squares = statistics["squares"] + (weight * (_rows_times(weight, pairs) - 2 * cross)).sum()
-        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
+        pairs, cross, squares = statistics["pairs"], statistics["cross"], statistics["squares"]
+        weight = best_dictionary(self.weight.double(), pairs, cross)
+        errors = squared_residuals(weight, pairs, cross, squares)
         self.weight = weight.to(self.weight)
-        self.scale = torch.maximum(squares / statistics["observed"], floor).sqrt().to(self.scale)
+        self.scale = best_scale(errors, squares, statistics["observed"]).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
-
-
-def _rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
-    """Every row of the dictionary times the (common, or its own) symmetric matrix of second moments."""
-    return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
 def _moments_per_dimension(words: Tensor, weights: Tensor, observed: Tensor, num_latents: int) -> tuple[Tensor, Tensor]:

@@ -1,11 +1,32 @@
-"""The M-step of a dictionary with Gaussian noise, with and without missing data."""
+"""A dictionary with Gaussian noise: where it starts, and its M-step, with and without missing data."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.models.binary_causes import perturbed_rows
+
 _RIDGE = 1e-10
+_VARIANCE_FLOOR = 1e-6
+
+
+def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+    """Where learning starts from: elements ``(D, H)`` near random data points, and noise of the data's standard deviation."""
+    deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
+    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation
+
+
+def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
+    """Noise deviation: the root of the mean expected squared residual, kept off zero.
+
+    Args:
+        errors: sum of the expected squared residuals.
+        squares: sum of the squared data.
+        observed: number of observed entries.
+    """
+    floor = _VARIANCE_FLOOR * (squares / observed).clamp(min=1.0)
+    return torch.maximum(errors / observed, floor).sqrt()
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor) -> Tensor:

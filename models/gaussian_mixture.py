@@ -9,13 +9,11 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.models.binary_causes import check_data, random_rows, rows_of
+from pyro_truncated.models.binary_causes import check_data, perturbed_rows, rows_of
+from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.population import Population
 
-_WEIGHT_FLOOR = 1e-6
 _VARIANCE_FLOOR = 1e-6
-_NEVER_USED = 1e-8
 _COVARIANCES = ("full", "diag", "spherical", "tied")
 
 
@@ -89,10 +87,7 @@ class GaussianMixture(PyroModule):
         self.center = rows.mean(0)
         variance = centred.square().mean().clamp(min=_VARIANCE_FLOOR)
         covariance = _floored(centred.mT @ centred / len(rows), _VARIANCE_FLOOR * variance)
-        chosen = random_rows(rows, self.num_components, generator)
-        # A little noise tells components apart that started from equal data points.
-        noise = torch.randn(chosen.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-        self.loc = (chosen + 0.01 * variance.sqrt() * noise).to(self.loc)
+        self.loc = perturbed_rows(rows, self.num_components, variance.sqrt(), generator).to(self.loc)
         self.scale = self._scale_of(covariance).to(self.scale)
         self.weights = torch.full_like(self.weights, 1 / self.num_components)
         return self
@@ -101,14 +96,7 @@ class GaussianMixture(PyroModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         Returns:
             With responsibilities :math:`r_{nk}` and :math:`x = y - c` for the center :math:`c`: ``counts``, :math:`\sum_n r_{nk}`,
@@ -136,7 +124,7 @@ class GaussianMixture(PyroModule):
         its mean and covariance.
         """
         counts, sums = statistics["counts"], statistics["sums"]
-        is_used = counts > _NEVER_USED
+        is_used = counts > NEVER_USED
         loc = torch.where(is_used.unsqueeze(-1), sums / counts.unsqueeze(-1), self.loc.double() - self.center)
         total = counts.sum()
         variance = statistics["squares"].sum() / total - (sums.sum(0) / total).square().sum()
@@ -150,7 +138,7 @@ class GaussianMixture(PyroModule):
 
     def _best_scale(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Tensor:
         counts, sums, products = statistics["counts"], statistics["sums"], statistics["products"]
-        counts = counts.clamp(min=_NEVER_USED).unsqueeze(-1)
+        counts = counts.clamp(min=NEVER_USED).unsqueeze(-1)
         if not self.has_factor:
             variance = (products - 2 * loc * sums + counts * loc.square()) / counts
             if self.covariance == "spherical":
@@ -173,17 +161,6 @@ class GaussianMixture(PyroModule):
         if self.covariance == "diag":
             return variance.sqrt().repeat(self.num_components, 1)
         return variance.mean().sqrt().repeat(self.num_components)
-
-
-def responsibilities(population: Population, temperature: float) -> Tensor:
-    """Posterior probabilities of the components, ``(N, K)`` in float64, of a population whose state is one categorical latent."""
-    return packed.value_probabilities(population.words, population.weights(temperature), population.space)[:, 0].double()
-
-
-def best_weights(counts: Tensor) -> Tensor:
-    """Mixing proportions that maximise the expected log prior, none below a floor: at zero a component could never come back."""
-    weights = (counts / counts.sum()).clamp(min=_WEIGHT_FLOOR)
-    return weights / weights.sum()
 
 
 def _floored(covariance: Tensor, floor: Tensor) -> Tensor:

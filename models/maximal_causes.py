@@ -11,11 +11,11 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, rows_of
+from pyro_truncated.models.dictionary import best_scale, first_dictionary
 from pyro_truncated.population import Population
 
 _WEIGHT_FLOOR = 1e-6
-_VARIANCE_FLOOR = 1e-6
 _NEVER_WINS = 1e-10
 _MAX_HALVINGS = 10
 _ROUNDING = 1e-12
@@ -57,7 +57,7 @@ class MaximalCauses(PyroModule):
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        prior = first_prior(num_latents, shared_prior, dtype)
         weight = 0.5 + torch.rand(num_observed, num_latents, dtype=dtype)
         self.weight = PyroParam(weight, constraints.positive)  # type: ignore[assignment]
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
@@ -84,30 +84,19 @@ class MaximalCauses(PyroModule):
         Returns:
             The model itself.
         """
-        check_data(y, self.num_observed)
-        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
-        rows = random_rows(y, self.num_latents, generator)
-        # A little noise tells elements apart that started from equal data points.
-        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-        self.weight = (rows + 0.01 * deviation * noise).abs().clamp(min=_WEIGHT_FLOOR).mT.to(self.weight).contiguous()
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        self.weight = weight.abs().clamp(min=_WEIGHT_FLOOR).to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
-        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
     @torch.no_grad()
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``wins``, how often each latent attains the maximum in
@@ -150,9 +139,8 @@ class MaximalCauses(PyroModule):
         """
         wins = statistics["wins"]
         weight = torch.where(wins > _NEVER_WINS, statistics["claims"] / wins, self.weight.double())
-        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
         self.weight = weight.clamp(min=_WEIGHT_FLOOR).to(self.weight)
-        self.scale = torch.maximum(statistics["errors"] / statistics["observed"], floor).sqrt().to(self.scale)
+        self.scale = best_scale(statistics["errors"], statistics["squares"], statistics["observed"]).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
 
     @torch.no_grad()

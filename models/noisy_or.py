@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import NoisyOrSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows, rows_of
 from pyro_truncated.population import Population
 
 _WEIGHT_FLOOR = 1e-6
@@ -74,7 +74,7 @@ class NoisyOr(PyroModule):
             raise ValueError(f"leak must be a probability below one, and positive if it is learnt; got {leak}")
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
         self.learn_leak, self.update = learn_leak, update
-        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        prior = first_prior(num_latents, shared_prior, dtype)
         weight = 0.2 + 0.5 * torch.rand(num_observed, num_latents, dtype=dtype)
         self.weight = PyroParam(weight, constraints.unit_interval)  # type: ignore[assignment]
         self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
@@ -106,21 +106,14 @@ class NoisyOr(PyroModule):
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
-        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
     @torch.no_grad()
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,

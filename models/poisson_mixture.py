@@ -10,11 +10,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import check_data, random_rows, rows_of
-from pyro_truncated.models.gaussian_mixture import best_weights, responsibilities
+from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.population import Population
 
 _RATE_FLOOR = 1e-6
-_NEVER_USED = 1e-8
 
 
 class PoissonMixture(PyroModule):
@@ -71,14 +70,7 @@ class PoissonMixture(PyroModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all counts, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         Returns:
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
@@ -96,6 +88,6 @@ class PoissonMixture(PyroModule):
         rates.
         """
         counts = statistics["counts"].unsqueeze(-1)
-        rate = torch.where(counts > _NEVER_USED, statistics["sums"] / counts, self.rate.double())
+        rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
         self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = best_weights(statistics["counts"]).to(self.weights)

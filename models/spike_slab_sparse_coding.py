@@ -11,8 +11,8 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows, rows_of
-from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
 from pyro_truncated.population import Population
 
 _VARIANCE_FLOOR = 1e-6
@@ -65,7 +65,7 @@ class SpikeSlabSparseCoding(PyroModule):
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = False, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        prior = first_prior(num_latents, shared_prior, dtype)
         slab_scale = torch.full((num_latents,), 0.5**0.5, dtype=dtype)
         self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
@@ -113,14 +113,10 @@ class SpikeSlabSparseCoding(PyroModule):
         Returns:
             The model itself.
         """
-        check_data(y, self.num_observed)
-        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
-        rows = random_rows(y, self.num_latents, generator)
-        # A little noise tells elements apart that started from equal data points.
-        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-        self.weight = (rows + 0.01 * deviation * noise).mT.to(self.weight).contiguous()
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
-        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
         return self
@@ -129,14 +125,7 @@ class SpikeSlabSparseCoding(PyroModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
-            y: all data, ``(N, D)``.
-            batch_size: as in :meth:`forward`; not used.
-            num_data: as in :meth:`forward`; not used.
-            temperature: temperature of the posteriors over indicators; given these, the slabs have their exact posterior.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
 
         Returns:
             With :math:`s = b \odot z`: ``num_data``; ``states``, ``coefficients`` and ``coefficient_squares``, the sums of
@@ -178,8 +167,7 @@ class SpikeSlabSparseCoding(PyroModule):
         old = self.weight.double()
         pairs, cross, count = statistics["pairs"], statistics["cross"], statistics["states"]
         weight = best_dictionary(old, pairs, cross)
-        variance = squared_residuals(weight, pairs, cross, statistics["squares"]) / statistics["observed"]
-        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
+        errors = squared_residuals(weight, pairs, cross, statistics["squares"])
         is_used = count > _NEVER_ACTIVE
         power = statistics["coefficient_squares"] / count
         slab_mean = torch.where(is_used, statistics["coefficients"] / count, self.slab_mean.double())
@@ -187,7 +175,7 @@ class SpikeSlabSparseCoding(PyroModule):
         slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
         gain = _gauge(old, weight, slab_mean)
         self.weight = (weight / gain).to(self.weight)
-        self.scale = torch.maximum(variance, floor).sqrt().to(self.scale)
+        self.scale = best_scale(errors, statistics["squares"], statistics["observed"]).to(self.scale)
         self.prior = best_prior(count, statistics["num_data"], self.shared_prior).to(self.prior)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)

@@ -20,7 +20,17 @@ class ClosedFormModel(Protocol):
     """What a model offers to be trained by closed-form M-steps."""
 
     def sufficient_statistics(self, population: Population, *args: Any, temperature: float = 1.0, **kwargs: Any) -> Statistics:
-        """Expected sufficient statistics, summed over the population's data points; ``args`` and ``kwargs`` are the model's own."""
+        """Expected sufficient statistics, summed over the population's data points, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among all data.
+            *args: the model's own arguments, with all data; how the model would subsample them plays no role.
+            temperature: temperature of the posteriors over the discrete latents.
+            **kwargs: the model's own keyword arguments.
+
+        Returns:
+            Sums by name, which are added over data points and scaled.
+        """
 
     def maximize(self, statistics: Statistics) -> None:
         """Sets the parameters to the maximiser of the expected log joint with these statistics."""
