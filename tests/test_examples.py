@@ -17,12 +17,20 @@ EXAMPLES = {
     "bars": ("--variants", "all"),
     "enumeration_wall": (),
     "natural_images": ("--checkpoint-every", "0"),
+    "question_latents": (),
+    "question_models": (),
+    "question_population": (),
+    "question_predict": (),
     "spike_slab_regression": (),
 }
 PICTURES = {
     "bars": {"bars.png"},
     "enumeration_wall": {"enumeration_wall.png"},
     "natural_images": {"dictionary.png", "decompositions.png", "reconstruction.png", "free_energy.png", "activations.png"},
+    "question_latents": {"question_latents.png"},
+    "question_models": {"question_models.png"},
+    "question_population": {"question_population.png"},
+    "question_predict": {"question_predict.png"},
     "spike_slab_regression": {"spike_slab_regression.png"},
 }
 
