@@ -159,7 +159,7 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
             # It shuffles the draws by the global generator, which is put back.
             _arviz().plot_ppc(part, ax=ax, num_pp_samples=predicted.sizes["draw"], random_seed=0, mean=False, legend=False, textsize=9)
         np.random.set_state(state)  # noqa: NPY002
-        ax.legend(ax.lines[:: len(ax.lines) - 1], ["drawn", "observed"], frameon=False)
+        ax.legend(ax.lines[-2:], ["drawn", "observed"], frameon=False)
         return
     values = observed[name].values.ravel()
     bins = _bins(values)
