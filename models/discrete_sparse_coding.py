@@ -1,0 +1,175 @@
+"""Discrete sparse coding: a linear superposition of causes that take a few given values, with Gaussian noise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
+from pyro_truncated.population import Population
+
+_BLOCK_ENTRIES = 2**22
+
+
+class DiscreteSparseCoding(PyroModule):
+    r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s, \sigma^2 I)`.
+
+    The site ``s`` holds the *numbers* of the values :math:`\phi_0 = 0, \phi_1, \dots`, so that zero means "off" as everywhere. The default
+    is ternary sparse coding, with the values -1, 0 and 1. States are scored with the products of data and dictionary taken once, at a cost
+    per state that does not depend on ``D``.
+
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
+
+    If the values lie symmetrically around zero, the sign of an element is not determined.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        values: the values of a coefficient, distinct, with zero among them.
+        shared_prior: whether all latents share one :math:`\pi`.
+        tied_signs: whether values of equal magnitude have equal probabilities.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probabilities :math:`\pi` of the values, ``(K,)`` or ``(H, K)``.
+        values: the values :math:`\phi`, zero first and the others in ascending order, ``(K,)``.
+
+    Raises:
+        ValueError: if values repeat or zero is not among them.
+
+    Reference:
+        Exarchakis and Lücke, "Discrete Sparse Coding", Neural Computation 2017.
+    """
+
+    weight: Tensor
+    scale: Tensor
+    prior: Tensor
+    values: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        values: Sequence[float] = (-1.0, 0.0, 1.0),
+        *,
+        shared_prior: bool = True,
+        tied_signs: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        numbers = [float(value) for value in values]
+        if len(numbers) < 2 or len(set(numbers)) < len(numbers) or 0.0 not in numbers:
+            raise ValueError(f"values must be at least two distinct numbers, with zero among them; got {tuple(values)}")
+        self.num_observed, self.num_latents, self.num_values = num_observed, num_latents, len(numbers)
+        self.shared_prior, self.tied_signs = shared_prior, tied_signs
+        ordered = [0.0, *sorted(number for number in numbers if number)]
+        self.register_buffer("values", torch.tensor(ordered, dtype=dtype))
+        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(self._first_prior(), constraints.simplex)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        weight, scale, prior = self.weight, self.scale, self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Categorical(prior).expand([self.num_latents]).to_event(1))
+            coefficients = self.values[states.long()]
+            return pyro.sample("y", LinearSuperposition(coefficients, weight, scale), obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
+        r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance, two latents are on in the mean.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        self.weight = weight.to(self.weight).contiguous()
+        self.scale = deviation.to(self.scale)
+        self.prior = self._first_prior().to(self.prior)
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+
+        Returns:
+            ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``; with :math:`x = \phi_s`: ``pairs``, the sum of
+            :math:`\langle x x^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are
+            missing anywhere in ``y``; ``cross``, :math:`\sum_n y_n \langle x \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
+            entries; ``observed``, the number of entries. All in float64, and can be added and scaled; pairs of the two shapes add up by
+            broadcasting.
+        """
+        rows = rows_of(check_data(y, self.num_observed), population).double()
+        is_missing = rows.isnan()
+        observed, rows = (~is_missing).double(), rows.masked_fill(is_missing, 0.0)
+        by_dimension = bool(y.isnan().any())
+        tempered = Population(population.space, population.words, population.log_joint / temperature)
+        shape = (self.num_latents, self.num_latents)
+        pairs = rows.new_zeros((self.num_observed, *shape) if by_dimension else shape)
+        first = []
+        step = max(1, _BLOCK_ENTRIES // (population.num_states * self.num_latents))
+        for block, seen in zip(tempered.split(step), observed.split(step), strict=True):
+            coefficients = self.values.double()[block.states(torch.int64)]
+            weighted = block.weights().double().unsqueeze(-1) * coefficients
+            first.append(weighted.sum(1))
+            if by_dimension:
+                pairs += (seen.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
+            else:
+                pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)
+        return {
+            "counts": tempered.value_probabilities().double().sum(0),
+            "pairs": pairs,
+            "cross": rows.mT @ torch.cat(first),
+            "squares": rows.square().sum(),
+            "observed": observed.sum(),
+        }
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint.
+
+        With :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
+        :math:`c_d = \sum_n y_{nd} \langle x \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
+        the observed entries, and :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data points, over the latents if they share it,
+        and over values of equal magnitude if these are tied. Elements of latents that are never active stay as they are.
+        """
+        pairs, cross, squares = statistics["pairs"], statistics["cross"], statistics["squares"]
+        weight = best_dictionary(self.weight.double(), pairs, cross)
+        errors = squared_residuals(weight, pairs, cross, squares)
+        self.weight = weight.to(self.weight)
+        self.scale = best_scale(errors, squares, statistics["observed"]).to(self.scale)
+        self.prior = self._best_prior(statistics["counts"]).to(self.prior)
+
+    def _first_prior(self) -> Tensor:
+        """Two active latents on average, all their values alike; ``(K,)`` or ``(H, K)``."""
+        active = min(0.5, 2 / self.num_latents)
+        prior = torch.full_like(self.values, active / (self.num_values - 1))
+        prior[0] = 1 - active
+        return prior if self.shared_prior else prior.repeat(self.num_latents, 1)
+
+    def _best_prior(self, counts: Tensor) -> Tensor:
+        counts = counts.sum(0) if self.shared_prior else counts
+        if self.tied_signs:
+            is_tied = (self.values.abs() == self.values.abs().unsqueeze(-1)).double()
+            counts = counts @ (is_tied / is_tied.sum(0))
+        # At zero a value could never come back.
+        prior = (counts / counts.sum(-1, keepdim=True)).clamp(min=PRIOR_FLOOR)
+        return prior / prior.sum(-1, keepdim=True)
