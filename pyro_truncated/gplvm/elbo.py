@@ -35,6 +35,9 @@ class Analytic_ELBO(ELBO):
         """Minus the bound as a number."""
         return float(self.differentiable_loss(model, guide, *args, **kwargs).detach())
 
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError("Analytic_ELBO draws nothing; use Trace_ELBO for traces")
+
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the bound as a number; adds its gradient to the parameters'."""
         loss = self.differentiable_loss(model, guide, *args, **kwargs)

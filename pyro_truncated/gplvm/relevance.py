@@ -16,6 +16,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
+from pyro_truncated.gp.psi_statistics import covariance_of
 from pyro_truncated.gplvm.inducing import InducingPosterior
 from pyro_truncated.gplvm.view import View, kernel_weights, make_kernel
 
@@ -255,15 +256,18 @@ class SpikeSlabMRD(PyroModule):
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=self.loc.device) as index:
             x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             return [
-                self._observe(c, view, x * pattern[c], whitened[c], None if data is None else data[index])
+                self._observe(c, view, x * pattern[..., c, :], whitened[c], None if data is None else data[index])
                 for c, (view, data) in enumerate(zip(self.views, views, strict=True))
             ]
 
     @staticmethod
     def _observe(c: int, view: View, x: Tensor, whitened: Tensor, y: Tensor | None) -> Tensor:
-        cross = torch.linalg.solve_triangular(view.cholesky(), view.kernel(view.inducing, x).double(), upper=False)
-        mean = (whitened @ cross).mT
-        left = view.kernel(x, diag=True).double() - cross.square().sum(0)
+        # Left of the data there may be dimensions of samples, which kernels do not know of.
+        flat = x.reshape(-1, x.shape[-1])
+        cross = torch.linalg.solve_triangular(view.cholesky(), covariance_of(view.kernel, view.inducing, flat).double(), upper=False)
+        cross = cross.mT.reshape(*x.shape[:-1], -1)
+        mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
+        left = covariance_of(view.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
         noise = view.noise.double()
         if y is None:
             spread = (noise + left.clamp(min=0)).sqrt().unsqueeze(-1)
@@ -282,7 +286,7 @@ class SpikeSlabMRD(PyroModule):
             root = torch.linalg.cholesky(posterior.covariance)
             pyro.sample(f"u_{c}", dist.MultivariateNormal(posterior.mean.mT, scale_tril=root).to_event(1))
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=self.loc.device) as index:
-            is_used = pattern.bool().any(0)
+            is_used = pattern.bool().any(-2)
             loc = torch.where(is_used, self.loc[index], 0.0)
             pyro.sample("x", dist.Normal(loc, torch.where(is_used, self.scale[index], 1.0)).to_event(1))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gplvm.inducing import InducingPosterior
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.training import NEARLY_ON
 
 _INDUCING = (".mean", ".scale_tril")
 
@@ -107,7 +108,10 @@ def fit_minibatches(
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * decay
         index = torch.randperm(model.num_data, generator=generator, device=device)[:batch_size].to(model.loc.device)
-        if step < switches_from * steps:
+        if step == int(switches_from * steps) > 0:
+            with torch.no_grad():
+                model.logits = torch.full_like(model.logits, NEARLY_ON)
+        if step < int(switches_from * steps):
             with model.holding(1.0):
                 estimate = _step(model, views, index, rate * decay, optimizer)
         else:

@@ -16,7 +16,7 @@ from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
 
 _LARGE = 1e12
 # Log odds of switches that are free again after they have been held on, and of moves.
-_NEARLY_ON = 3.0
+NEARLY_ON = 3.0
 _SURE = 12.0
 
 
@@ -192,7 +192,7 @@ def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int,
         maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
         history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
     with torch.no_grad():
-        model.logits = torch.full_like(model.logits, _NEARLY_ON)
+        model.logits = torch.full_like(model.logits, NEARLY_ON)
     for _ in range(rounds):
         update_switches(model, y)
         switch_moves(model, y)

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
-from pyro_truncated.gp.psi_statistics import PsiStatistics, psi_statistics
+from pyro_truncated.gp.psi_statistics import PsiStatistics, covariance_of, psi_statistics
 from pyro_truncated.gplvm.inducing import InducingPosterior, Observations, collapsed, divergence, expected_log_likelihood
 
 JITTER = 1e-6
@@ -81,7 +81,7 @@ class View(PyroModule):
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
-        covariance = self.kernel(self.inducing).double()
+        covariance = covariance_of(self.kernel, self.inducing).double()
         jitter = JITTER * covariance.diagonal().mean()
         return torch.linalg.cholesky(covariance + jitter * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device))
 

@@ -53,7 +53,7 @@ def evidence(model, views, degree):
 @pytest.mark.parametrize(("num_observed", "num_latents", "missing"), [((3,), 1, 0.0), ((3,), 1, 0.3), ((2, 3), 1, 0.0), ((3,), 2, 0.0)])
 def test_bound_stays_below_the_exact_evidence(kernel, num_observed, num_latents, missing):
     degree = 40 if num_latents == 1 else 10
-    for seed in range(3 if num_latents == 1 else 1):
+    for seed in range(2 if num_latents == 1 else 1):
         model = random_model(2, num_observed, num_latents, kernel, 2, seed)
         views = random_views(model, seed + 10, missing)
         # From random parameters to where the bound is tightest: the evidence moves along with the kernel and the noise.
@@ -138,7 +138,7 @@ def test_stock_elbo_estimates_the_bound(collapsed, missing):
     model = random_model(4, (2, 2), 2, collapsed=collapsed)
     views = random_views(model, missing=missing)
     elbo = Trace_ELBO(num_particles=1)
-    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(300)], dtype=DOUBLE)
+    samples = -torch.tensor([elbo.loss(model.model, model.guide, views) for _ in range(100)], dtype=DOUBLE)
     error = samples.std() / len(samples) ** 0.5
     # Seeded; false alarm in 1 of 10 000 seeds.
     assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(error)
@@ -191,12 +191,12 @@ def test_switch_update_is_the_coordinate_maximiser(num_observed, kernel):
         for c, q in itertools.product(range(model.num_views), range(2)):
             start = model.logits.detach().clone()
             bounds = []
-            for shift in (-0.01, 0.0, 0.01):
+            for shift in (-0.3, 0.0, 0.3):
                 moved = start.clone()
                 moved[c, q] = odds[c, q] + shift
                 explicit.logits = moved
                 bounds.append(float(explicit.bound(views)))
-            assert bounds[1] > max(bounds[0], bounds[2])
+            assert bounds[1] >= max(bounds[0], bounds[2]) - 1e-9
         on, off = (start.clone() for _ in range(2))
         on[0, 0], off[0, 0] = 40.0, -40.0
         with explicit.holding(on.sigmoid()):
@@ -296,10 +296,12 @@ def test_models_do_not_share_parameters_through_the_store():
     first, second = random_model(4, seed=0), random_model(4, seed=1)
     (y,) = random_views(first)
     SVI(first.model, first.guide, Adam({"lr": 0.1}), Analytic_ELBO()).step(y)
-    expected = copy.deepcopy(second)
+    beside, twin = float(second.bound(y).detach()), copy.deepcopy(second)
     pyro.clear_param_store()
-    value = float(expected.bound(y).detach())
-    assert float(second.bound(y).detach()) == value
+    assert float(second.bound(y).detach()) == beside
+    initialize(twin, y)
+    assert float(twin.bound(y).detach()) != beside
+    assert float(second.bound(y).detach()) == beside
 
 
 def test_generates_and_predicts_as_any_pyro_model():
@@ -324,7 +326,7 @@ def test_single_precision(missing):
     assert bound.dtype == torch.float64
     assert float(bound.detach()) == pytest.approx(float(model.bound(y).detach()), rel=1e-3)
     bound.backward()
-    assert small.loc_unconstrained.grad is not None if hasattr(small, "loc_unconstrained") else True
+    assert all(p.grad is not None and p.grad.dtype == p.dtype for p in small.parameters())
 
 
 def test_impossible_arguments_are_named():

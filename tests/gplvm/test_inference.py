@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 
@@ -183,16 +182,13 @@ def test_minibatches_come_close_to_the_collapsed_bound():
     y, _ = curve(60)
     model = SpikeSlabGPLVM(60, 6, 2, kernel="linear", collapsed=False)
     initialize(model, y)
-    fit_minibatches(model, y, 150, batch_size=20, learning_rate=0.05, generator=torch.Generator().manual_seed(0))
+    natural_step(model, y)
+    first = float(model.bound(y).detach())
+    fit_minibatches(model, y, 300, batch_size=20, learning_rate=0.05, generator=torch.Generator().manual_seed(0))
     natural_step(model, y)
     reached = float(model.bound(y).detach())
-    best = SpikeSlabGPLVM(60, 6, 2, kernel="linear")
-    bound = fit(best, y, warm_up=60, steps=40, rounds=2).bound
-    start = copy.deepcopy(best)
-    initialize(start, y)
-    first = float(start.bound(y).detach())
-    assert reached <= bound + 1.0
-    assert reached > bound - 0.1 * (bound - first)
+    bound = fit(SpikeSlabGPLVM(60, 6, 2, kernel="linear"), y, warm_up=60, steps=40, rounds=2).bound
+    assert bound - 0.05 * (bound - first) < reached < bound + 1.0
 
 
 def test_arviz_holds_switches_and_latents():
