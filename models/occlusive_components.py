@@ -1,0 +1,265 @@
+"""Occlusive components: objects that lie anywhere in an image and hide each other, each with its colours and its mask."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
+from pyro_truncated.models.binary_causes import best_prior, rows_of
+from pyro_truncated.packed.occlusion import Canvas, SceneStatistics, scene_statistics, squared_errors
+from pyro_truncated.population import Population
+
+_NEVER_SEEN = 1e-8
+
+
+class OcclusiveComponents(PyroModule):
+    r"""Invariant exclusive (or occlusive) components: which objects an image shows, where, and what of them can be seen.
+
+    .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad x_h \sim \mathrm{Uniform}(1..L) \text{ if } s_h = 1, \quad
+        m_{hi} \sim \mathrm{Bernoulli}(\alpha_{hi}),
+
+    with a mask bit for every pixel of every object. A pixel over which no mask is on is :math:`\mathcal N(B, \sigma_B^2 I)`; otherwise one
+    of the objects whose mask is on owns it and it is :math:`\mathcal N(w_{hi}, \sigma^2 I)`. With ``order="depth"`` this is the foremost,
+    in a uniformly random order of the objects present, the site ``order``; with ``order="exclusive"`` it is drawn uniformly, pixel by
+    pixel, and there is no such site. Mask bits and owners are summed out exactly. The discrete sites are ``presence``, ``position`` and
+    perhaps ``order``, all of them vectors of length ``H``; absent objects have position 0.
+
+    Args:
+        num_objects: number of objects ``H``.
+        canvas: height and width of an image.
+        template: height and width of an object.
+        num_channels: number of colour channels ``F``.
+        order: ``"exclusive"`` or ``"depth"``.
+        wrap: whether objects that leave the canvas on one side come back on the other, so that there are as many places as pixels.
+        min_scale: floor of both standard deviations: without noise in the data the likelihood has no maximum.
+        min_mask: masks stay in [min_mask, 1 - min_mask]; at 0 or 1 no pixel could ever change a mask again.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        features: colours :math:`w`, ``(H, t, u, F)``.
+        masks: mask probabilities :math:`\alpha`, ``(H, t, u)``.
+        prior: probability :math:`\pi` that an object is present, ``(H,)``.
+        scale: :math:`\sigma`, a scalar.
+        background: :math:`B`, ``(F,)``.
+        background_scale: :math:`\sigma_B`, a scalar.
+
+    Raises:
+        ValueError: for an unknown order, sizes that do not fit, or a bound out of range.
+
+    Reference:
+        Dai, Exarchakis and Lücke, "What are the invariant occlusive components of image patches? A probabilistic generative approach",
+        NIPS 2013; Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select", Neural Computation 29 (2017), section 5.3.
+    """
+
+    features: Tensor
+    masks: Tensor
+    prior: Tensor
+    scale: Tensor
+    background: Tensor
+    background_scale: Tensor
+
+    def __init__(
+        self,
+        num_objects: int,
+        canvas: tuple[int, int] = (30, 30),
+        template: tuple[int, int] = (10, 10),
+        num_channels: int = 3,
+        *,
+        order: str = "exclusive",
+        wrap: bool = True,
+        min_scale: float = 0.03,
+        min_mask: float = 1e-3,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if order not in ("exclusive", "depth"):
+            raise ValueError(f"order must be 'exclusive' or 'depth'; got {order!r}")
+        if not 0 < min_mask < 0.5 or not min_scale > 0:
+            raise ValueError(f"min_mask must lie in (0, 0.5) and min_scale be positive; got {min_mask} and {min_scale}")
+        self.num_objects, self.num_channels, self.order = num_objects, num_channels, order
+        self.min_scale, self.min_mask = min_scale, min_mask
+        self.canvas = Canvas(*canvas, *template, wrap)
+        shape, unit, one = (num_objects, *template), constraints.unit_interval, torch.ones((), dtype=dtype)
+        self.features = PyroParam(torch.rand(*shape, num_channels, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.masks = PyroParam(torch.full(shape, 0.5, dtype=dtype), unit)  # type: ignore[assignment]
+        self.prior = PyroParam(torch.full((num_objects,), min(0.5, 3 / num_objects), dtype=dtype), unit)  # type: ignore[assignment]
+        self.scale = PyroParam(0.2 * one, constraints.positive)  # type: ignore[assignment]
+        self.background = PyroParam(torch.zeros(num_channels, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.background_scale = PyroParam(0.1 * one, constraints.positive)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
+        features, masks, scale = self.features, self.masks, self.scale
+        background, background_scale, prior = self.background, self.background_scale, self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            presence = pyro.sample("presence", dist.Bernoulli(prior).to_event(1))
+            position = pyro.sample("position", Positions(presence, self.canvas.num_places))
+            order = pyro.sample("order", DepthOrder(presence)) if self.order == "depth" else None
+            scene = OccludedScene(
+                presence, position, features, masks, scale, background, background_scale,
+                (self.canvas.height, self.canvas.width), wrap=self.canvas.wrap, order=order,
+            )  # fmt: skip
+            return pyro.sample("y", scene, obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 0.2) -> OcclusiveComponents:
+        """Starts from the data: objects are windows of random images, the background is the most frequent colour.
+
+        Of every image the window is taken that stands out most from the background while its surroundings do not. Of the fourth part of
+        these windows whose surroundings are darkest, which mostly show one object that lies alone, objects are drawn one by one, each with
+        probability in proportion to the squared distance to the nearest one drawn before (k-means++), where distance is one minus the
+        largest cosine over shifts: bright or dark, centred or not, an object should be drawn once.
+
+        Args:
+            y: images ``(N, height, width, F)``.
+            generator: source of randomness.
+            scale: standard deviation to start from.
+
+        Returns:
+            The model itself.
+        """
+        images = self._checked(y).double()
+        pixels = images.flatten(0, 2)
+        background = pixels.median(0).values
+        contrast = (images - background).square().sum(-1)
+        spread = contrast.flatten().median().clamp(min=self.min_scale**2)
+        # What noise alone would show does not stand out.
+        windows, brightness, alone = _windows(images, (contrast - 9 * spread).clamp(min=0.0), self.canvas)
+        clearest = alone.topk(max(min(self.num_objects, len(images)), len(images) // 4)).indices
+        windows, brightness = windows[clearest], brightness[clearest]
+        chosen = _spread_out((windows - background).reshape(-1, *self.features.shape[1:]), self.num_objects, generator)
+        self.features = windows[chosen].reshape(self.features.shape).to(self.features)
+        bright = brightness[chosen].reshape(self.masks.shape) > 0
+        self.masks = torch.where(bright, 0.7, 0.3).to(self.masks)
+        self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
+        self.scale = torch.full_like(self.scale, scale)
+        self.background = background.to(self.background)
+        self.background_scale = (spread / self.num_channels).sqrt().clamp(min=self.min_scale).to(self.background_scale)
+        return self
+
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the population's data points that :meth:`maximize` needs, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            y: all images, ``(N, height, width, F)``.
+            batch_size: as in :meth:`forward`; not used.
+            num_data: as in :meth:`forward`; not used.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``owned (H, T, F + 2)``, ``on (H, T)``, ``present (H,)`` and ``background (F + 2,)``, see
+            :class:`~pyro_truncated.packed.occlusion.SceneStatistics`, and ``num_data``. All can be added and scaled.
+        """
+        images = rows_of(self._checked(y), population).flatten(1, 2)
+        places, rank = self.places(population)
+        sums = self._statistics(places, population.weights(temperature), images, rank)
+        count = torch.tensor(float(len(population)), dtype=torch.float64, device=sums.on.device)
+        return {**sums._asdict(), "num_data": count}
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        r"""Sets the parameters to the maximiser of the expected log joint, within their bounds.
+
+        With the posterior probabilities :math:`r_{hi}` that object ``h`` owns the pixel under its entry ``i`` and :math:`r_0` that nothing
+        does, summed over data points and states: :math:`w_{hi} = \sum r_{hi} y / \sum r_{hi}`, :math:`\sigma^2 = \sum r_{hi} \|y -
+        w_{hi}\|^2 / (F \sum r_{hi})`, likewise :math:`B` and :math:`\sigma_B^2`; :math:`\alpha_{hi}` is the mean posterior probability that
+        the mask is on where the object is present, :math:`\pi_h` that it is present. What has no data keeps its value.
+        """
+        owned, rest = statistics["owned"], statistics["background"]
+        features = _means(owned, self.features.double().flatten(1, 2))
+        background = _means(rest, self.background.double())
+        present = statistics["present"].unsqueeze(-1)
+        masks = torch.where(present > _NEVER_SEEN, statistics["on"] / present.clamp(min=_NEVER_SEEN), self.masks.double().flatten(1))
+        self.features = features.reshape(self.features.shape).to(self.features)
+        self.background = background.to(self.background)
+        self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
+        self.scale = self._best_scale(owned, features, self.scale)
+        self.background_scale = self._best_scale(rest, background, self.background_scale)
+        self.prior = best_prior(statistics["present"], statistics["num_data"], False).to(self.prior)
+
+    def places(self, population: Population) -> tuple[Tensor, Tensor | None]:
+        """Places ``(N, S, H)`` of the objects in the states of a population, -1 for absent ones, and their depth, if there is one."""
+        levels = population.states(torch.int32)
+        presence, position = levels[..., : self.num_objects], levels[..., self.num_objects : 2 * self.num_objects]
+        rank = depth_rank(levels[..., 2 * self.num_objects :], presence) if self.order == "depth" else None
+        return torch.where(presence > 0, position, -1), rank
+
+    @torch.no_grad()
+    def parameters_of_scene(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Features ``(H, T, F)``, masks ``(H, T)``, variance, background and its variance, as :mod:`.packed.occlusion` takes them."""
+        variances = (value.detach().double().square() for value in (self.scale, self.background_scale))
+        variance, background_variance = variances
+        return (
+            self.features.detach().flatten(1, 2), self.masks.detach().flatten(1), variance,
+            self.background.detach(), background_variance,
+        )  # fmt: skip
+
+    def _statistics(self, places: Tensor, weights: Tensor, images: Tensor, rank: Tensor | None) -> SceneStatistics:
+        return scene_statistics(places, weights, images, *self.parameters_of_scene(), self.canvas, rank)
+
+    def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor) -> Tensor:
+        weight = sums[..., 0].sum() * self.num_channels
+        variance = squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
+        best = variance.clamp(min=self.min_scale**2).sqrt()
+        return torch.where(weight > _NEVER_SEEN, best, old.detach().double()).to(old)
+
+    def _checked(self, y: Tensor) -> Tensor:
+        expected = (self.canvas.height, self.canvas.width, self.num_channels)
+        if y.dim() != 4 or y.shape[1:] != expected or not len(y) or not bool(y.isfinite().all()):
+            raise ValueError(f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
+        return y
+
+
+def _means(sums: Tensor, old: Tensor) -> Tensor:
+    """Weighted means ``(..., F)`` from sums ``(..., F + 2)``; the old ones where there is no weight."""
+    weight = sums[..., :1]
+    return torch.where(weight > _NEVER_SEEN, sums[..., 1:-1] / weight.clamp(min=_NEVER_SEEN), old)
+
+
+def _windows(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+    """One window ``(N, T, F)`` of each image, its contrast to the background ``(N, T)``, and how much it lies alone, ``(N,)``."""
+    (height, width), margin = (canvas.template_height, canvas.template_width), 2
+    row, column = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
+    # What lies around a window counts against it, and a little what lies off its centre, so that small objects are centred.
+    inner = 1 - 0.2 * ((row[:, None] / height).square() + (column / width).square())
+    kernel = torch.nn.functional.pad(inner, (margin,) * 4, value=-2.0)
+    kernels = torch.stack([kernel, torch.ones_like(kernel)]).unsqueeze(1).to(contrast)
+    reach = (margin, margin + width - 1, margin, margin + height - 1)
+    surround = torch.nn.functional.pad(contrast.unsqueeze(1), reach, mode="circular")
+    score, around = torch.nn.functional.conv2d(surround, kernels)[..., : canvas.grid[0], : canvas.grid[1]].flatten(2).unbind(1)
+    best = score.argmax(1, keepdim=True)
+    under = canvas.pixels.to(images.device)[best.squeeze(1)]
+    rows = torch.arange(len(images), device=images.device).unsqueeze(-1)
+    brightness = contrast.flatten(1)[rows, under]
+    total = brightness.sum(1)
+    alone = total / around.gather(1, best).squeeze(1).clamp(min=1e-12)
+    # A few bright pixels of noise in an empty image lie alone, too.
+    return images.flatten(1, 2)[rows, under], brightness, torch.where(total > 0.1 * total.median(), alone, 0.0)
+
+
+def _spread_out(windows: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """Positions of windows ``(N, t, u, F)`` drawn one after the other, each in proportion to its squared distance to those before.
+
+    The distance is one minus the largest cosine over shifts of up to half a window.
+    """
+    device = "cpu" if generator is None else generator.device
+    unit = torch.nn.functional.normalize(windows.flatten(1), dim=1).reshape(windows.shape).movedim(-1, 1).float()
+    reach = windows.shape[1] // 2, windows.shape[2] // 2
+    distance = torch.ones(len(windows), device=windows.device)
+    chosen: list[int] = []
+    for _ in range(number):
+        weight = distance.square() if float(distance.max()) > 0 else torch.ones_like(distance)
+        chosen.append(int(torch.multinomial(weight.to(device), 1, generator=generator)))
+        alike = torch.nn.functional.conv2d(unit, unit[chosen[-1]].unsqueeze(0), padding=reach).flatten(1).amax(1)
+        distance = torch.minimum(distance, (1 - alike).clamp(min=0.0))
+    return torch.tensor(chosen, device=windows.device)
