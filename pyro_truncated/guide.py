@@ -16,6 +16,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.infer.autoguide import AutoGuide
 from pyro.ops.indexing import Vindex
+from pyro.ops.provenance import get_provenance, track_provenance
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
@@ -376,7 +377,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         with poutine.scale(scale=log_joint.scale_beyond_plates):
             index = pyro.sample(self.index_name, dist.Categorical(logits=logits), infer=infer)
             rows = torch.arange(len(words), device=words.device).reshape(batch)
-            levels = self.space.unpack(words[rows, index])
+            # Unpacking forgets that the states come from the index, which pictures of the guide should show.
+            levels = track_provenance(self.space.unpack(words[rows, index]), get_provenance(index))
             values = layout.decode(levels, max(layout.depth, levels.dim() - 1), log_joint.dtypes)
             # The guide's density gives back what a mask takes away from the model's, see LogJoint.
             densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.storage import PopulationStore
+
+_ROUNDING = 1e-6
 
 
 class TruncatedPosterior(PopulationStore):
@@ -85,6 +87,38 @@ class TruncatedPosterior(PopulationStore):
             log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
             population = self.rescored(log_joint)
         return self.layout.site_values(self.space.unpack(population.mode()), log_joint.sizes)
+
+    def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        r"""Quantiles of the marginal posterior of every latent.
+
+        The ``q``-quantile is the smallest value :math:`v` of positive probability with :math:`P(s \le v) \ge q`. The other latents of the
+        model have their medians, as in :meth:`median`. Classes are taken for the numbers they have.
+
+        Args:
+            quantiles: numbers from 0 to 1.
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            By site, the quantiles in a new left-most dimension in front of the site's shape in the model.
+
+        Raises:
+            ValueError: if a number does not lie in 0 .. 1.
+            NotImplementedError: for one-hot sites, whose values have no order.
+        """
+        wanted = torch.as_tensor(quantiles, dtype=torch.float64).flatten()
+        if not bool(((wanted >= 0) & (wanted <= 1)).all()):
+            raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted.tolist()}")
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
+            one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
+            if one_hot:
+                raise NotImplementedError(f"the values of the one-hot sites {one_hot} have no order; use mode(), median() or marginals()")
+            below = self.rescored(log_joint).value_probabilities().double().cumsum(-1)
+        # A value counts as reached in spite of rounding, and the smallest one only if it has any probability.
+        levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=below.shape[-1] - 1) for q in wanted.tolist()]
+        values = [self.layout.site_values(level, log_joint.sizes) for level in levels]
+        return {name: torch.stack([value[name] for value in values]) for name in self.layout.sites}
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
