@@ -5,6 +5,8 @@ from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
+from pyro_truncated.search.place_affinities import PlaceRegression, PlaceScan
+from pyro_truncated.search.placement import PlacementMoves, PlacementSelection
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
 
@@ -15,6 +17,10 @@ __all__ = [
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
+    "PlaceRegression",
+    "PlaceScan",
+    "PlacementMoves",
+    "PlacementSelection",
     "Preselection",
     "Projection",
     "RegressionAffinity",
