@@ -63,7 +63,7 @@ def learn(args: argparse.Namespace, kernel: str, y: Tensor, labels: Tensor, from
         states = torch.stack([labels, (labels + 1) % 3], 1)[:, : args.classes]
     guide = AutoTruncated(model, num_states=args.classes, init=states)
     # Truncated EM as in the literature: the selected classes replace those of the iteration before.
-    search = GPSelect(args.classes, kernel=kernel, refit_every=5, merge=False)
+    search = GPSelect(args.classes, kernel=kernel, refit_every=10, merge=False, fit_steps=8)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
     guide.setup(y)
     guide.refresh_(y)
@@ -120,7 +120,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--points", type=int, default=300)
+    parser.add_argument("--points", type=int, default=200)
     parser.add_argument("--classes", type=int, default=2, choices=(1, 2), help="classes considered for each point")
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--grid", type=int, default=40, help="side of the grid that the functions are drawn on")
