@@ -63,15 +63,16 @@ def positions(count: int, stride: int) -> Tensor:
     return torch.tensor(sorted({*range(0, count, stride), count - 1}))
 
 
-def image_of(patches: Tensor, shape: tuple[int, int], size: int, stride: int) -> Tensor:
-    """The image in which every pixel is the mean of what the patches say."""
+def image_of(patches: Tensor, weights: Tensor, shape: tuple[int, int], size: int, stride: int) -> Tensor:
+    """The image in which every pixel is the mean of what the patches ``(N, size**2)`` say, with weights ``(N,)``."""
     rows, columns = (positions(n - size + 1, stride) for n in shape)
     total, count = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape, dtype=torch.float64)
-    grid = patches.double().unflatten(0, (len(rows), len(columns))).unflatten(2, (size, size))
+    weight = weights.double().unflatten(0, (len(rows), len(columns)))
+    grid = weight[..., None, None] * patches.double().unflatten(0, (len(rows), len(columns))).unflatten(2, (size, size))
     for i in range(size):
         for j in range(size):
             total[(rows + i)[:, None], columns + j] += grid[:, :, i, j]
-            count[(rows + i)[:, None], columns + j] += 1
+            count[(rows + i)[:, None], columns + j] += weight
     return total / count
 
 
@@ -112,7 +113,10 @@ def restore(args: argparse.Namespace, damaged: Tensor) -> tuple[Tensor, SpikeSla
         y = patches_of(damaged - brightness, args.patch, args.final_stride)
         guide = guide.infer(y, search, args.final_steps)
     shape = (damaged.shape[0], damaged.shape[1])
-    restored = image_of(model.reconstruct(guide.population(), y), shape, args.patch, args.final_stride) + brightness
+    population = guide.population()
+    # The noise that remains in a patch is in its active elements: the fewer, the more it may say about a pixel.
+    weights = 1 / (1 + population.activity())
+    restored = image_of(model.reconstruct(population, y), weights, shape, args.patch, args.final_stride) + brightness
     return restored.clamp(0, 255), model, free_energies
 
 

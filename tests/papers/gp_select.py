@@ -39,12 +39,13 @@ VARIANTS = ("ours", "paper")
 MODELS: dict[str, Callable[[int, int], Any]] = {"A": BinarySparseCoding, "B": SpikeSlabSparseCoding, "C": MaxSpikeSlabSparseCoding}
 # The paper gives no slab parameters. Their mean is 1, so that a bar has the same mean amplitude in all models.
 SLAB_DEVIATION = {"A": 0.0, "B": 0.5, "C": 0.3}
-ITERATIONS = {("ours", "A"): 20, ("ours", "B"): 20, ("ours", "C"): 40, ("paper", "A"): 30, ("paper", "B"): 30, ("paper", "C"): 40}
+ITERATIONS = {("ours", "A"): 30, ("ours", "B"): 30, ("ours", "C"): 30, ("paper", "A"): 30, ("paper", "B"): 30, ("paper", "C"): 30}
 WITHOUT_CHANCE = 5
-NUM_STARTS = {"A": 6, "B": 3}
+TOLERANCE = 0.02
+NUM_STARTS = {"A": 5, "B": 2}
 SHORT_STEPS, SHORT_DATA, SHORT_TEMPERATURE = 20, 500, 4.0
 RANK = {"ours": 150, "paper": None}
-MAX_FIT = 200
+MAX_FIT, FIT_STEPS = 150, 8
 
 
 def bars_of(model: str, num_data: int, generator: torch.Generator) -> Bars:
@@ -61,7 +62,7 @@ def bars_of(model: str, num_data: int, generator: torch.Generator) -> Bars:
 def selection_of(name: str, kind: str, model: Any, *, merge: bool, rank: int | None = None) -> Preselection:
     """The hand-crafted selection of the paper for the model, or a learned one with the kernel named."""
     if name != "hand":
-        search = GPSelect(NUM_SELECTED, kernel=name, merge=merge, rank=rank)
+        search = GPSelect(NUM_SELECTED, kernel=name, merge=merge, rank=rank, fit_steps=FIT_STEPS)
         search.affinity.max_fit = MAX_FIT
         return search
     affinity = Singletons() if kind == "B" else Cosine(lambda: model.weight)
@@ -98,12 +99,19 @@ def _best_of_short_starts(kind: str, selection: str, model: Any, y: Tensor, num_
             value.copy_(best[1][name])
 
 
-def run_steps(svi: SVI, search: Preselection, y: Tensor, steps: int) -> list[float]:
-    """Losses of so many EM iterations, in the last of which no place of the selection is given to chance."""
-    losses = []
-    for step in range(steps):
-        search.explore = 0.1 if step < steps - WITHOUT_CHANCE else 0.0
+def run_steps(svi: SVI, search: Preselection, y: Tensor, steps: int, tolerance: float = 0.0) -> list[float]:
+    """Losses of at most so many EM iterations, in the last of which no place of the selection is given to chance.
+
+    They end early when five have changed the free energy by less than ``tolerance`` nats per data point.
+    """
+    losses: list[float] = []
+    last = steps
+    while len(losses) < last:
+        search.explore = 0.1 if len(losses) < last - WITHOUT_CHANCE else 0.0
         losses.append(svi.step(y))
+        converged = len(losses) > WITHOUT_CHANCE and abs(losses[-1] - losses[-1 - WITHOUT_CHANCE]) < tolerance * len(y)
+        if converged and last == steps:
+            last = min(steps, len(losses) + WITHOUT_CHANCE)
     return losses
 
 
@@ -135,9 +143,9 @@ def run(
     pyro.clear_param_store()
     start = time.process_time()
     model, search, svi = prepared(kind, variant, selection, bars.data, **overrides)
-    losses = run_steps(svi, search, bars.data, iterations)
+    losses = run_steps(svi, search, bars.data, iterations, TOLERANCE)
     return {
-        "model": kind, "selection": selection, "variant": variant, "seed": seed, "iterations": iterations,
+        "model": kind, "selection": selection, "variant": variant, "seed": seed, "iterations": len(losses),
         "bars": matched_bars(model.weight, bars.components, 0.95), "of": NUM_LATENTS,
         "free_energy": -losses[-1] / num_data, "converged": iterations_needed(losses),
         "variance": float(model.scale.detach()) ** 2, "active": float(model.prior.detach().mean()) * NUM_LATENTS,
@@ -153,9 +161,9 @@ def iterations_needed(losses: Sequence[float], share: float = 0.99) -> int:
 
 
 def jobs_of(models: Sequence[str], seeds: int, variants: Sequence[str]) -> list[tuple[str, str, str, int]]:
-    """Seeds in an outer loop, so that a run that is cut short leaves whole rows."""
+    """Seeds in the outer loop, so that a run that is cut short leaves whole rows."""
     return [
-        (kind, selection, variant, seed) for variant in variants for kind in models for seed in range(seeds) for selection in SELECTIONS
+        (kind, selection, variant, seed) for seed in range(seeds) for variant in variants for kind in models for selection in SELECTIONS
     ]
 
 
