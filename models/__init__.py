@@ -1,6 +1,7 @@
 """Models to start from, each in one file, written as a user would write them."""
 
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
+from pyro_truncated.models.binary_vae import BinaryVAE
 from pyro_truncated.models.discrete_sparse_coding import DiscreteSparseCoding
 from pyro_truncated.models.gated_decoder import GatedDecoder
 from pyro_truncated.models.gaussian_mixture import GaussianMixture
@@ -13,6 +14,7 @@ from pyro_truncated.models.spike_slab_sparse_coding import SpikeSlabSparseCoding
 
 __all__ = [
     "BinarySparseCoding",
+    "BinaryVAE",
     "DiscreteSparseCoding",
     "GatedDecoder",
     "GaussianMixture",

@@ -12,7 +12,8 @@ from torch.distributions import constraints
 from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.gibbs import GibbsDraws
-from pyro_truncated.models.binary_causes import best_prior, check_data, random_rows
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
+from pyro_truncated.models.dictionary import best_scale, first_dictionary
 
 _WEIGHT_FLOOR = 1e-6
 _VARIANCE_FLOOR = 1e-6
@@ -88,7 +89,7 @@ class MaxSpikeSlabSparseCoding(PyroModule):
     ) -> None:
         super().__init__()
         self.num_observed, self.num_latents, self.shared_prior, self.shared_slab = num_observed, num_latents, shared_prior, shared_slab
-        prior = torch.full(() if shared_prior else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        prior = first_prior(num_latents, shared_prior, dtype)
         slab = torch.ones(() if shared_slab else (num_latents,), dtype=dtype)
         weight = 0.5 + torch.rand(num_observed, num_latents, dtype=dtype)
         self.weight = PyroParam(weight, constraints.positive)  # type: ignore[assignment]
@@ -128,14 +129,10 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         Returns:
             The model itself.
         """
-        check_data(y, self.num_observed)
-        deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
-        rows = random_rows(y, self.num_latents, generator)
-        # A little noise tells elements apart that started from equal data points.
-        noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-        self.weight = (rows + 0.01 * deviation * noise).abs().clamp(min=_WEIGHT_FLOOR).mT.to(self.weight).contiguous()
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        self.weight = weight.abs().clamp(min=_WEIGHT_FLOOR).to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
-        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
         return self
@@ -300,7 +297,6 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         """
         wins = statistics["wins"]
         weight = torch.where(wins > _NEVER_WINS, statistics["claims"] / wins, self.weight.double()).clamp(min=_WEIGHT_FLOOR)
-        floor = _VARIANCE_FLOOR * (statistics["squares"] / statistics["observed"]).clamp(min=1.0)
         count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         is_used, power = count > _NEVER_WINS, second / count
         slab_mean = torch.where(is_used, first / count, self.slab_mean.double())
@@ -308,7 +304,7 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
         gain = torch.where(is_used & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
         self.weight = (weight / gain).clamp(min=_WEIGHT_FLOOR).to(self.weight)
-        self.scale = torch.maximum(statistics["errors"] / statistics["observed"], floor).sqrt().to(self.scale)
+        self.scale = best_scale(statistics["errors"], statistics["squares"], statistics["observed"]).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)

@@ -1,0 +1,105 @@
+"""A variational autoencoder with binary latents and no encoder: a neural network decodes states that are searched for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.population import Population
+
+_VARIANCE_FLOOR = 1e-6
+
+
+class BinaryVAE(PyroModule):
+    r"""Binary latents under a neural network, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(f(s), \sigma^2 I)`.
+
+    No encoder, no relaxation of the latents and no sampling noise: the network :math:`f` is trained through the truncated posterior, whose
+    states a search finds. The prior and the noise are learned, too::
+
+        guide = AutoTruncated(model, num_states=32)
+        svi = SVI(model, guide, Adam({"lr": 3e-3}), Truncated_ELBO(EvolutionarySearch()))
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        hidden: widths of the hidden layers of a network with leaky rectifiers; empty for a linear one.
+        decoder: a network of your own instead, from states ``(*batch, H)`` to means ``(*batch, D)``.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        decoder: the network :math:`f`.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probabilities :math:`\pi` that the latents are active, ``(H,)``.
+
+    Reference:
+        Guiraud, Drefs and Lücke, "Direct Evolutionary Optimization of Variational Autoencoders with Binary Latents", ECML PKDD 2022.
+    """
+
+    decoder: torch.nn.Module
+    scale: Tensor
+    prior: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        hidden: Sequence[int] = (64,),
+        *,
+        decoder: torch.nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_observed, self.num_latents = num_observed, num_latents
+        self.decoder = _perceptron([num_latents, *hidden, num_observed], dtype) if decoder is None else decoder
+        prior = torch.full((num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        decoder, scale, prior = self.decoder, self.scale, self.prior
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", dist.Normal(decoder(states), scale).to_event(1), obs=None if y is None else y[index])
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor) -> BinaryVAE:
+        r"""Starts from the data: :math:`\sigma^2` is the data's variance, and a network that ends in a linear layer starts at their mean.
+
+        So the state without active latents explains the mean, and the others have the rest to share.
+
+        Args:
+            y: data ``(N, D)``.
+
+        Returns:
+            The model itself.
+        """
+        check_data(y, self.num_observed)
+        layers = [layer for layer in self.decoder.modules() if isinstance(layer, torch.nn.Linear)]
+        if layers and layers[-1].bias is not None and layers[-1].out_features == self.num_observed:
+            nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))
+            layers[-1].bias.add_(y.mean(0).to(nothing) - nothing.squeeze(0))
+        self.scale = y.double().var(0, correction=0).mean().clamp(min=_VARIANCE_FLOOR).sqrt().to(self.scale)
+        self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
+        return self
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population) -> Tensor:
+        r"""Posterior mean of the noise-free data, :math:`\langle f(s) \rangle`, ``(N, D)`` for the population's data points."""
+        return population.expectation(lambda states: self.decoder(states.to(self.prior.dtype)))
+
+
+def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:
+    layers: list[torch.nn.Module] = []
+    for inputs, outputs in itertools.pairwise(sizes):
+        layers += [torch.nn.Linear(inputs, outputs, dtype=dtype), torch.nn.LeakyReLU(0.1)]
+    return torch.nn.Sequential(*layers[:-1])
