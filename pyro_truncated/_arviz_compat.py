@@ -74,12 +74,24 @@ def _smoothed(log_ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     weights, shapes = np.full(ratios.shape, -np.log(ratios.shape[1])), np.zeros(len(ratios))
     varies = np.ptp(ratios, axis=1) > 1e-10 * (1 + np.abs(ratios).max(axis=1))
     if varies.any():
-        if ARVIZ_V1:
-            from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
+        smooth = _smooth_rows if ARVIZ_V1 else _smooth_all
+        weights[varies], shapes[varies] = smooth(ratios[varies])
+    return weights, shapes
 
-            weights[varies], shapes[varies] = array_stats.psislw(ratios[varies], r_eff=1.0)
-        else:
-            weights[varies], shapes[varies] = _arviz().psislw(ratios[varies], reff=1.0)
+
+def _smooth_all(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    weights, shapes = _arviz().psislw(ratios, reff=1.0)
+    return weights, shapes
+
+
+def _smooth_rows(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The same by ArviZ 1.x, which refuses a tail of equal values; 0.x leaves it as it is and calls its index infinite."""
+    from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
+
+    weights, shapes = ratios - np.logaddexp.reduce(ratios, axis=1, keepdims=True), np.full(len(ratios), np.inf)
+    for row, values in enumerate(ratios):
+        with contextlib.suppress(ValueError):
+            weights[row], shapes[row] = array_stats.psislw(values, r_eff=1.0)
     return weights, shapes
 
 
