@@ -10,6 +10,17 @@ from pyro_truncated.population import Population
 PRIOR_FLOOR = 1e-6
 
 
+def check_sizes(**sizes: int) -> None:
+    """Checks the sizes of a model, given by name.
+
+    Raises:
+        ValueError: naming one that is no positive integer.
+    """
+    for name, size in sizes.items():
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"{name} must be a positive integer; got {size!r}")
+
+
 def check_data(y: Tensor, num_observed: int) -> Tensor:
     """Returns the data if they have shape ``(N, num_observed)``.
 

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
 from pyro_truncated.population import Population
 
@@ -42,6 +42,7 @@ class BinarySparseCoding(PyroModule):
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_sizes(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
         prior = first_prior(num_latents, shared_prior, dtype)
         self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]

@@ -9,7 +9,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import check_data, perturbed_rows, rows_of
+from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.population import Population
 
@@ -47,6 +47,7 @@ class GaussianMixture(PyroModule):
 
     def __init__(self, num_observed: int, num_components: int, *, covariance: str = "full", dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_sizes(num_observed=num_observed, num_components=num_components)
         if covariance not in _COVARIANCES:
             raise ValueError(f"covariance must be one of {_COVARIANCES}; got {covariance!r}")
         self.num_observed, self.num_components, self.covariance = num_observed, num_components, covariance

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import NoisyOrSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
 from pyro_truncated.population import Population
 
 _WEIGHT_FLOOR = 1e-6
@@ -68,6 +68,7 @@ class NoisyOr(PyroModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(num_observed=num_observed, num_latents=num_latents)
         if update not in ("exact", "fixed_point"):
             raise ValueError(f"update must be 'exact' or 'fixed_point'; got {update!r}")
         if not (0 < leak < 1 if learn_leak else 0 <= leak < 1):

@@ -9,7 +9,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import check_data, random_rows, rows_of
+from pyro_truncated.models.binary_causes import check_data, check_sizes, random_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.population import Population
 
@@ -37,6 +37,7 @@ class PoissonMixture(PyroModule):
 
     def __init__(self, num_observed: int, num_components: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_sizes(num_observed=num_observed, num_components=num_components)
         self.num_observed, self.num_components = num_observed, num_components
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]

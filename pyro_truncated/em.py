@@ -110,12 +110,15 @@ class ClosedForm(PyroOptim):
 
         Raises:
             RuntimeError: if the statistics of the last step were never used, because another optimiser is driving SVI.
+            ValueError: if a minibatch for incremental streaming holds a data point twice: its old contribution is there only once.
         """
         if self._pending:
             raise RuntimeError(
                 "statistics for a closed-form M-step were collected but not used: SVI is being driven by another optimiser. "
                 "Pass the ClosedForm object to SVI, or call ClosedForm.release() to train the model by gradients."
             )
+        if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
+            raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
         self._pending = True
         if indices is None:
             self.statistics = dict(new)

@@ -93,10 +93,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         create_plates: Callable[..., Any] | None = None,
         memory_budget: int = 2**28,
     ) -> None:
-        if not isinstance(num_states, int) or num_states < 1:
+        for name, function in (("model", model), ("conditional", conditional or model)):
+            if not callable(function):
+                raise TypeError(f"{name} must be callable; got {function!r}")
+        if not isinstance(num_states, int) or isinstance(num_states, bool) or num_states < 1:
             raise ValueError(f"num_states must be a positive integer; got {num_states!r}")
-        if memory_budget < 2**20:
-            raise ValueError(f"memory_budget is in bytes and must be at least 2**20; got {memory_budget}")
+        if not isinstance(memory_budget, int) or memory_budget < 2**20:
+            raise ValueError(f"memory_budget is in bytes and must be an integer of at least 2**20; got {memory_budget!r}")
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.num_states = num_states
         self.max_count = max_count
@@ -253,6 +256,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     @torch.no_grad()
     def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
         """Improves the populations of a scorer's data points in place, and returns them with their log joints."""
+        if not isinstance(search, Search):
+            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         indices = log_joint.indices
         observations = log_joint.observations()
         for rows in log_joint.row_blocks(2 * self.num_states):

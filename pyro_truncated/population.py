@@ -95,6 +95,8 @@ class Population:
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws from the truncated posterior as words ``(num_samples, N, num_words)``."""
+        if not isinstance(num_samples, int) or num_samples < 1:
+            raise ValueError(f"num_samples must be a positive integer; got {num_samples!r}")
         chosen = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
         return self._at(chosen).transpose(0, 1).contiguous()
 
@@ -107,6 +109,9 @@ class Population:
 
         Returns:
             ``(N, ...)`` in the type of the weights, or that of ``f``'s values if it is wider.
+
+        Raises:
+            ValueError: if what the function returns does not start with the dimensions ``(n, S)``.
         """
         weights = self.weights()
         rows = max(1, memory_budget // (8 * self.num_states * self.space.num_latents))
@@ -115,6 +120,11 @@ class Population:
         for start in range(0, max(1, len(self)), rows):
             value = f(self.space.unpack(self.words[start : start + rows], torch.int64))
             weight = weights[start : start + rows]
+            if not isinstance(value, Tensor) or value.shape[:2] != weight.shape:
+                given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the function must return a tensor that starts with the dimensions (N, S) = {tuple(weight.shape)}; got {given}"
+                )
             dtype = torch.promote_types(weight.dtype, value.dtype)
             blocks.append(torch.einsum("ns,ns...->n...", weight.to(dtype), value.to(dtype)))
         return torch.cat(blocks)
@@ -212,8 +222,13 @@ def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
         Packed states ``(N, S, num_words)``.
 
     Raises:
+        TypeError: if they are neither a tensor nor a dictionary.
         ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
     """
+    if not isinstance(states, (Tensor, Mapping)):
+        raise TypeError(
+            f"init must be a tensor, a dictionary of tensors by site name, or a callable that returns one; got {type(states).__name__}"
+        )
     if isinstance(states, Tensor):
         if len(layout.sites) != 1:
             raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")

@@ -113,8 +113,9 @@ class Layout:
         depth: number of plate dimensions in the model.
 
     Raises:
-        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound.
-        NotImplementedError: for a sequential plate, or a subsampled plate other than a data plate that holds a discrete latent.
+        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or a bound is none.
+        NotImplementedError: for a sequential plate, a subsampled plate other than a data plate that holds a discrete latent, or a site
+            whose entries depend on each other by its support (multinomial counts).
     """
 
     def __init__(
@@ -128,6 +129,7 @@ class Layout:
             raise ValueError("the model has no discrete latent site; AutoTruncated has nothing to infer")
         for node in nodes:
             _refuse_sequential(node)
+        _check_bounds(max_count, [node["name"] for node in nodes])
         frames = _data_plates(trace, nodes, dependents)
         self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
         self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
@@ -231,6 +233,16 @@ def _refuse_sequential(node: Mapping[str, Any]) -> None:
             )
 
 
+def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
+    bounds = max_count if isinstance(max_count, Mapping) else {"": max_count}
+    unknown = set(bounds) - {"", *names}
+    if unknown:
+        raise ValueError(f"max_count bounds {sorted(unknown)}, but the model's discrete sites are {list(names)}")
+    for bound in bounds.values():
+        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
+            raise ValueError(f"max_count must be a positive integer, or a dictionary of them by site; got {max_count!r}")
+
+
 def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:
     """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
     stacks = [node["cond_indep_stack"] for node in nodes]
@@ -289,6 +301,11 @@ def _support(node: Any, max_count: int | Mapping[str, int] | None) -> tuple[str,
         return "boolean", 0, torch.tensor(2)
     if support is constraints.one_hot:
         return "one_hot", 0, torch.tensor(node["fn"].event_shape[-1])
+    if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer))):
+        raise NotImplementedError(
+            f"discrete latent site '{node['name']}' ({_family(node['fn'])}) has a support that is no product of its entries' values. "
+            "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
+        )
     low = getattr(support, "lower_bound", 0)
     bound = max_count.get(node["name"]) if isinstance(max_count, Mapping) else max_count
     high = getattr(support, "upper_bound", None)

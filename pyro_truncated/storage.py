@@ -73,8 +73,13 @@ class PopulationStore(torch.nn.Module):
             error_msgs = args[-1]
             error_msgs.append(problem)
             return
+        names = ("words", "log_joint", "cardinalities")
+        strict, missing_keys = args[1], args[2]
+        missing = [prefix + name for name in names if prefix + name not in state_dict and name not in self._buffers]
+        if strict and len(missing) < len(names):
+            missing_keys.extend(missing)
         # A fresh guide has no buffers yet: make them in the shapes that come in.
-        for name in ("words", "log_joint", "cardinalities"):
+        for name in names:
             value = state_dict.get(prefix + name)
             held = self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape):

@@ -61,11 +61,14 @@ class CombinedSearch(Search):
     """Several searches that propose for the same populations; written ``a + b``.
 
     Raises:
+        TypeError: if one of them is no search.
         ValueError: if one of them replaces populations (``merge=False``), which the sum could not honour.
     """
 
     def __init__(self, searches: tuple[Search, ...]) -> None:
         for search in searches:
+            if not isinstance(search, Search):
+                raise TypeError(f"only searches add up; got {search!r}")
             if not getattr(search, "merge", True):
                 raise ValueError(
                     f"{type(search).__name__}(merge=False) replaces populations and cannot be added to other searches; use merge=True"

@@ -1,0 +1,132 @@
+"""What users get wrong is said in words of theirs, before any work is done."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, StateSpace, Truncated_ELBO
+from pyro_truncated import models as library
+from pyro_truncated.population import States
+from tests import zoo
+
+SEARCH = EvolutionarySearch(parents=2, children=2)
+
+
+def step(model, *args, num_states=2, search=SEARCH, **options):
+    return Truncated_ELBO(search).loss_and_grads(model, AutoTruncated(model, num_states, **options), *args)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_states": True}, ValueError, "num_states must be a positive integer; got True"),
+        ({"num_states": 8.0}, ValueError, "num_states must be a positive integer; got 8.0"),
+        ({"memory_budget": "1GB"}, ValueError, "memory_budget is in bytes .* got '1GB'"),
+        ({"conditional": 3}, TypeError, "conditional must be callable; got 3"),
+    ],
+)
+def test_options_of_the_guide(options, error, message):
+    with pytest.raises(error, match=message):
+        AutoTruncated(zoo.binary().model, **options)
+
+
+def test_a_model_is_callable():
+    with pytest.raises(TypeError, match="model must be callable; got 3"):
+        AutoTruncated(3)
+
+
+@pytest.mark.parametrize("bound", [-1, 0, 2.5, True, "x", {"n": 0}])
+def test_bounds_of_counts(bound):
+    case = zoo.counts()
+    with pytest.raises(ValueError, match="max_count must be a positive integer, or a dictionary of them by site"):
+        step(case.model, *case.args, max_count=bound)
+
+
+def test_bounds_of_sites_that_are_not_there():
+    case = zoo.counts()
+    with pytest.raises(ValueError, match=r"max_count bounds \['k'\], but the model's discrete sites are \['n', 'm'\]"):
+        step(case.model, *case.args, max_count={"n": 4, "k": 3})
+
+
+def test_counts_that_depend_on_each_other_are_refused():
+    def model(y):
+        with pyro.plate("data", len(y)):
+            n = pyro.sample("n", dist.Multinomial(3, torch.ones(3) / 3))
+            pyro.sample("y", dist.Normal(n[..., 0], 1.0), obs=y)
+
+    with pytest.raises(NotImplementedError, match=r"site 'n' \(Multinomial\) has a support that is no product"):
+        step(model, torch.randn(4))
+
+
+@pytest.mark.parametrize("states", [[[0] * 5, [1] * 5], "zero"])
+def test_initial_states_of_another_type(states: States):
+    case = zoo.binary()
+    with pytest.raises(TypeError, match="init must be a tensor, a dictionary of tensors by site name, or a callable"):
+        step(case.model, *case.args, init=states)
+
+
+def test_searches_are_searches():
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, 2)
+    with pytest.raises(TypeError, match=r"search must be a pyro_truncated search.*EvolutionarySearch"):
+        guide.infer(case.args, EvolutionarySearch)
+    with pytest.raises(TypeError, match="only searches add up; got 3"):
+        SEARCH + 3
+
+
+def test_draws_and_expectations():
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, 2)
+    guide.refresh_(*case.args)
+    with pytest.raises(ValueError, match="num_samples must be a positive integer; got 0"):
+        guide.sample_posterior(0)
+    with pytest.raises(ValueError, match=r"tensor that starts with the dimensions \(N, S\) = \(6, 2\); got shape \(\)"):
+        guide.expectation(lambda values: values["s"].sum())
+
+
+def test_a_part_of_a_saved_population_is_none():
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, 2)
+    guide.refresh_(*case.args)
+    state = guide.state_dict()
+    del state["words"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"words"'):
+        AutoTruncated(case.model, 2).load_state_dict(state)
+    AutoTruncated(case.model, 2).load_state_dict({})
+
+
+def test_a_data_point_twice_in_a_minibatch_of_incremental_em():
+    closed_form = ClosedForm(library.BinarySparseCoding(3, 4))
+    with pytest.raises(ValueError, match="a data point occurs twice in the minibatch"):
+        closed_form.collect({}, None, torch.tensor([1, 2, 1]), 5)
+
+
+@pytest.mark.parametrize("size", [0, 2.5, True])
+@pytest.mark.parametrize(
+    "name", ["BinarySparseCoding", "GaussianMixture", "MaximalCauses", "NoisyOr", "PoissonMixture", "SpikeSlabSparseCoding"]
+)
+def test_sizes_of_models(name, size):
+    family = getattr(library, name)
+    with pytest.raises(ValueError, match="num_observed must be a positive integer"):
+        family(size, 3)
+    with pytest.raises(ValueError, match=r"num_(latents|components) must be a positive integer"):
+        family(3, size)
+
+
+def test_populations_of_another_type():
+    population = Population(StateSpace([2] * 3), torch.zeros(1, 1, 1), torch.zeros(1, 1))
+    with pytest.raises(ValueError, match=r"words must be packed states \(N, C, W\) of type int64"):
+        population.marginals()
+
+
+def test_exhaustive_search_of_a_huge_space():
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((60,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(s.sum(-1), 1.0), obs=y)
+
+    with pytest.raises(ValueError, match=r"exhaustive search would score 2\^60\.0 states for each data point"):
+        step(model, torch.randn(4), search=ExhaustiveSearch())
