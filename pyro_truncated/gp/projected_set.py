@@ -37,7 +37,7 @@ def projected_statistics(kernel: Kernel, chosen: Tensor, latents: Tensor, output
     gram = chosen.new_zeros(len(chosen), len(chosen), dtype=torch.float64)
     moment = chosen.new_zeros(len(chosen), outputs.shape[1], dtype=torch.float64)
     for z, x in zip(latents.split(block), outputs.split(block), strict=True):
-        cross = covariance(kernel, chosen, z).double()
+        cross = covariance(kernel, chosen.double(), z.double()).double()
         gram += cross @ cross.mT
         moment += cross @ x.double()
     return ProjectedStatistics(chosen, gram, moment)
@@ -64,23 +64,22 @@ class ProjectedSet:
     def __init__(self, kernel: Kernel, noise: Tensor, statistics: ProjectedStatistics) -> None:
         self.kernel, self.latents = kernel, statistics.latents
         self.noise = torch.as_tensor(noise).reshape(())
-        dtype = statistics.latents.dtype
         prior = covariance(kernel, self.latents.double(), self.latents.double())
         outer, _ = factorize(prior, 1e-8 * prior.diagonal().mean())
-        gram = torch.linalg.solve_triangular(outer, statistics.gram, upper=False)
-        gram = torch.linalg.solve_triangular(outer, gram.mT, upper=False) / self.noise.double()
-        inner, _ = factorize((gram + gram.mT) / 2, torch.ones((), dtype=torch.float64, device=gram.device))
-        moment = torch.linalg.solve_triangular(outer, statistics.moment, upper=False) / self.noise.double()
         identity = torch.eye(len(outer), dtype=torch.float64, device=outer.device)
-        whiten = torch.linalg.solve_triangular(outer, identity, upper=False)
-        shrink = torch.linalg.solve_triangular(inner, whiten, upper=False)
-        self._weights = (shrink.mT @ torch.linalg.solve_triangular(inner, moment, upper=False)).to(dtype)
-        self._reduction = (whiten.mT @ whiten - shrink.mT @ shrink).to(dtype)
+        # Everything is expressed in features L^-1 k_U*, in which the weights are well-conditioned; K_UU itself is not.
+        self._whiten = torch.linalg.solve_triangular(outer, identity, upper=False)
+        gram = self._whiten @ statistics.gram @ self._whiten.mT / self.noise.double()
+        inner, _ = factorize((gram + gram.mT) / 2, torch.ones((), dtype=torch.float64, device=gram.device))
+        moment = self._whiten @ statistics.moment / self.noise.double()
+        self._shrink = torch.linalg.solve_triangular(inner, identity, upper=False)
+        self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
 
     def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
         """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or without ``noise`` of the function."""
-        cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]), self.latents)
-        left = prior_variance(self.kernel, latents).reshape(-1) - ((cross @ self._reduction) * cross).sum(-1)
-        variance = left.clamp(min=0.0) + (self.noise if noise else 0.0)
-        mean = cross @ self._weights
+        cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
+        features = cross @ self._whiten.mT
+        left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
+        variance = left.clamp(min=0.0).to(latents.dtype) + (self.noise if noise else 0.0)
+        mean = features.to(latents.dtype) @ self._weights
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)

@@ -176,6 +176,15 @@ def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
     torch.testing.assert_close(mean, cross @ torch.linalg.solve(S, kernel(chosen, z) @ x) / noise, rtol=1e-6, atol=1e-6)
     reduction = torch.linalg.inv(U) - torch.linalg.inv(S)
     torch.testing.assert_close(variance.squeeze(-1), 1 - (cross @ reduction * cross).sum(-1), rtol=1e-6, atol=1e-6)
+    # In float32, with many points within a length-scale, the variance must not lose its digits to cancellation.
+    dense, wide = torch.randn(200, 2, generator=generator), kernels.RBF(2, lengthscale=torch.tensor(2.0))
+    single = ProjectedSet(wide, noise.float(), projected_statistics(wide, dense, dense, dense.sin())).predict(new.float(), noise=False)
+    wide = wide.double()
+    double = ProjectedSet(wide, noise, projected_statistics(wide, dense.double(), dense.double(), dense.double().sin())).predict(
+        new, noise=False
+    )
+    for found, expected in zip(single, double, strict=True):
+        torch.testing.assert_close(found, expected.float(), rtol=1e-2, atol=1e-5)
     with pytest.raises(ValueError, match="missing outputs"):
         projected_statistics(kernel, z, z, x.masked_fill(x > 1, math.nan))
 

@@ -320,9 +320,9 @@ SETTINGS = """# Stochastic active sets (2022): tables 1 and 2
 Pixels in [0, 1], two latent dimensions, test images apart from the training images and drawn by the same seed. All decoders start from
 principal components, with an RBF kernel of length-scale 0.4 in units of their standard deviation. SAS trains on minibatches of
 500 images, or 2.5 A if that is more (A of them active), Adam with learning rate 0.05 for free latents (0.002 for the encoder of two
-hidden layers of 256 units), 0.02 for kernel and noise, falling to a tenth. `gplvm` is `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100
-inducing inputs), full batch, an epoch is one step, learning rate 0.05 falling to a tenth. `vae` has two hidden layers of 256
-units on each side and a learned noise, 60 epochs of Adam at 0.001, batches of 100.
+hidden layers of 256 units), 0.02 for kernel and noise, falling to a tenth. `gplvm` is `pyro.contrib.gp.models.GPLVM` over
+`SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning rate 0.05 falling to a tenth. `vae` has
+two hidden layers of 256 units on each side and a learned noise, 60 epochs of Adam at 0.001, batches of 100.
 
 Test latents are the most probable ones under each decoder (two starts, 40 steps); `RMSE by encoder` has those of the encoder. `random A`
 predicts from a random active set of the training size (mean of five), `all` from all training images, for SAS through a
