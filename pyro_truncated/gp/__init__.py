@@ -33,6 +33,7 @@ from pyro_truncated.gp.subset_baselines import (
     RestrictedKernel,
     TitsiasSearch,
 )
+from pyro_truncated.gp.subset_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
 from pyro_truncated.gp.subset_regression import AllNoiseWarning, SubsetGPRegression
 from pyro_truncated.gp.subset_search import SubsetSearch
 
@@ -74,8 +75,11 @@ __all__ = [
     "Split",
     "StratifiedSplits",
     "StreamingRegression",
+    "StudentT",
     "SubsetGPRegression",
     "SubsetSearch",
+    "SubsetSparseGPRegression",
+    "SubsetVariationalGP",
     "SumKernel",
     "TitsiasSearch",
     "UniformSplits",

@@ -332,15 +332,15 @@ def test_minimize_keeps_the_best_and_survives_nan():
     x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
 
     def evaluate() -> float:
-        if float(x) < 0.5:
+        if x.item() < 0.5:
             return math.nan
         value = (x - 0.6) ** 2
         value.sum().backward()
-        return float(value)
+        return value.item()
 
     seen: list[float] = []
     assert minimize(evaluate, [x], 30, on_better=seen.append) == min(seen) < 1e-2
-    assert float((x - 0.6) ** 2) == pytest.approx(min(seen))
+    assert (x.item() - 0.6) ** 2 == pytest.approx(min(seen))
     y = torch.tensor([1.0], requires_grad=True)
     assert math.isnan(minimize(lambda: math.nan, [y], 5))
-    assert float(y) == 1.0
+    assert y.item() == 1.0

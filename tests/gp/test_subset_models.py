@@ -1,0 +1,222 @@
+"""Pyro models on an inducing subset: against Pyro's own models, under SVI, with other likelihoods, and when the subset changes."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pytest
+import torch
+from pyro import poutine
+from pyro.contrib.gp import likelihoods, models
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.optim import Adam
+
+from pyro_truncated.gp.feature_kernels import CountKernel
+from pyro_truncated.gp.string_kernels import spectrum
+from pyro_truncated.gp.subset_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
+from tests.gp.subset_reference import toy
+
+INDEX = torch.arange(0, 60, 6)
+
+
+def double(module):
+    return module.double()
+
+
+@pytest.mark.parametrize("approx", ["VFE", "DTC"])
+def test_regression_has_the_density_and_predictions_of_pyro(approx):
+    kernel, Y = toy(60)
+    noise = torch.tensor(0.05, dtype=torch.float64)
+    theirs = models.SparseGPRegression(kernel.inputs, Y[:, 0], kernel.kernel, kernel.inputs[INDEX], noise=noise, approx=approx, jitter=1e-8)
+    ours = SubsetSparseGPRegression(kernel, Y[:, 0], 10, index=INDEX, noise=0.05, approx=approx, jitter=1e-8)
+    expected = poutine.trace(theirs.model).get_trace().log_prob_sum().detach()
+    pyro.clear_param_store()
+    torch.testing.assert_close(poutine.trace(ours.model).get_trace().log_prob_sum().detach(), expected, rtol=1e-9, atol=1e-9)
+    new = torch.randn(7, 3, dtype=torch.float64)
+    with torch.no_grad():
+        mean, variance = theirs(new, noiseless=False)
+    found = ours(new, noiseless=False)
+    torch.testing.assert_close(found[0], mean, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[1], variance, rtol=0, atol=1e-5)
+
+
+def test_regression_learns_hyper_parameters_by_svi_and_the_subset_by_exchange():
+    kernel, Y = toy(60)
+    gp = SubsetSparseGPRegression(kernel, Y[:, 0], 8, index=torch.arange(8))
+    svi = SVI(gp.model, gp.guide, Adam({"lr": 0.05}), Trace_ELBO())
+    first = svi.step()
+    for _ in range(30):
+        svi.step()
+    before = svi.evaluate_loss()
+    assert before < first
+    assert gp.reselect(generator=torch.Generator().manual_seed(0))
+    assert svi.evaluate_loss() < before - 1
+    assert len(gp.index.unique()) == 8
+    state = gp.state_dict()
+    assert torch.equal(state["index"], gp.index)
+
+
+def test_variational_process_has_the_loss_and_marginals_of_pyro():
+    kernel, Y = toy(60)
+    generator = torch.Generator().manual_seed(0)
+    loc = torch.randn(10, generator=generator, dtype=torch.float64)
+    tril = torch.randn(10, 10, generator=generator, dtype=torch.float64).tril(-1) * 0.1 + torch.eye(10, dtype=torch.float64)
+    theirs = models.VariationalSparseGP(
+        kernel.inputs, Y[:, 0], kernel.kernel, kernel.inputs[INDEX], double(likelihoods.Gaussian()), whiten=True
+    )
+    ours = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX)
+    losses = []
+    for gp in (theirs, ours):
+        pyro.clear_param_store()
+        with torch.no_grad():
+            gp.u_loc.copy_(loc)
+        gp.u_scale_tril = tril
+        losses.append(TraceMeanField_ELBO().loss(gp.model, gp.guide))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+    new = torch.randn(7, 3, dtype=torch.float64)
+    with torch.no_grad():
+        expected = theirs(new)
+    for found, value in zip(ours(new), expected, strict=True):
+        torch.testing.assert_close(found, value, rtol=0, atol=1e-9)
+
+
+def exact_loss(gp, noise):
+    """Minus the evidence bound for Gaussian noise, in closed form."""
+    mean, variance = gp.marginals()
+    fit = dist_normal(gp.y, mean, noise) - 0.5 * variance / noise
+    q = torch.distributions.MultivariateNormal(gp.u_loc, scale_tril=gp.u_scale_tril)
+    m = len(gp.u_loc)
+    prior = torch.distributions.MultivariateNormal(torch.zeros(m).to(gp.u_loc), torch.eye(m).to(gp.u_loc))
+    return float((torch.distributions.kl_divergence(q, prior) - fit.sum()).detach())
+
+
+def dist_normal(y, mean, noise):
+    return -0.5 * (y - mean).square() / noise - 0.5 * math.log(2 * math.pi * noise)
+
+
+def test_minibatches_are_unbiased():
+    kernel, Y = toy(60)
+    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX, batch_size=7)
+    whole = SubsetVariationalGP(toy(60)[0], Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX)
+    pyro.clear_param_store()
+    expected = TraceMeanField_ELBO().loss(whole.model, whole.guide)
+    pyro.clear_param_store()
+    losses = torch.tensor([TraceMeanField_ELBO().loss(gp.model, gp.guide) for _ in range(200)])
+    # Six standard errors: a false alarm once in 5e8 seeds.
+    assert abs(float(losses.mean()) - expected) < 6 * float(losses.std()) / 200**0.5
+
+
+def targets(name: str, f: torch.Tensor) -> tuple[object, torch.Tensor, dict[str, object]]:
+    generator = torch.Generator().manual_seed(1)
+    if name == "binary":
+        return likelihoods.Binary(), torch.bernoulli(torch.sigmoid(3 * f), generator=generator), {}
+    if name == "poisson":
+        return likelihoods.Poisson(), torch.poisson((1 + f).exp(), generator=generator), {}
+    if name == "student":
+        y = f + 0.1 * torch.randn(len(f), generator=generator, dtype=f.dtype)
+        y[::10] += 5
+        return StudentT(scale=0.3, dtype=torch.float64), y, {}
+    classes = (f > -0.5).long() + (f > 0.5).long()
+    return likelihoods.MultiClass(3), classes, {"latent_shape": (3,)}
+
+
+@pytest.mark.parametrize("name", ["binary", "poisson", "student", "classes"])
+def test_likelihoods_train_with_minibatches_and_reselection(name):
+    kernel, Y = toy(60)
+    likelihood, y, options = targets(name, Y[:, 0])
+    generator = torch.Generator().manual_seed(0)
+    gp = SubsetVariationalGP(kernel, y, likelihood, 20, index=torch.arange(20), batch_size=30, **options)
+    assert gp.reselect(max_attempts=5, generator=generator)
+    svi = SVI(gp.model, gp.guide, Adam({"lr": 0.1}), Trace_ELBO())
+    losses = []
+    for step in range(100):
+        if step == 50:
+            gp.reselect(max_attempts=3, generator=generator)
+        losses.append(svi.step())
+    assert all(math.isfinite(loss) for loss in losses)
+    mean, variance = gp(kernel.inputs)
+    assert bool((variance >= 0).all())
+    if name == "classes":
+        assert (mean.argmax(0) == y).double().mean() > 0.75
+    else:
+        assert torch.corrcoef(torch.stack([mean, Y[:, 0]]))[0, 1] > 0.75
+
+
+def test_surrogate_of_gaussian_noise_is_exact():
+    kernel, Y = toy(60)
+    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.3))), 10, index=INDEX)
+    found, deviations = gp._surrogate(2, torch.Generator().manual_seed(0))
+    torch.testing.assert_close(found[:, 0], Y[:, 0], rtol=0, atol=1e-6)
+    torch.testing.assert_close(deviations.square(), torch.full((60,), 0.3, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_reselection_carries_the_posterior_over():
+    kernel, Y = toy(60)
+    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.02))), 30, index=torch.arange(30))
+    with torch.no_grad():
+        gp.u_loc.copy_(torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    before = gp.marginals()
+    mean, variance = before[0].detach(), before[1].detach()
+    new = torch.arange(10, 40)
+    assert gp._carry_over(new)
+    after = gp.marginals(new)
+    torch.testing.assert_close(after[0].detach(), mean[new], rtol=0, atol=1e-4)
+    torch.testing.assert_close(after[1].detach(), variance[new], rtol=0, atol=1e-4)
+
+
+def test_selection_lowers_the_best_loss_of_the_variational_process():
+    losses = []
+    for choose in (False, True):
+        pyro.clear_param_store()
+        kernel, Y = toy(60)
+        gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.02))), 8, index=torch.arange(8))
+        if choose:
+            gp.reselect(generator=torch.Generator().manual_seed(0))
+        optimizer = torch.optim.LBFGS([gp.u_loc, *(p for n, p in gp.named_parameters() if n == "u_scale_tril_unconstrained")], max_iter=60)
+
+        def closure(gp=gp, optimizer=optimizer):
+            optimizer.zero_grad()
+            mean, variance = gp.marginals()
+            q = torch.distributions.MultivariateNormal(gp.u_loc, scale_tril=gp.u_scale_tril)
+            eye = torch.eye(8, dtype=torch.float64)
+            loss = torch.distributions.kl_divergence(q, torch.distributions.MultivariateNormal(torch.zeros_like(gp.u_loc), eye))
+            loss = loss - (dist_normal(gp.y, mean, 0.02) - 0.5 * variance / 0.02).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        losses.append(exact_loss(gp, 0.02))
+    assert losses[1] < losses[0] - 10
+
+
+def test_strings_and_loading():
+    words = ["ab" * k + "c" * j for k in range(1, 6) for j in range(4)]
+    y = torch.tensor([float("c" in word) for word in words], dtype=torch.float64)
+    features = spectrum(words, 2, shorter=True)
+    gp = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihoods.Binary(), 6)
+    gp.reselect(generator=torch.Generator().manual_seed(0))
+    svi = SVI(gp.model, gp.guide, Adam({"lr": 0.1}), Trace_ELBO())
+    for _ in range(80):
+        svi.step()
+    mean, _ = gp(features)
+    assert ((mean > 0) == (y > 0)).double().mean() >= 0.9
+    pyro.clear_param_store()
+    again = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihoods.Binary(), 6)
+    again.load_state_dict(gp.state_dict())
+    torch.testing.assert_close(again(features)[0], mean)
+
+
+def test_bad_input():
+    kernel, Y = toy(60)
+    y = Y[:, 0]
+    with pytest.raises(ValueError, match=r"y must be a tensor of shape \(\.\.\., 60\)"):
+        SubsetSparseGPRegression(kernel, y[:5], 3)
+    with pytest.raises(ValueError, match="index must hold num_inducing=3 positions; got 10"):
+        SubsetSparseGPRegression(kernel, y, 3, index=INDEX)
+    with pytest.raises(ValueError, match='approx must be "VFE" or "DTC"'):
+        SubsetSparseGPRegression(kernel, y, 3, approx="FITC")
+    with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 60"):
+        SubsetVariationalGP(kernel, y, likelihoods.Binary(), 61)
+    with pytest.raises(ValueError, match=r"batch_size must lie in 1 \.\. 60"):
+        SubsetVariationalGP(kernel, y, likelihoods.Binary(), 6, batch_size=0)
