@@ -103,7 +103,7 @@ def picture(decoder: SASDecoder, x: torch.Tensor, y: torch.Tensor, test: torch.T
         ax.imshow(tile(rows, width), cmap="gray", vmin=0, vmax=1)
         ax.set_title(title, fontsize=9)
         ax.set_axis_off()
-    figure.savefig(path, dpi=70, facecolor="white")
+    figure.savefig(path, dpi=64, facecolor="white")
     nlpd = 0.5 * ((test - mean).square() / variance + (2 * math.pi * variance).log()).mean()
     lower = slice(test.shape[1] // 2, None)
     return {

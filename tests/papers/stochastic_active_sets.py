@@ -25,6 +25,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from torch import Tensor, nn
 
 from pyro_truncated import datasets
+from pyro_truncated.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp import ActiveSet, UniformSplits
 from pyro_truncated.gp.projected_set import ProjectedSet, projected_statistics
 from pyro_truncated.gp.splits import least_variance
@@ -315,6 +316,37 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
     return [*lines, "", *([f"The paper's accuracies in two latent dimensions: {accuracy}.", ""] if accuracy else [])]
 
 
+def bias_table(num_data: int = 11, num_outputs: int = 50) -> list[str]:
+    """Bias and spread of the estimator over all active sets of each size, for data drawn from the model itself."""
+    lines = [
+        f"## Bias and spread of the estimator, N = {num_data}", "",
+        "The estimate for an active set less the exact log density, in nats per output, over all active sets of a size; data from the",
+        "model, latents standard normal in two dimensions, length-scale 1, variance 1. The rest is everything else, so this is what an",
+        "infinite number of minibatches would average to.", "",
+        "| noise variance | " + " | ".join(f"A = {size}" for size in range(0, num_data, 2)) + " |",
+        "| " + " | ".join(["---"] * (1 + len(range(0, num_data, 2)))) + " |",
+    ]  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(num_data, 2, dtype=torch.float64, generator=generator)
+    kernel = kernels.RBF(2).double()
+    for noise in (0.01, 0.1, 0.5):
+        with torch.no_grad():
+            C = kernel(z) + noise * torch.eye(num_data, dtype=torch.float64)
+            root = torch.linalg.cholesky(C)
+            x = root @ torch.randn(num_data, num_outputs, dtype=torch.float64, generator=generator)
+            exact = torch.distributions.MultivariateNormal(torch.zeros(num_data, dtype=C.dtype), scale_tril=root).log_prob(x.mT).sum()
+            cells = []
+            for size in range(0, num_data, 2):
+                active = torch.combinations(torch.arange(num_data), size) if size else torch.zeros(1, 0, dtype=torch.int64)
+                kept = torch.zeros(len(active), num_data).scatter(1, active, 1.0)
+                order = kept.argsort(1, descending=True, stable=True)
+                density = ActiveSetGaussianProcess(z[order], kernel, noise, size, num_outputs).log_prob(x[order]).sum(-1)
+                gap = (density - exact) / num_outputs
+                cells.append(f"{gap.mean():.2f} ± {gap.std(correction=0):.2f}")
+        lines.append(f"| {noise} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 SETTINGS = """# Stochastic active sets (2022): tables 1 and 2
 
 Pixels in [0, 1], two latent dimensions, test images apart from the training images and drawn by the same seed. All decoders start from
@@ -333,12 +365,28 @@ The paper's NLPD is on another scale (it is printed positive, times 0.1, from co
 """
 
 
+KEPT = [
+    "## Which data points to keep for prediction", "",
+    "Bayesian decoder of `examples/image_decoder.py` (3000 MNIST images, |A| = 100 in training), 200 test images at the same latents:", "",
+    "| kept | RMSE | NLPD |", "| --- | --- | --- |",
+    "| 100 at random (three draws) | .2241, .2241, .2250 | -.088, -.084, -.086 |",
+    "| 100 of largest remaining variance (pivoted Cholesky) | .2254 | -.071 |",
+    "| 100 that leave the least variance on average | .2211 | -.097 |",
+    "| 300 at random (three draws) | .2104, .2112, .2104 | -.147, -.146, -.148 |",
+    "| 300 of largest remaining variance | .2122 | -.132 |",
+    "| 300 that leave the least variance on average | .2097 | -.148 |",
+    "| all 3000, projected on 300 | .1952 | -.218 |", "",
+    "With noise this large the number of data points conditioned on counts far more than which they are.", "",
+]  # fmt: skip
+
+
 def write_tables(results: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """Writes the results file."""
     lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {args.machine}.", "", *([args.remark, ""] if args.remark else [])]
     for name in DATA:
         if any(r["data"] == name for r in results):
             lines += table(name, results)
+    lines += [*bias_table(), *KEPT]
     args.table.write_text("\n".join(lines).rstrip() + "\n")
 
 
