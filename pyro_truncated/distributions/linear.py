@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.energy_dense import product
 
 
-class LinearSuperposition(TorchDistribution):
+class LinearSuperposition(Superposition):
     r"""Normal observations around a sum of dictionary elements, :math:`y \sim \mathcal N(W s + b, \mathrm{diag}(\sigma^2))`.
 
     The same density as ``Normal(states @ weight.mT + bias, scale).to_event(1)``, at a cost per state that does not depend on the number
@@ -48,32 +48,15 @@ class LinearSuperposition(TorchDistribution):
     support = constraints.independent(or_missing(constraints.real), 1)
     has_rsample = True
 
+    scale: Tensor
+    bias: Tensor
+    _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+
     def __init__(
         self, states: Tensor, weight: Tensor, scale: Tensor | float, bias: Tensor | None = None, validate_args: bool | None = None
     ) -> None:
-        if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
-            raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
-        self.states = states
-        self.weight = weight
-        self.scale = torch.as_tensor(scale, dtype=weight.dtype, device=weight.device)
-        self.bias = weight.new_zeros(1).expand(weight.shape[-2]) if bias is None else bias
-        event_shape = weight.shape[-2:-1]
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], weight.shape[:-2], self.scale.shape[:-1], self.bias.shape[:-1])
-        self._cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
-        super().__init__(batch_shape, event_shape, validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> LinearSuperposition:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: LinearSuperposition = self._get_checked_instance(LinearSuperposition, _instance)  # type: ignore[no-untyped-call]
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        new.weight, new.scale, new.bias = self.weight, self.scale, self.bias
-        new._cached = None
-        super(LinearSuperposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        bias = weight.new_zeros(1).expand(weight.shape[-2]) if bias is None else bias
+        super().__init__(states, weight, validate_args, scale=scale, bias=bias)
 
     @property
     def mean(self) -> Tensor:

@@ -6,18 +6,18 @@ import math
 from typing import Any
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions.missing import or_missing
+from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.maximum_dense import largest
 
 _BLOCK_BYTES = 2**28
 
 
-class MaximumSuperposition(TorchDistribution):
+class MaximumSuperposition(Superposition):
     r"""Normal observations around the largest active dictionary entry, :math:`y_d \sim \mathcal N(\max(0, \max_h s_h W_{dh}), \sigma_d^2)`.
 
     Negative entries of the dictionary never win. Entries of an observation that are NaN are missing and contribute nothing.
@@ -43,26 +43,10 @@ class MaximumSuperposition(TorchDistribution):
     support = constraints.independent(or_missing(constraints.real), 1)
     has_rsample = True
 
-    def __init__(self, states: Tensor, weight: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
-        if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
-            raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
-        self.states = states
-        self.weight = weight
-        self.scale = torch.as_tensor(scale, dtype=weight.dtype, device=weight.device)
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], weight.shape[:-2], self.scale.shape[:-1])
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
+    scale: Tensor
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> MaximumSuperposition:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: MaximumSuperposition = self._get_checked_instance(MaximumSuperposition, _instance)  # type: ignore[no-untyped-call]
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        new.weight, new.scale = self.weight, self.scale
-        super(MaximumSuperposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+    def __init__(self, states: Tensor, weight: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
+        super().__init__(states, weight, validate_args, scale=scale)
 
     @property
     def mean(self) -> Tensor:

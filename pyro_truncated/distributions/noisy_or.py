@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.energy_dense import log1mexp, log_off
 
 
-class NoisyOrSuperposition(TorchDistribution):
+class NoisyOrSuperposition(Superposition):
     r"""Bernoulli observations whose causes act independently: a noisy-OR.
 
     .. math:: p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h).
@@ -42,26 +42,10 @@ class NoisyOrSuperposition(TorchDistribution):
     support = constraints.independent(or_missing(constraints.boolean), 1)
     has_rsample = False
 
-    def __init__(self, states: Tensor, weight: Tensor, leak: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
-        if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
-            raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
-        self.states = states
-        self.weight = weight
-        self.leak = torch.as_tensor(leak, dtype=weight.dtype, device=weight.device)
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], weight.shape[:-2], self.leak.shape[:-1])
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
+    leak: Tensor
 
-    def expand(self, batch_shape: Any, _instance: Any = None) -> NoisyOrSuperposition:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: NoisyOrSuperposition = self._get_checked_instance(NoisyOrSuperposition, _instance)  # type: ignore[no-untyped-call]
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        new.weight, new.leak = self.weight, self.leak
-        super(NoisyOrSuperposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+    def __init__(self, states: Tensor, weight: Tensor, leak: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
+        super().__init__(states, weight, validate_args, leak=leak)
 
     @property
     def mean(self) -> Tensor:

@@ -6,19 +6,20 @@ import math
 from typing import Any
 
 import torch
-from pyro.distributions import MultivariateNormal, TorchDistribution
+from pyro.distributions import MultivariateNormal
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions.missing import or_missing
+from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.energy_dense import product
 from pyro_truncated.packed.spike_slab_dense import collapse
 
 _BLOCK_BYTES = 2**28
 
 
-class SpikeSlabSuperposition(TorchDistribution):
+class SpikeSlabSuperposition(Superposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
 
     With :math:`y \sim \mathcal N(W (b \odot z), \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \mathrm{diag}(\tau^2))`
@@ -57,6 +58,10 @@ class SpikeSlabSuperposition(TorchDistribution):
     support = constraints.independent(or_missing(constraints.real), 1)
     has_rsample = True
 
+    scale: Tensor
+    slab_mean: Tensor
+    slab_scale: Tensor
+
     def __init__(
         self,
         states: Tensor,
@@ -66,27 +71,7 @@ class SpikeSlabSuperposition(TorchDistribution):
         slab_scale: Tensor | float,
         validate_args: bool | None = None,
     ) -> None:
-        if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
-            raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
-        self.states = states
-        self.weight = weight
-        others = (torch.as_tensor(value, dtype=weight.dtype, device=weight.device) for value in (scale, slab_mean, slab_scale))
-        self.scale, self.slab_mean, self.slab_scale = others
-        sizes = (weight.shape[:-2], self.scale.shape[:-1], self.slab_mean.shape[:-1], self.slab_scale.shape[:-1])
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], *sizes)
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> SpikeSlabSuperposition:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: SpikeSlabSuperposition = self._get_checked_instance(SpikeSlabSuperposition, _instance)  # type: ignore[no-untyped-call]
-        new.states = self.states.expand(batch_shape + self.states.shape[-1:])
-        new.weight, new.scale, new.slab_mean, new.slab_scale = self.weight, self.scale, self.slab_mean, self.slab_scale
-        super(SpikeSlabSuperposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
+        super().__init__(states, weight, validate_args, scale=scale, slab_mean=slab_mean, slab_scale=slab_scale)
 
     @property
     def mean(self) -> Tensor:
