@@ -27,7 +27,7 @@ class LinearARD(Kernel):
     variance: Tensor
 
     def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
-        super().__init__(input_dim, active_dims)
+        super().__init__(input_dim, active_dims)  # type: ignore[no-untyped-call]
         variance = torch.ones(input_dim) if variance is None else variance
         if variance.shape != (input_dim,):
             raise ValueError(f"variance must have shape ({input_dim},), one weight per dimension; got {tuple(variance.shape)}")
@@ -36,10 +36,10 @@ class LinearARD(Kernel):
     def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariance ``(N, M)`` of the rows of ``X (N, Q)`` and ``Z (M, Q)`` (default: ``X``), or its diagonal ``(N,)``."""
         weight = self.variance
-        X = self._slice_input(X)
+        X = self._slice_input(X)  # type: ignore[no-untyped-call]
         if diag:
             return X.square() @ weight
-        other = X if Z is None else self._slice_input(Z)
+        other = X if Z is None else self._slice_input(Z)  # type: ignore[no-untyped-call]
         if other.shape[1] != X.shape[1]:
             raise ValueError(f"inputs must have the same number of dimensions; got {X.shape[1]} and {other.shape[1]}")
         return (X * weight) @ other.mT

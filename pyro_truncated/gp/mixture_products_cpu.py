@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-any-generics
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-any-generics, disable-error-code=call-arg
 
 """Compiled CPU kernels for products over dimensions of Gaussian bumps beside constants; see :mod:`pyro_truncated.gp.mixture_products`.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import NamedTuple
 
@@ -96,13 +97,14 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
 def covariance_of(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Tensor:
     """A kernel's matrix, or its diagonal, at the parameters of this very object.
 
-    Calling a kernel outside of any Pyro program would read parameters of its names from Pyro's store, where another model may have left some.
+    Calling a kernel outside of any Pyro program would read parameters of its names from Pyro's store, where another model may have
+    left some.
     """
-    if kernel._pyro_context.active:
+    with contextlib.ExitStack() as stack:
+        if not kernel._pyro_context.active:
+            stack.enter_context(poutine.block())
+            stack.enter_context(pyro.get_param_store().scope())
         found: Tensor = kernel(*points, diag=diag)
-        return found
-    with poutine.block(), pyro.get_param_store().scope():
-        found = kernel(*points, diag=diag)
     return found
 
 

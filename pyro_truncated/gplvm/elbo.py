@@ -21,8 +21,8 @@ class Analytic_ELBO(ELBO):
         Raises:
             TypeError: if model and guide are not the methods of one object with a bound.
         """
-        owner = getattr(guide, "__self__", None)
-        if owner is None or owner is not getattr(model, "__self__", None) or not hasattr(owner, "bound"):
+        owner: Any = getattr(guide, "__self__", guide)
+        if owner is not getattr(model, "__self__", model) or not hasattr(owner, "bound"):
             raise TypeError(
                 "Analytic_ELBO needs the methods `model` and `guide` of one model that has a method `bound`; see SpikeSlabGPLVM"
             )

@@ -84,7 +84,7 @@ def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Gene
     if not isinstance(view.kernel, LinearARD):
         chosen = torch.randperm(len(loc), generator=generator, device=None if generator is None else generator.device)
         rows = loc[chosen[: len(view.inducing)].to(loc.device)]
-        view.inducing = rows + 1e-2 * _randn(*rows.shape, rows, generator).to(rows)
+        view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
 
 
 def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:

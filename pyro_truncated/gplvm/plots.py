@@ -71,10 +71,10 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     with model.holding(1.0):
         weight = model.relevance()[view]
     order = weight.argsort(descending=True)
-    weight, gamma = (v[order].double().cpu().numpy() for v in (weight / weight.max(), gamma))
+    weights, switches = (v[order].double().cpu().numpy() for v in (weight / weight.max(), gamma))
     positions = torch.arange(len(order)).numpy()
-    ax.bar(positions - 0.2, weight, width=0.4, color="0.6", label="relevance by the kernel (largest = 1)")
-    ax.bar(positions + 0.2, gamma, width=0.4, color="tab:orange", label="probability of the switch")
+    ax.bar(positions - 0.2, weights, width=0.4, color="0.6", label="relevance by the kernel (largest = 1)")
+    ax.bar(positions + 0.2, switches, width=0.4, color="tab:orange", label="probability of the switch")
     ax.set_xticks(positions, [str(q) for q in order.tolist()])
     ax.set(xlabel="latent dimension", ylim=(0, 1.05))
     ax.legend(frameon=False, fontsize=8)

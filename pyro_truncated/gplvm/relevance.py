@@ -76,6 +76,7 @@ class SpikeSlabMRD(PyroModule):
     scale: Tensor
     logits: Tensor
     prior: Tensor
+    views: Sequence[View]
 
     def __init__(
         self,
@@ -117,7 +118,7 @@ class SpikeSlabMRD(PyroModule):
             raise ValueError(f"kernel must be one kernel or one for each of the {shape[0]} views; got {len(specs)}")
         most = min(50 if num_inducing is None else num_inducing, num_data)
         views = [self._make_view(d, spec, most, expectation) for d, spec in zip(self.num_observed, specs, strict=True)]
-        self.views = PyroModule[torch.nn.ModuleList](views)
+        self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
 
     def _make_view(self, num_observed: int, spec: KernelSpec, most: int, expectation: Expectation | None) -> View:
         like = self.loc.detach()
@@ -184,7 +185,8 @@ class SpikeSlabMRD(PyroModule):
         self._check_batch(batch_size)
         if batch_size is None or batch_size >= self.num_data:
             return self.bound_at(views, slice(None))
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=self.loc.device) as index:
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
+            assert index is not None
             return self.bound_at(views, index)
 
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
@@ -201,7 +203,8 @@ class SpikeSlabMRD(PyroModule):
 
     def used(self) -> Tensor:
         r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
-        return 1 - (1 - self.probability).prod(0)
+        unused: Tensor = (1 - self.probability).prod(0)
+        return 1 - unused
 
     @torch.no_grad()
     def relevance(self) -> Tensor:
@@ -227,7 +230,8 @@ class SpikeSlabMRD(PyroModule):
     def latent_divergence(self, index: Tensor | slice = slice(None)) -> Tensor:
         r"""Divergence of each dimension's slabs, :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, ``(Q,)``."""
         loc, scale = self.loc[index].double(), self.scale[index].double()
-        return (loc.square() + scale.square() - 2 * scale.log() - 1).sum(0) / 2
+        total: Tensor = (loc.square() + scale.square() - 2 * scale.log() - 1).sum(0)
+        return total / 2
 
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
         """Posteriors of the inducing variables of each view; a collapsed model needs the data for it."""
@@ -253,7 +257,7 @@ class SpikeSlabMRD(PyroModule):
             pyro.sample(f"u_{c}", dist.Normal(view.inducing.new_zeros(view.num_observed, len(view.inducing)).double(), 1.0).to_event(2))
             for c, view in enumerate(self.views)
         ]
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=self.loc.device) as index:
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
             x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             return [
                 self._observe(c, view, x * pattern[..., c, :], whitened[c], None if data is None else data[index])
@@ -285,7 +289,7 @@ class SpikeSlabMRD(PyroModule):
         for c, posterior in enumerate(self.inducing_posterior(y)):
             root = torch.linalg.cholesky(posterior.covariance)
             pyro.sample(f"u_{c}", dist.MultivariateNormal(posterior.mean.mT, scale_tril=root).to_event(1))
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=self.loc.device) as index:
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
             is_used = pattern.bool().any(-2)
             loc = torch.where(is_used, self.loc[index], 0.0)
             pyro.sample("x", dist.Normal(loc, torch.where(is_used, self.scale[index], 1.0)).to_event(1))

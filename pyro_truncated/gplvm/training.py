@@ -48,7 +48,7 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
     return bound
 
 
-def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: list[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
+def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
     """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
     best, values = math.inf, [p.detach().clone() for p in parameters]
     optimizer = torch.optim.LBFGS(
@@ -60,7 +60,7 @@ def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: list[Tensor], steps: i
         model.zero_grad()
         try:
             loss = -model.bound(y) / size
-        except torch.linalg.LinAlgError:  # a step so long that a matrix cannot be factorised
+        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a step so long that a matrix cannot be factorised
             return torch.tensor(_LARGE, dtype=torch.float64)
         loss.backward()
         for parameter in parameters:

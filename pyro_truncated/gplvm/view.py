@@ -83,7 +83,8 @@ class View(PyroModule):
         """
         covariance = covariance_of(self.kernel, self.inducing).double()
         jitter = JITTER * covariance.diagonal().mean()
-        return torch.linalg.cholesky(covariance + jitter * torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device))
+        factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(jitter.expand(len(covariance))))
+        return factor
 
     def observations(self, y: Tensor) -> Observations:
         """Outputs ``(N, D)`` less the centre."""

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (the sentences of a report)
 """Reproduces the experiments of "Spike and slab Gaussian process latent variable models" (2015).
 
     python -m tests.papers.spike_slab_gplvm --experiments signals retrieval digits
