@@ -17,11 +17,11 @@ import xarray as xr
 
 from pyro_truncated._arviz_compat import make_idata
 from pyro_truncated.diagnostics.draws import Draws, draw
-from pyro_truncated.diagnostics.predictive import affordable, posterior_draws, prior_draws
+from pyro_truncated.diagnostics.predictive import affordable, conditional_likelihoods, posterior_draws, prior_draws
 from pyro_truncated.diagnostics.writer import Coords, Dims, Writer, training_dataset
 
 PREDICTIVE = ("prior", "prior_predictive", "posterior_predictive", "marginal_predictive")
-_BY_CHAIN = ("posterior", "sample_stats", "log_likelihood", "log_prior", *PREDICTIVE)
+_BY_CHAIN = ("posterior", "sample_stats", "log_likelihood", "log_likelihood_conditional", "log_prior", *PREDICTIVE)
 _SHARED = ("observed_data", "constant_data")
 
 
@@ -37,6 +37,7 @@ def to_arviz(
     training: Mapping[str, Any] | None = None,
     checks: Any = None,
     stores: Sequence[Any] | None = None,
+    conditional_log_likelihood: bool = False,
     memory_budget: int = 2**28,
     **kwargs: Any,
 ) -> Any:
@@ -90,6 +91,8 @@ def to_arviz(
             ``truncated_posterior``.
         stores: states of Pyro's parameter store, one per guide (``Restarts.stores``): parameters of plain functions, and of modules
             whose names repeat, live there.
+        conditional_log_likelihood: whether to add the group ``log_likelihood_conditional``: of the observations given all that was drawn,
+            states included. It answers other questions than cross-validation, for which it is wrong.
         memory_budget: bytes that a single array of draws or states may take; a larger one is left out, and the attribute ``omitted`` of
             its group says so. States are always recoverable from the index and the guide.
         **kwargs: the model's keyword arguments.
@@ -109,7 +112,7 @@ def to_arviz(
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     if not guides or len(models) != len(guides) or (stores is not None and len(stores) != len(guides)):
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
-    settings = _Settings(num_samples, num_predictive, dims or {}, coords or {}, memory_budget)
+    settings = _Settings(num_samples, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
     with _seeded(seed), torch.no_grad():
         chains = []
         for position, (one, own) in enumerate(zip(guides, models, strict=True)):
@@ -139,6 +142,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 class _Settings:
     num_samples: int
     num_predictive: int
+    conditional_log_likelihood: bool
     dims: Dims
     coords: Coords
     memory_budget: int
@@ -152,6 +156,8 @@ def _convert(
     arguments = _arguments(model, args, kwargs)
     writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, list(arguments))
     datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": _log_likelihood(writer, draws)}
+    if settings.conditional_log_likelihood:
+        datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))
     datasets["log_prior"] = writer.log_prior()
     if settings.num_predictive:
         datasets |= _predictive(model, draws, writer, args, kwargs, settings)

@@ -54,6 +54,20 @@ def posterior_draws(
     return _stacked(observed)
 
 
+def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
+    """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
+    found: dict[str, list[Tensor]] = {}
+    for position in range(len(draws.index)):
+        given = poutine.condition(model, data=draws.latents(position))
+        with poutine.block():
+            trace = poutine.trace(given).get_trace(*args, **kwargs)
+        trace.compute_log_prob()
+        for name, node in sample_nodes(trace).items():
+            if draws.log_joint.nodes[name]["is_observed"]:
+                found.setdefault(name, []).append(node["log_prob"].detach().cpu())
+    return _stacked(found)
+
+
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Sites of a run of the model that observes nothing, with some latents given."""
     free = poutine.condition(poutine.uncondition(model), data=dict(values))

@@ -88,6 +88,10 @@ class Writer:
             return self._sampled(variables)
         return self._sampled({name: self._per_datum(values) for name, values in self.draws.log_likelihood.items()})
 
+    def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Log likelihoods of observed sites given everything that was drawn."""
+        return self._sampled({name: self._site(name, draws, event_dim=0) for name, draws in values.items()})
+
     def log_prior(self) -> xr.Dataset:
         """Log prior densities of the global latents."""
         return self._sampled({name: ((), _array(values)) for name, values in self.draws.log_prior.items()})

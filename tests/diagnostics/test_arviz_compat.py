@@ -1,4 +1,9 @@
-"""These tests and the converter's hold for ArviZ 0.2x and 1.x alike: run them in environments with either (1.x needs Python 3.12)."""
+"""The tests of this folder hold for ArviZ 0.2x and 1.x alike. The pinned environment has 0.2x; for 1.x, which needs Python 3.12:
+
+python3.13 -m venv .venv-arviz1
+.venv-arviz1/bin/pip install -e .[test] "arviz>=1"
+.venv-arviz1/bin/python -m pytest tests/diagnostics
+"""
 
 from __future__ import annotations
 

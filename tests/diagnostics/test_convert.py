@@ -143,6 +143,41 @@ def test_draws_follow_the_weights_and_index_the_states(model: Callable[..., None
     np.testing.assert_array_equal(truncated["states"].values[np.arange(NUM_DATA), index], posterior["s"].values[0])
 
 
+def test_conditional_likelihood_only_on_request(model: Callable[..., None], data: Tensor, weight: Tensor) -> None:
+    guide = fitted(model, data)
+    idata = to_arviz(model, guide, data, num_samples=5, num_predictive=0, conditional_log_likelihood=True)
+    drawn = torch.from_numpy(get_dataset(idata, "posterior")["s"].values[0]).double()
+    likelihood = get_dataset(idata, "log_likelihood_conditional")["y"]
+    assert likelihood.dims == ("chain", "draw", "data")
+    np.testing.assert_allclose(likelihood.values[0], dist.Normal(drawn @ weight.mT, NOISE).log_prob(data).sum(-1), rtol=1e-10)
+
+
+def test_constant_data_are_the_arguments_that_are_not_observed(data: Tensor) -> None:
+    def model(y: Tensor, inputs: Tensor, size: Tensor, scale: float = 1.0) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()))
+            pyro.sample("y", dist.Normal((s * inputs).unsqueeze(-1) + size, scale).to_event(1), obs=y)
+
+    inputs, size = torch.arange(6.0).double(), torch.ones(3).double()
+    guide = fitted(model, data, inputs, size, num_states=2)
+    idata = to_arviz(model, guide, data, inputs, size, num_samples=2, num_predictive=1, dims={"size": ["pixel"]}, scale=2.0)
+    constant = get_dataset(idata, "constant_data")
+    assert set(constant.data_vars) == {"inputs", "size"}
+    assert constant["inputs"].dims == ("data",)
+    assert constant["size"].dims == ("pixel",)
+    np.testing.assert_array_equal(constant["inputs"], inputs)
+    with pytest.raises(ValueError, match="argument 'size' has 1 dimensions; dims names 2"):
+        to_arviz(model, guide, data, inputs, size, num_samples=2, dims={"size": ["a", "b"]})
+
+
+def test_predictive_draws_stay_within_the_budget(model: Callable[..., None], data: Tensor) -> None:
+    idata = to_arviz(model, fitted(model, data), data, num_samples=9, memory_budget=300)
+    # Arrays of 6 x 4 states are the largest: three draws of 4 bytes each.
+    predictive = get_dataset(idata, "posterior_predictive")
+    assert predictive.sizes["draw"] == 3
+    assert predictive.attrs["omitted"] == "all but 3 of 9 draws: over the memory budget"
+
+
 def test_seed_decides_the_draws_and_spares_the_global_generator(model: Callable[..., None], data: Tensor) -> None:
     guide = fitted(model, data)
     state = torch.get_rng_state()
