@@ -15,6 +15,8 @@ from pyro_truncated.packed.occlusion import Canvas, SceneStatistics, scene_stati
 from pyro_truncated.population import Population
 
 _NEVER_SEEN = 1e-8
+_MOST_WINDOWS = 500
+_ALIKE = 0.94
 
 
 class OcclusiveComponents(PyroModule):
@@ -28,6 +30,9 @@ class OcclusiveComponents(PyroModule):
     in a uniformly random order of the objects present, the site ``order``; with ``order="exclusive"`` it is drawn uniformly, pixel by
     pixel, and there is no such site. Mask bits and owners are summed out exactly. The discrete sites are ``presence``, ``position`` and
     perhaps ``order``, all of them vectors of length ``H``; absent objects have position 0.
+
+    The likelihood does not allocate images for every state that it evaluates. Give the guide a large ``memory_budget``, so that it puts
+    many states through the model at once, and what they have in common is computed once.
 
     Args:
         num_objects: number of objects ``H``.
@@ -111,10 +116,9 @@ class OcclusiveComponents(PyroModule):
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 0.2) -> OcclusiveComponents:
         """Starts from the data: objects are windows of random images, the background is the most frequent colour.
 
-        Of every image the window is taken that stands out most from the background while its surroundings do not. Of the fourth part of
-        these windows whose surroundings are darkest, which mostly show one object that lies alone, objects are drawn one by one, each with
-        probability in proportion to the squared distance to the nearest one drawn before (k-means++), where distance is one minus the
-        largest cosine over shifts: bright or dark, centred or not, an object should be drawn once.
+        Of every image the window is taken that stands out most from the background while its surroundings do not. The fourth part of these
+        windows whose surroundings are darkest, mostly show one object that lies alone. Of these, the first object is the one that resembles
+        most of them at some shift, the second the one that resembles most of those left, and so on.
 
         Args:
             y: images ``(N, height, width, F)``.
@@ -133,7 +137,8 @@ class OcclusiveComponents(PyroModule):
         windows, brightness, alone = _windows(images, (contrast - 9 * spread).clamp(min=0.0), self.canvas)
         clearest = alone.topk(max(min(self.num_objects, len(images)), len(images) // 4)).indices
         windows, brightness = windows[clearest], brightness[clearest]
-        chosen = _spread_out((windows - background).reshape(-1, *self.features.shape[1:]), self.num_objects, generator)
+        seen = (windows - background) * (brightness > 0).unsqueeze(-1)
+        chosen = _typical(seen.reshape(-1, *self.features.shape[1:]), self.num_objects, generator)
         self.features = windows[chosen].reshape(self.features.shape).to(self.features)
         bright = brightness[chosen].reshape(self.masks.shape) > 0
         self.masks = torch.where(bright, 0.7, 0.3).to(self.masks)
@@ -247,19 +252,22 @@ def _windows(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Tensor, 
     return images.flatten(1, 2)[rows, under], brightness, torch.where(total > 0.1 * total.median(), alone, 0.0)
 
 
-def _spread_out(windows: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """Positions of windows ``(N, t, u, F)`` drawn one after the other, each in proportion to its squared distance to those before.
+def _typical(windows: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """Positions of windows ``(N, t, u, F)``, each of which resembles the most windows that none before resembles.
 
-    The distance is one minus the largest cosine over shifts of up to half a window.
+    Windows resemble each other if their cosine at some shift of up to half a window is large enough.
     """
     device = "cpu" if generator is None else generator.device
-    unit = torch.nn.functional.normalize(windows.flatten(1), dim=1).reshape(windows.shape).movedim(-1, 1).float()
+    drawn = torch.randperm(len(windows), generator=generator, device=device)[:_MOST_WINDOWS].to(windows.device)
+    unit = torch.nn.functional.normalize(windows[drawn].flatten(1), dim=1).reshape(len(drawn), *windows.shape[1:]).movedim(-1, 1).float()
     reach = windows.shape[1] // 2, windows.shape[2] // 2
-    distance = torch.ones(len(windows), device=windows.device)
-    chosen: list[int] = []
+    alike = torch.cat([torch.nn.functional.conv2d(unit, part, padding=reach).flatten(2).amax(2) for part in unit.split(64)], 1)
+    resembles = (alike > _ALIKE).mT
+    is_left = torch.ones(len(drawn), dtype=torch.bool, device=windows.device)
+    chosen: list[Tensor] = []
     for _ in range(number):
-        weight = distance.square() if float(distance.max()) > 0 else torch.ones_like(distance)
-        chosen.append(int(torch.multinomial(weight.to(device), 1, generator=generator)))
-        alike = torch.nn.functional.conv2d(unit, unit[chosen[-1]].unsqueeze(0), padding=reach).flatten(1).amax(1)
-        distance = torch.minimum(distance, (1 - alike).clamp(min=0.0))
-    return torch.tensor(chosen, device=windows.device)
+        best = (resembles & is_left).sum(1).argmax()
+        chosen.append(best)
+        is_left = is_left & ~resembles[best]
+        is_left = is_left if bool(is_left.any()) else torch.ones_like(is_left)
+    return drawn[torch.stack(chosen)]

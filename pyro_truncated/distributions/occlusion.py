@@ -29,7 +29,7 @@ class _OfPresent(TorchDistribution):
         self.num_values = num_values
         super().__init__(presence.shape[:-1], presence.shape[-1:], validate_args=validate_args)
 
-    @constraints.dependent_property(is_discrete=True, event_dim=1)  # type: ignore[untyped-decorator]
+    @constraints.dependent_property(is_discrete=True, event_dim=1)
     def support(self) -> Any:
         """Integers below the number of values."""
         return constraints.independent(constraints.integer_interval(0, self.num_values - 1), 1)
@@ -235,13 +235,12 @@ class OccludedScene(TorchDistribution):
 
     def _by_image(self, states: Tensor, batch: torch.Size, image_dims: int) -> Tensor:
         """States ``(images, states of each, H)``."""
-        states = states.expand(batch + self.event_shape_of_states)
+        states = states.expand(batch + self._state_shape)
         num_images = math.prod(batch[len(batch) - image_dims :])
         return states.reshape(-1, num_images, states.shape[-1]).transpose(0, 1)
 
     @property
-    def event_shape_of_states(self) -> torch.Size:
-        """``(H,)``."""
+    def _state_shape(self) -> torch.Size:
         return self.features.shape[:1]
 
     def _parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -254,7 +253,7 @@ class OccludedScene(TorchDistribution):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws images, masks and owners of pixels included."""
         shape = torch.Size(sample_shape) + self.batch_shape
-        presence, position = (value.expand(shape + self.event_shape_of_states) for value in (self.presence, self.position))
+        presence, position = (value.expand(shape + self._state_shape) for value in (self.presence, self.position))
         under = self.canvas.pixels.to(position.device)[torch.where(presence > 0, position, 0).long()]
         masks = self.masks.flatten(1)
         on = (torch.rand(under.shape, device=masks.device, dtype=masks.dtype) < masks) & (presence > 0).unsqueeze(-1)

@@ -171,15 +171,15 @@ def scene_statistics(
         raise ValueError(f"weights must have shape (N, C) = {tuple(places.shape[:2])}; got {tuple(weights.shape)}")
     inputs = features, masks, variance, background, background_variance
     if places.device.type != "cpu":
-        sums = occlusion_dense.statistics(places, rank, weights.double(), images.double(), *(t.double() for t in inputs), canvas.pixels)
-        return SceneStatistics(*sums)
+        doubles = [tensor.double() for tensor in (weights, images, *inputs)]
+        return SceneStatistics(*_kernel(occlusion_dense.statistics)(places, rank, *doubles, canvas.pixels))
     (num_objects, num_entries, channels), num_blocks = features.shape, min(max(1, len(places)), _MAX_BLOCKS)
     owned = torch.zeros(num_blocks, num_objects, num_entries, channels + 2, dtype=torch.float64)
     on = torch.zeros(num_blocks, num_objects, num_entries, dtype=torch.float64)
     present, rest = torch.zeros(num_blocks, num_objects, dtype=torch.float64), torch.zeros(num_blocks, channels + 2, dtype=torch.float64)
     states, model = _arguments(places, rank, inputs, canvas)
     sums = (owned, on, present, rest)
-    occlusion_cpu.statistics(*states, _array(weights), _array(images), *model, *(total.numpy() for total in sums))
+    _kernel(occlusion_cpu.statistics)(*states, _array(weights), _array(images), *model, *(total.numpy() for total in sums))
     return SceneStatistics(*(total.sum(0) for total in sums))
 
 
@@ -239,7 +239,7 @@ def scan_places(
     out = torch.empty(len(images), len(features), rows, columns)
     arrays = (t.contiguous().numpy() for t in (planes.flatten(2), padded.flatten(1), colours, logits.float()))
     floors = torch.log1p(-masks.double()).float().contiguous().numpy()
-    occlusion_scan_cpu.scan(*arrays, floors, (canvas.template_width, full[1]), used.contiguous().numpy(), out.numpy())
+    _kernel(occlusion_scan_cpu.scan)(*arrays, floors, (canvas.template_width, full[1]), used.contiguous().numpy(), out.numpy())
     return out.flatten(2)
 
 
@@ -249,11 +249,11 @@ class _SceneLogProb(torch.autograd.Function):
         ctx.save_for_backward(places, rank, images, *inputs)
         ctx.canvas = canvas
         if places.device.type != "cpu":
-            doubles = (tensor.double() for tensor in inputs)
-            return occlusion_dense.log_prob(places, rank, images.double(), *doubles, canvas.pixels)
+            doubles = [tensor.double() for tensor in (images, *inputs)]
+            return occlusion_dense.log_prob(*(places, rank, *doubles, canvas.pixels))
         states, model = _arguments(places, rank, inputs, canvas)
         out = torch.empty(places.shape[:2], dtype=torch.float64)
-        occlusion_cpu.log_prob(*states, _array(images), *model, out.numpy())
+        _kernel(occlusion_cpu.log_prob)(*states, _array(images), *model, out.numpy())
         return out
 
     @staticmethod
@@ -300,6 +300,11 @@ def _arguments(places: Tensor, rank: Tensor | None, inputs: tuple[Tensor, ...], 
     nodes, weights = _quadrature(len(masks)) if rank is None else (np.empty(0), np.empty(0))
     behind = _array(background), float(background_variance)
     return (states, ranks), (_array(features), _array(masks), float(variance), *behind, np.array(canvas.shape), nodes, weights)
+
+
+def _kernel(compiled: Any) -> Any:
+    """A compiled function, of whose arguments type checkers know nothing."""
+    return compiled
 
 
 def _check(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -147,11 +148,11 @@ def _mixture(share: Tensor, rest: Tensor, ratio: Tensor) -> Tensor:
     return torch.cat([rest.clamp(min=_TINY).log().unsqueeze(2), owners], 2).logsumexp(2)
 
 
-def _front(values: Tensor, rank: Tensor, accumulate: type(torch.cumsum), start: float) -> Tensor:  # type: ignore[valid-type]
+def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Tensor], start: float) -> Tensor:
     """Sum or product of what lies in front of each object, over the dimension of objects."""
     order = rank.argsort(2).unsqueeze(-1).expand_as(values)
     sorted_values = values.gather(2, order)
-    before = torch.cat([torch.full_like(sorted_values[:, :, :1], start), accumulate(sorted_values, 2)[:, :, :-1]], 2)  # type: ignore[misc]
+    before = torch.cat([torch.full_like(sorted_values[:, :, :1], start), accumulate(sorted_values, 2)[:, :, :-1]], 2)
     return torch.zeros_like(values).scatter(2, order, before)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -58,8 +59,8 @@ class PlaceScan:
             raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
         images, parameters = batch.observations[self.site].flatten(1, 2), self.scene()
         step = max(1, _BLOCK_BYTES // (4 * len(parameters[0]) * self.canvas.num_places))
-        options = {"clutter": self.clutter, "min_mask": self.min_mask}
-        found = (scan_places(block, *parameters, self.canvas, **options) for block in images.split(step))
+        options: Any = {"canvas": self.canvas, "clutter": self.clutter, "min_mask": self.min_mask}
+        found = (scan_places(block, *parameters, **options) for block in images.split(step))
         return _join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
 
 

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,7 +120,7 @@ class PlacementSelection(Search):
         if self.num_selected > num_objects:
             raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
         generator = torch.Generator(found.scores.device).manual_seed(packed.draw_seed(self.generator))
-        options = {"generator": generator, "device": found.scores.device}
+        options: Any = {"generator": generator, "device": found.scores.device}
         # Objects selected by chance are the best of random numbers, which exceed no score.
         number = min(self.num_selected, math.floor(self.explore * self.num_selected + float(torch.rand((), **options))))
         keys = found.scores[..., 0].double()
@@ -211,7 +212,8 @@ class PlacementMoves(Search):
         self, presence: Tensor, position: Tensor, rank: Tensor | None, generator: torch.Generator
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes one move in every scene ``(N, C, H)``."""
-        shape, num_objects, options = presence.shape[:-1], presence.shape[-1], {"generator": generator, "device": presence.device}
+        shape, num_objects = presence.shape[:-1], presence.shape[-1]
+        options: Any = {"generator": generator, "device": presence.device}
         weights = torch.tensor(self.shares, dtype=torch.float64, device=presence.device)
         move = torch.multinomial(weights, math.prod(shape), replacement=True, generator=generator).reshape(shape)
         keys = torch.rand(presence.shape, **options)

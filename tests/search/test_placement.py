@@ -1,0 +1,258 @@
+"""Searches for scenes: what they propose, and that the regression predicts places as Gaussian processes refitted without each image do."""
+
+from __future__ import annotations
+
+import itertools
+
+import pyro
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, StateSpace
+from pyro_truncated.models import OcclusiveComponents
+from pyro_truncated.packed.occlusion import Canvas
+from pyro_truncated.population import Population
+from pyro_truncated.scenes import generated_objects, occluded_scenes
+from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, SearchBatch
+from pyro_truncated.search.place_affinities import best_places, colour_maps
+from pyro_truncated.search.placement import Candidates, place_probabilities
+
+NUM_OBJECTS, GRID = 4, (5, 6)
+NUM_PLACES = GRID[0] * GRID[1]
+
+
+def space_of(in_depth: bool = False) -> StateSpace:
+    return StateSpace([2] * NUM_OBJECTS + [NUM_PLACES] * NUM_OBJECTS + [NUM_OBJECTS] * (NUM_OBJECTS if in_depth else 0))
+
+
+def packed_scenes(space: StateSpace, places: Tensor) -> Tensor:
+    """States of places ``(..., H)``, -1 for absent objects; in depth order every object lies before those of smaller index."""
+    parts = [(places >= 0).long(), places.clamp(min=0)]
+    if space.num_latents > 2 * NUM_OBJECTS:
+        parts.append(torch.zeros_like(places))
+    return space.pack(torch.cat(parts, -1))
+
+
+def places_in(space: StateSpace, words: Tensor) -> Tensor:
+    levels = space.unpack(words, torch.int64)
+    return torch.where(levels[..., :NUM_OBJECTS] > 0, levels[..., NUM_OBJECTS : 2 * NUM_OBJECTS], -1)
+
+
+def make_batch(num_data: int = 3, num_states: int = 6, in_depth: bool = False) -> SearchBatch:
+    space = space_of(in_depth)
+    places = torch.randint(NUM_PLACES, (num_data, num_states, NUM_OBJECTS))
+    places[torch.rand(places.shape) < 0.4] = -1
+    population = Population(space, packed_scenes(space, places), -torch.rand(num_data, num_states))
+    return SearchBatch(population, lambda words: torch.zeros(words.shape[:2]))
+
+
+def fixed(scores: Tensor, places: Tensor):
+    return lambda batch: Candidates(scores, places)
+
+
+def test_selection_proposes_every_scene_of_the_selected_objects_once() -> None:
+    batch = make_batch()
+    scores = torch.rand(3, NUM_OBJECTS, 2).sort(-1, descending=True).values
+    places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 2))
+    places[..., 1] = (places[..., 0] + 1) % NUM_PLACES
+    search = PlacementSelection(fixed(scores, places), 3, explore=0.0, explore_places=0.0, extended=0)
+    proposed = places_in(batch.space, search.propose(batch).words)
+    assert proposed.shape[1] == 27
+    for n in range(3):
+        best = scores[n, :, 0].topk(3).indices.tolist()
+        options = [[-1, *places[n, h].tolist()] if h in best else [-1] for h in range(NUM_OBJECTS)]
+        assert sorted(map(tuple, proposed[n].tolist())) == sorted(itertools.product(*options))
+
+
+def test_selection_limits_the_number_of_objects() -> None:
+    batch = make_batch()
+    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), torch.zeros(3, NUM_OBJECTS, 1).long()), 4, max_active=2, extended=0)
+    counts = (places_in(batch.space, search.propose(batch).words) >= 0).sum(-1)
+    assert counts.shape[1] == 1 + 4 + 6
+    assert int(counts.max()) == 2
+
+
+@pytest.mark.parametrize("in_depth", [False, True])
+def test_selection_puts_candidates_into_the_best_states(in_depth: bool) -> None:
+    batch = make_batch(in_depth=in_depth)
+    places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 1))
+    search = PlacementSelection(fixed(torch.rand(3, NUM_OBJECTS, 1), places), NUM_OBJECTS, extended=2, explore_places=0.0)
+    proposed = places_in(batch.space, search.propose(batch).words)[:, 2**NUM_OBJECTS :]
+    known = places_in(batch.space, batch.population.words)
+    for n in range(3):
+        expected = []
+        for parent in batch.population.log_joint[n].topk(2).indices:
+            for h in range(NUM_OBJECTS):
+                child = known[n, parent].clone()
+                child[h] = places[n, h, 0]
+                expected.append(tuple(child.tolist()))
+        assert sorted(map(tuple, proposed[n].tolist())) == sorted(expected)
+
+
+def test_selection_gives_objects_and_places_to_chance() -> None:
+    batch = make_batch(num_data=2000)
+    scores = torch.arange(NUM_OBJECTS, 0, -1.0).reshape(1, -1, 1).expand(2000, -1, -1)
+    search = PlacementSelection(fixed(scores, torch.zeros(2000, NUM_OBJECTS, 1).long()), 2, explore=0.5, explore_places=0.5)
+    objects, places = search.select(batch)
+    assert set(objects[:, 0].tolist()) == {0}
+    counts = torch.bincount(objects[:, 1], minlength=NUM_OBJECTS)
+    # Each of the three others with probability 1/3; five standard deviations: fails once in about 600 000 seeds.
+    assert counts[0] == 0
+    assert bool(((counts[1:] / 2000 - 1 / 3).abs() < 5 * (2 / 9 / 2000) ** 0.5).all())
+    share = float((places != 0).double().mean())
+    expected = 0.5 * (1 - 1 / NUM_PLACES)
+    assert abs(share - expected) < 5 * (0.25 / 4000) ** 0.5
+
+
+@pytest.mark.parametrize("in_depth", [False, True])
+@pytest.mark.parametrize("wrap", [False, True])
+def test_each_move_does_what_it_says(in_depth: bool, wrap: bool) -> None:
+    batch = make_batch(num_data=40, num_states=2, in_depth=in_depth)
+    for move in range(5):
+        shares = tuple(float(other == move) for other in range(5))
+        search = PlacementMoves(GRID, parents=1, children=30, wrap=wrap, shares=shares)
+        children = places_in(batch.space, search.propose(batch).words)
+        known = places_in(batch.space, batch.population.words)
+        for n in range(40):
+            for child in children[n]:
+                assert any(is_move(move, parent, child, wrap) for parent in known[n]), (move, known[n], child)
+
+
+def is_move(move: int, parent: Tensor, child: Tensor, wrap: bool) -> bool:
+    before, after = parent >= 0, child >= 0
+    changed = (parent != child).nonzero().flatten().tolist()
+    count = int(before.sum())
+    if count == 0 or (count == 1 and move == 1):
+        move = 3
+    if count == NUM_OBJECTS and move in (2, 3):
+        move = 0
+    if move == 0:
+        if not changed:
+            return not wrap
+        (h,) = changed if len(changed) == 1 else (None,)
+        if h is None or not (before[h] and after[h]):
+            return False
+        down, right = (abs(a - b) for a, b in zip(divmod(int(parent[h]), GRID[1]), divmod(int(child[h]), GRID[1]), strict=True))
+        if wrap:
+            down, right = min(down, GRID[0] - down), min(right, GRID[1] - right)
+        return max(down, right) == 1
+    if move == 1:
+        return bool((before == after).all()) and sorted(parent.tolist()) == sorted(child.tolist()) and len(changed) in (0, 2)
+    if move == 2:
+        return len(changed) == 2 and sorted(parent.tolist()) == sorted(child.tolist()) and int(after.sum()) == count
+    same = len(changed) == 1
+    return same and (int(after.sum()) == count + 1 if move == 3 else int(after.sum()) == count - 1)
+
+
+def test_children_are_scenes_of_positive_probability_whatever_the_order() -> None:
+    for order in ("exclusive", "depth"):
+        pyro.clear_param_store()
+        model = OcclusiveComponents(4, (5, 6), (2, 2), order=order)
+        with torch.no_grad():
+            y = model(num_data=10)
+        pyro.clear_param_store()
+        guide = AutoTruncated(model, num_states=12)
+        search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 3) + PlacementMoves(GRID, parents=3, children=10)
+        guide.search_(search, guide.log_joint_of(y), steps=3)
+        assert bool(guide.population().log_joint.isfinite().all())
+        batch = SearchBatch(guide.population(), guide.log_joint_of(y).score, {"y": y})
+        assert bool(search.propose(batch).log_joint.isfinite().all())
+
+
+def test_best_places_are_the_best_apart_from_their_neighbours() -> None:
+    canvas = Canvas(5, 6, 2, 2)
+    scores = torch.rand(3, 2, NUM_PLACES)
+    found = best_places(scores.clone(), canvas, 3)
+    for n, h in itertools.product(range(3), range(2)):
+        left = scores[n, h].reshape(GRID).clone()
+        for value, place in zip(found.scores[n, h], found.places[n, h], strict=True):
+            assert value == left.max() == left.flatten()[place]
+            row, column = divmod(int(place), GRID[1])
+            for down, right in itertools.product((-1, 0, 1), repeat=2):
+                left[(row + down) % GRID[0], (column + right) % GRID[1]] = -torch.inf
+
+
+def scene_batch(num_data: int = 60) -> tuple[SearchBatch, Canvas]:
+    objects = generated_objects(NUM_OBJECTS, 3, torch.Generator().manual_seed(0))
+    scenes = occluded_scenes(objects, num_data, (5, 6), presence=0.4, generator=torch.Generator().manual_seed(1))
+    space = space_of()
+    places = torch.where(scenes.presence > 0, scenes.position, -1)
+    others = places.roll(1, 0)
+    words = packed_scenes(space, torch.stack([places, others], 1))
+    population = Population(space, words, torch.tensor([[-1.0, -2.0]]).expand(num_data, -1).contiguous())
+    return SearchBatch(population, lambda w: torch.zeros(w.shape[:2]), {"y": scenes.data}), Canvas(5, 6, 3, 3)
+
+
+@pytest.mark.parametrize("rank", [None, 20])
+@pytest.mark.parametrize("smooth", [False, True])
+def test_regression_predicts_each_image_from_the_others(rank: int | None, smooth: bool) -> None:
+    batch, canvas = scene_batch()
+    affinity = PlaceRegression(canvas, rank=rank, smooth=smooth, refit_every=100, generator=torch.Generator().manual_seed(0))
+    found = affinity(batch)
+    entries, values = place_probabilities(batch.population)
+    targets = torch.zeros(60, NUM_OBJECTS * NUM_PLACES, dtype=torch.float64)
+    targets[entries[0], entries[1]] = values
+    if smooth:
+        image = torch.nn.functional.pad(targets.reshape(-1, 1, *GRID), (1, 1, 1, 1), mode="circular")
+        kernel = torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64)
+        targets = torch.nn.functional.conv2d(image, (kernel[:, None] * kernel)[None, None]).reshape(60, -1)
+    assert affinity.regression is not None
+    expected = affinity.regression.loo(targets)[0].reshape(60, NUM_OBJECTS, NUM_PLACES)
+    torch.testing.assert_close(found.scores[..., 0].double(), expected.max(-1).values, rtol=1e-3, atol=1e-4)
+    at_best = expected.gather(-1, found.places)
+    torch.testing.assert_close(at_best.squeeze(-1), expected.max(-1).values, rtol=1e-3, atol=1e-4)
+
+
+def test_regression_serves_new_images_and_refuses_to_start_with_a_part() -> None:
+    batch, canvas = scene_batch()
+    fresh = PlaceRegression(canvas)
+    part = SearchBatch(Population(batch.space, batch.population.words[:5], batch.population.log_joint[:5], torch.arange(5)), batch.score)
+    with pytest.raises(ValueError, match="no observed site 'y'"):
+        fresh(part)
+    part = SearchBatch(part.population, batch.score, {"y": batch.observations["y"][:5]})
+    with pytest.raises(ValueError, match="learns from a batch of all data in order"):
+        fresh(part)
+    fresh(batch)
+    targets = fresh._targets.to_dense().double()
+    found = fresh(part)
+    expected = fresh.regression.predict(batch.observations["y"][:5].flatten(1), targets)[0].reshape(5, NUM_OBJECTS, NUM_PLACES)
+    torch.testing.assert_close(found.scores[..., 0].double(), expected.max(-1).values, rtol=1e-3, atol=1e-4)
+
+
+def test_in_sample_predictions_mostly_repeat_the_posteriors() -> None:
+    batch, canvas = scene_batch()
+    own = PlaceRegression(canvas, leave_out=False, smooth=False)
+    found = own(batch)
+    places = places_in(batch.space, batch.population.words[:, 0])
+    present = places >= 0
+    assert float((found.places[..., 0] == places)[present].double().mean()) > 0.9
+
+
+def test_colour_maps_tell_colours_apart_and_forgive_a_pixel() -> None:
+    images = torch.zeros(4, 8, 8, 3)
+    images[0, 2:5, 2:5, 0] = images[1, 2:5, 3:6, 0] = images[2, 2:5, 2:5, 1] = 1.0
+    images[3, 5:8, 5:8, 2] = 1.0
+    inputs = colour_maps(3, stride=1)(images)
+    products = inputs @ inputs.mT
+    assert products[0, 1] > 0.5 * products[0, 0]
+    assert products[0, 2] < 0.05 * products[0, 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PlacementSelection(lambda b: b, 0), "num_selected"),
+        (lambda: PlacementSelection(lambda b: b, 2, explore=2.0), "explore must lie"),
+        (lambda: PlacementMoves((0, 3)), "must be positive"),
+        (lambda: PlacementMoves(GRID, shares=(1.0, 0, 0, 0)), "shares must be 5 numbers"),
+        (lambda: PlaceRegression(Canvas(5, 6, 2, 2), refit_every=0), "refit_every must be a positive integer"),
+        (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), clutter=1.0), "clutter in"),
+        (lambda: PlacementMoves(GRID).propose(make_batch(num_states=2)), "cannot select 6 parents"),
+        (lambda: PlacementMoves((3, 3), parents=1).propose(make_batch()), "does not have the 30 places"),
+        (lambda: place_probabilities(Population(StateSpace([2, 3, 4]), torch.zeros(1, 1, 1).long(), torch.zeros(1, 1))), "presence"),
+    ],
+)
+def test_bad_settings_are_refused(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
