@@ -139,7 +139,7 @@ def evaluate(
         seconds["gp"] = _seconds(lambda: affinity(batch))
         own = copy.copy(affinity)
         own.leave_out = False
-        own._influence = own._new_influence(own.regression)  # type: ignore[arg-type]
+        own._influence = PlaceRegression._new_influence(own, own.regression)  # type: ignore[arg-type]
         result["errors_own"] = errors(own(batch), scenes, match)
     found = affinity(batch)
     result |= {"errors": errors(found, scenes, match), "recall": recall(found, scenes, match), "pass_seconds": seconds}
