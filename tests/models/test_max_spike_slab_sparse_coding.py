@@ -234,7 +234,11 @@ def test_float32_parameters_follow_float64() -> None:
 def test_em_finds_the_bars(kind: str) -> None:
     y, bars = bars_data(400, 5)
     model = MaxSpikeSlabSparseCoding(25, 10).initialize(y)
-    searches = {"cosine": Preselection(Cosine(lambda: model.weight), 5), "singletons": Preselection(Singletons(), 5), "gp": GPSelect(5)}
+    searches = {
+        "cosine": Preselection(Cosine(lambda: model.weight), 5),
+        "singletons": Preselection(Singletons(), 5),
+        "gp": GPSelect(5, fit_steps=5),
+    }
     elbo = GibbsEM(searches[kind], temperature=lambda step: 1 + 3 * max(0.0, 1 - step / 24))
     guide = GibbsGuide(model)
     svi = SVI(model, guide, ClosedForm(model), elbo)
@@ -249,13 +253,13 @@ def test_em_finds_the_bars(kind: str) -> None:
 
 
 def test_trains_by_gradients_as_a_plain_pyro_model() -> None:
-    y, bars = bars_data(150, 3)
-    model = MaxSpikeSlabSparseCoding(9, 6).initialize(y)
-    guide = AutoTruncated(model, num_states=2**6, conditional=model.conditional)
-    svi = SVI(model, guide, Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
-    losses = [svi.step(y) for _ in range(60)]
-    assert sum(losses[-5:]) < sum(losses[:5]) - 5 * 150
-    assert matched_bars(model.weight, bars) >= 5
+    y, _ = bars_data(60, 2)
+    model = MaxSpikeSlabSparseCoding(4, 4).initialize(y)
+    guide = AutoTruncated(model, num_states=2**4, conditional=model.conditional)
+    svi = SVI(model, guide, Adam({"lr": 0.1}), Truncated_ELBO(ExhaustiveSearch()))
+    losses = [svi.step(y) for _ in range(20)]
+    # A third of a nat per data point.
+    assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 20
 
 
 def test_structured_guide_bounds_the_evidence_from_below() -> None:
@@ -273,7 +277,7 @@ def test_structured_guide_bounds_the_evidence_from_below() -> None:
     exact = torch.cat([singles, both.unsqueeze(1)], 1).logsumexp(1).detach()
     guide = AutoTruncated(model, num_states=4, conditional=model.conditional)
     with torch.no_grad():
-        bounds = torch.stack([guide.posterior(y).free_energy() for _ in range(300)])
+        bounds = torch.stack([guide.posterior(y).free_energy() for _ in range(100)])
     error = bounds.std(0) / math.sqrt(len(bounds))
     # In the mean it is a bound, and a tight one: five standard errors on twenty means, false alarm rate 6e-6 over all seeds.
     assert (bounds.mean(0) < exact + 5 * error + 1e-6).all()
