@@ -68,8 +68,11 @@ def main(args: argparse.Namespace) -> None:
     guides = [training.svi.guide for training in runs.trainings]
     found = compare_restarts(guides, bars.data, stores=runs.stores)
     for restart, free_energy in enumerate(found.free_energy):
-        share = float(found.shared(0.9)[restart])
-        print(f"restart {restart}: free energy {free_energy / args.images:9.3f} per image, shares {share:.0%} of the best one's latents")
+        similarity = found.similarity[restart]
+        print(
+            f"restart {restart}: free energy {free_energy / args.images:9.3f} per image, correlation of its latents with those of the best "
+            f"{float(similarity.min()):.2f} .. {float(similarity.max()):.2f}"
+        )
     model, guide = runs.training.svi.model, runs.training.svi.guide
     order, similarity = match_latents(bars.components.mT, model.weight.detach().mT)
     marginals = guide.posterior(bars.data).marginals().double()[:, order]
@@ -90,7 +93,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--images", type=int, default=300)
     parser.add_argument("--size", type=int, default=4, help="side of an image; twice as many bars")
-    parser.add_argument("--noise", type=float, default=7.0, help="standard deviation; a bar's pixels have the value 10")
+    parser.add_argument("--noise", type=float, default=5.0, help="standard deviation; a bar's pixels have the value 10")
     parser.add_argument("--states", type=int, default=40)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--restarts", type=int, default=4)

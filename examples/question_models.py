@@ -76,10 +76,11 @@ def picture(table: Any, unseen: dict[str, torch.Tensor], path: Path) -> None:
     figure = Figure(figsize=(10, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     plot_comparison(table, left).set_title("images seen (plug-in)", fontsize=10)
-    means = [float(values.mean()) for values in unseen.values()]
-    errors = [float(values.std() / len(values) ** 0.5) for values in unseen.values()]
+    names = list(table.index)[::-1]
+    means = [float(unseen[name].mean()) for name in names]
+    errors = [float(unseen[name].std() / len(unseen[name]) ** 0.5) for name in names]
     right.errorbar(means, range(len(means)), xerr=errors, fmt="o", color="black", capsize=3)
-    right.set_yticks(range(len(means)), list(unseen))
+    right.set_yticks(range(len(means)), names)
     right.set(xlabel="log likelihood per image, nats", title="images that no model has seen", ylim=(-0.5, len(means) - 0.5))
     right.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=80, facecolor="white")

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import xarray as xr
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 ARVIZ_V1 = int(version("arviz").split(".")[0]) >= 1
 
@@ -152,7 +153,7 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
     """Tail indices of the observations."""
     if not ARVIZ_V1:
         with quiet():
-            _arviz().plot_khat(shapes, ax=ax, show_hlines=True)
+            _arviz().plot_khat(shapes, ax=ax, show_hlines=True, textsize=9)
         return
     ax.plot(np.arange(len(shapes)), shapes, "+", color="C0")
     for level, style in ((0.7, "--"), (1.0, "-.")):
@@ -171,7 +172,7 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
             # It shuffles the draws by the global generator, which is put back.
             _arviz().plot_ppc(part, ax=ax, num_pp_samples=predicted.sizes["draw"], random_seed=0, mean=False, legend=False, textsize=9)
         np.random.set_state(state)  # noqa: NPY002
-        ax.legend(ax.lines[-2:], ["drawn", "observed"], frameon=False)
+        ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
         return
     values = observed[name].values.ravel()
     bins = _bins(values)
