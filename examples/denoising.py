@@ -133,7 +133,7 @@ def picture(truth: Tensor, damaged: Tensor, restored: Tensor, model: SpikeSlabSp
     is_seen = ~damaged.isnan()
     titles = ("image", f"damaged: {psnr(damaged[is_seen], truth[is_seen]):.2f} dB where seen", f"restored: {psnr(restored, truth):.2f} dB")
     for ax, image, title in zip(axes, (truth, damaged.nan_to_num(0.0), restored), titles, strict=False):
-        ax.imshow(image, cmap="gray", vmin=0, vmax=255)
+        ax.imshow(image.numpy(), cmap="gray", vmin=0, vmax=255)
         ax.set_title(title, fontsize=10)
         ax.set_axis_off()
     # What an element adds to the variance of a patch says how much it is used.

@@ -63,7 +63,7 @@ def learn(args: argparse.Namespace, kernel: str, y: Tensor, labels: Tensor, from
         states = torch.stack([labels, (labels + 1) % 3], 1)[:, : args.classes]
     guide = AutoTruncated(model, num_states=args.classes, init=states)
     # Truncated EM as in the literature: the selected classes replace those of the iteration before.
-    search = GPSelect(args.classes, kernel=kernel, refit_every=10, merge=False, fit_steps=8)
+    search = GPSelect(args.classes, kernel=kernel, refit_every=10, merge=False, explore=0.0, fit_steps=8)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
     guide.setup(y)
     guide.refresh_(y)
@@ -93,12 +93,13 @@ def picture(y: Tensor, results: dict[str, tuple[list[Snapshot], float]], args: a
     pairs = itertools.product(results.items(), shown)
     for row, ((name, (snapshots, _)), iteration) in zip(axes, pairs, strict=True):
         snapshot = snapshots[iteration - 1]
-        row[0].scatter(*y.mT, c=[COLOURS[c] for c in snapshot.classes], s=4, alpha=0.6, linewidths=0)
-        row[0].scatter(*snapshot.loc.mT, c=COLOURS, marker="X", s=60, edgecolors="black")
-        row[0].set_title(f"{name}: iteration {iteration}", fontsize=9)
+        row[0].scatter(*y.mT.numpy(), c=[COLOURS[c] for c in snapshot.classes], s=4, alpha=0.6, linewidths=0)
+        row[0].scatter(*snapshot.loc.mT.numpy(), c=COLOURS, marker="X", s=60, edgecolors="black")
+        row[0].set_title(f"{name}: iteration {iteration}", fontsize=8)
         for c, ax in enumerate(row[1:]):
-            ax.imshow(snapshot.functions[..., c], origin="lower", extent=extent, cmap="viridis", vmin=-0.1, vmax=1.1, aspect="auto")
-            ax.contour(snapshot.functions[..., c], levels=[0.5], extent=extent, colors=COLOURS[c])
+            function = snapshot.functions[..., c].numpy()
+            ax.imshow(function, origin="lower", extent=extent, cmap="viridis", vmin=-0.1, vmax=1.1, aspect="auto")
+            ax.contour(function, levels=[0.5], extent=extent, colors=COLOURS[c])
             ax.set_title(f"function of class {c + 1}", color=COLOURS[c], fontsize=9)
         for ax in row:
             ax.set(xticks=[], yticks=[], xlim=extent[:2], ylim=extent[2:])
@@ -109,10 +110,10 @@ def main(args: argparse.Namespace) -> None:
     matplotlib.use("Agg")
     y, labels = make_data(args)
     results = {}
-    for name, kernel, from_truth in (("RBF", "rbf", False), ("linear", "linear", False), ("linear from the truth", "linear", True)):
+    for name, kernel, from_truth in (("RBF", "rbf", False), ("linear", "linear", False), ("linear, from truth", "linear", True)):
         results[name] = learn(args, kernel, y, labels, from_truth)
         share = results[name][1]
-        print(f"{name:22} {args.classes} of 3 classes selected: {100 * share:5.1f} % of {len(y)} points in their class")
+        print(f"{name:19} {args.classes} of 3 classes selected: {100 * share:5.1f} % of {len(y)} points in their class")
     args.output.mkdir(parents=True, exist_ok=True)
     picture(y, results, args, args.output / "gp_select_mixture.png")
     print(f"picture: {args.output / 'gp_select_mixture.png'}")

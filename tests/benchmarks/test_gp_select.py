@@ -71,7 +71,7 @@ def iteration(num_data: int, num_latents: int, num_selected: int, rank: int | No
 
 
 SWEEPS = {
-    "N, exact": ("num_data", (500, 1000, 2000), {"rank": None}),
+    "N, exact": ("num_data", (500, 1000, 2000, 3000), {"rank": None}),
     "N, rank 100": ("num_data", (500, 1000, 2000, 4000, 8000), {"rank": 100}),
     "H": ("num_latents", (10, 20, 40, 80), {"rank": 100}),
     "H'": ("num_selected", (4, 6, 8, 10), {"rank": 100}),
@@ -82,6 +82,7 @@ SWEEPS = {
 def test_growth(name):
     argument, sizes, settings = SWEEPS[name]
     base = {"num_data": 1000, "num_latents": 10, "num_selected": 5, **settings}
+    iteration(**{**base, argument: sizes[0]})
     rows = [iteration(**{**base, argument: size}) for size in sizes]
     total, affinity, refit = (list(column) for column in zip(*rows, strict=True))
     print(f"\nGP-select over {name} = {sizes}, others {base}")

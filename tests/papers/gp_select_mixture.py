@@ -53,7 +53,8 @@ def run(case: Case, seed: int, *, num_data: int = 200, iterations: int = 40) -> 
     if case.from_truth:
         model.loc, model.scale = CENTRES, torch.eye(2).repeat(3, 1, 1)
         states = torch.stack([labels, (labels + 1) % 3], 1)[:, : case.num_selected]
-    search = GPSelect(case.num_selected, kernel=case.kernel, refit_every=10, merge=False, fit_steps=8)
+    # A tenth of one or two classes is none.
+    search = GPSelect(case.num_selected, kernel=case.kernel, refit_every=10, merge=False, explore=0.0, fit_steps=8)
     guide = AutoTruncated(model, num_states=case.num_selected, init=states)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
     losses = [svi.step(y) for _ in range(iterations)]
