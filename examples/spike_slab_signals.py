@@ -43,16 +43,16 @@ def picture(signals: torch.Tensor, model: SpikeSlabMRD, shared: dict[str, list[i
     similar = torch.corrcoef(torch.cat([signals, loc], 1).mT)[:3, 3:]
     parts = (shared["private 0"], shared["private 1"], shared["shared"])
     for ax, name, row, candidates in zip("abc", NAMES, similar, parts, strict=True):
-        axes[ax].plot(signals[:, NAMES.index(name)], color="0.7", linewidth=4, label="signal")
+        axes[ax].plot(signals[:, NAMES.index(name)], color="0.7", linewidth=4)
         for q in candidates:
             sign = float(row[q].sign())
             mean, deviation = sign * loc[:, q], scale[:, q]
             factor = 1 / mean.std()
-            axes[ax].plot(factor * mean, color="tab:blue", linewidth=1.2, label=f"dimension {q}, correlation {abs(float(row[q])):.3f}")
+            axes[ax].plot(factor * mean, color="tab:blue", linewidth=1.2)
             axes[ax].fill_between(range(len(mean)), factor * (mean - 2 * deviation), factor * (mean + 2 * deviation), alpha=0.3)
         kind = {"a": "private to view 1", "b": "private to view 2", "c": "shared"}[ax]
-        axes[ax].set(title=f"{name}: {kind}", xticks=[])
-        axes[ax].legend(frameon=False, fontsize=8, loc="upper center")
+        found = ", ".join(f"dimension {q}, correlation {abs(float(row[q])):.3f}" for q in candidates)
+        axes[ax].set(title=f"{name}: {kind}", xlabel=found or "not found", xticks=[])
     image = axes["d"].imshow(model.probability.detach().numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
     axes["d"].set(title="probability of each view's switches", xlabel="latent dimension", yticks=[0, 1], yticklabels=["view 1", "view 2"])
     figure.colorbar(image, ax=axes["d"])

@@ -124,11 +124,13 @@ class Fit:
         bound: the bound reached.
         starts: the bound that each start reached, in order.
         history: bounds after each phase of the best start.
+        is_all_noise: whether the best start has ended with every dimension switched off in every view, its data explained as noise.
     """
 
     bound: float
     starts: list[float]
     history: list[float]
+    is_all_noise: bool = False
 
 
 def fit(
@@ -181,7 +183,8 @@ def fit(
     with torch.no_grad():
         for name, value in model.state_dict().items():
             value.copy_(best[0][name])
-    return Fit(max(reached), reached, best[1])
+    is_all_noise = bool((model.probability < 0.5).all())
+    return Fit(max(reached), reached, best[1], is_all_noise)
 
 
 def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float) -> list[float]:

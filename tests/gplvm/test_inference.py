@@ -124,7 +124,7 @@ def curve(num_data=30, noise=0.05, seed=0):
 def test_missing_outputs_are_filled_in():
     y, _ = curve(40)
     model = SpikeSlabGPLVM(30, 6, 3, kernel="linear")
-    fit(model, y[:30], warm_up=60, steps=40, rounds=2)
+    assert not fit(model, y[:30], warm_up=60, steps=40, rounds=2).is_all_noise
     assert int((model.probability > 0.5).sum()) == 1
     posterior = Posterior(model, y[:30])
     holed = y[30:].clone()
@@ -133,6 +133,13 @@ def test_missing_outputs_are_filled_in():
     found = posterior.reconstruct(latents)
     assert float((found.mean - y[30:])[:, 3:].abs().max()) < 0.3
     assert bool((found.variance > 0).all())
+
+
+def test_pure_noise_is_called_noise():
+    model = SpikeSlabGPLVM(20, 4, 2, kernel="linear")
+    result = fit(model, torch.randn(20, 4, dtype=DOUBLE), warm_up=20, steps=40, rounds=2)
+    assert result.is_all_noise
+    assert float(model.relevance().max()) < 0.1
 
 
 def test_training_with_missing_outputs_recovers_them():
