@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.subset_problem import DEPENDENT, SubsetProblem, check_index, independent_cholesky
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch, random_subset
+from pyro_truncated.gp.subset_search import Budget, SubsetSearch, draw, random_subset
 
 
 class CholQRFactors:
@@ -23,6 +23,7 @@ class CholQRFactors:
     Args:
         problem: data, kernel and noise.
         index: inducing inputs ``(m,)``; those that depend on earlier ones are left out.
+        capacity: most inducing inputs at any time; default: as many as there are.
 
     Attributes:
         order: :math:`p`, ``(n,)``: all inputs, the inducing inputs first.
@@ -33,8 +34,8 @@ class CholQRFactors:
         size: number of columns in use.
     """
 
-    def __init__(self, problem: SubsetProblem, index: Tensor) -> None:
-        n, m = problem.num_data, len(index)
+    def __init__(self, problem: SubsetProblem, index: Tensor, capacity: int | None = None) -> None:
+        n, m = problem.num_data, len(index) if capacity is None else capacity
         self.problem = problem
         self.prior = problem.diag()
         self.residual = self.prior.clone()
@@ -50,6 +51,12 @@ class CholQRFactors:
     def index(self) -> Tensor:
         """Inducing inputs in the order of the columns."""
         return self.order[: self.size]
+
+    def candidates(self) -> Tensor:
+        """Which inputs may be added: neither members nor determined by them, ``(n,)`` boolean."""
+        allowed = self.residual > DEPENDENT * self.prior
+        allowed[self.index] = False
+        return allowed
 
     def residual_column(self, j: int) -> Tensor:
         r""":math:`(K - \hat K)_{:j}`, ``(n,)``."""
@@ -132,9 +139,7 @@ class CholQRFactors:
         size = ((half @ inner) * half).sum(1) / squared
         inside = ((half @ (along.mT @ along)) * half).sum(1) / squared
         found = self._decrease(size, inside, (half @ rest).square().sum(1) / squared)
-        allowed = (self.residual > DEPENDENT * self.prior) & (squared > DEPENDENT * self.prior)
-        allowed[self.index] = False
-        return torch.where(allowed, found, -torch.inf)
+        return torch.where(self.candidates() & (squared > DEPENDENT * self.prior), found, -torch.inf)
 
     def partial_cholesky(self, pivots: Tensor) -> Tensor:
         r""":math:`L_z`: the factor ``(n, z)`` of :math:`K - \hat K` on the information pivots."""
@@ -202,7 +207,10 @@ class CholQRSearch(SubsetSearch):
         """Swaps members until a pass over all of them changes nothing or the budget is spent; see :class:`SubsetSearch`."""
         device = problem.targets.device
         start = random_subset(problem.num_data, num_inducing, generator, device) if index is None else check_index(index, problem.num_data)
-        factors = CholQRFactors(problem, start)
+        factors = CholQRFactors(problem, start[:num_inducing], num_inducing)
+        while factors.size < num_inducing and bool((allowed := factors.candidates()).any()):
+            # Members that depended on others make room for random ones.
+            factors.append(int(draw(allowed.double(), 1, generator)))
         value = factors.value()
         budget.record(value)
         z = self._fewest_pivots if self.adaptive else self.information_pivots

@@ -83,6 +83,16 @@ def test_search_never_raises_the_objective(options):
     assert values[-1] == pytest.approx(dense_objective(K, problem.targets, 0.02, found), rel=1e-9)
 
 
+def test_dependent_members_make_room():
+    problem, _, _ = problem_and_index(n=40)
+    kernel = problem.kernel
+    doubled = type(kernel)(kernel.kernel, torch.cat([kernel.inputs, kernel.inputs]))
+    twice = SubsetProblem(doubled, problem.targets.repeat(2, 1), 0.02)
+    found = CholQRSearch().improve(twice, 6, torch.tensor([0, 40, 1, 41, 2, 42]), Budget(max_attempts=0))
+    assert len(found) == 6
+    assert len((found % 40).unique()) == 6
+
+
 def test_options_are_checked():
     with pytest.raises(ValueError, match='pivots must be "random" or "optimized"'):
         CholQRSearch(pivots="best")
