@@ -7,10 +7,13 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+
+from pyro_truncated.gp import AllNoiseWarning
 
 FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = {
@@ -28,6 +31,7 @@ EXAMPLES = {
     "question_models": (),
     "question_population": (),
     "question_predict": (),
+    "sparse_regression": (),
     "spike_slab_regression": (),
 }
 PICTURES = {
@@ -45,6 +49,7 @@ PICTURES = {
     "question_models": {"question_models.png"},
     "question_population": {"question_population.png"},
     "question_predict": {"question_predict.png"},
+    "sparse_regression": {"sparse_regression_snelson.png"},
     "spike_slab_regression": {"spike_slab_regression.png"},
 }
 
@@ -168,3 +173,15 @@ def test_regression_scores_models_with_their_coefficients_integrated_out(monkeyp
     torch.testing.assert_close(guide.population().free_energy().squeeze(), exact.logsumexp(0), rtol=1e-9, atol=1e-9)
     expected = (exact.softmax(0).unsqueeze(-1) * states).sum(0)
     torch.testing.assert_close(guide.marginals()["s"].reshape(-1).double(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "stored"), [("molecules", "mol_thrombin"), ("hog", "coil_hog_pose"), ("kin40k", "kin40k")])
+def test_sparse_regression_on_stored_data(data, stored, real_data, tmp_path, monkeypatch, capsys):
+    real_data(stored)
+    with warnings.catch_warnings():
+        # In a third of a second of learning, all may still look like noise.
+        warnings.simplefilter("ignore", AllNoiseWarning)
+        run("sparse_regression", "--smoke", "--data", data, "--output", str(tmp_path), monkeypatch=monkeypatch)
+    assert "SMSE" in capsys.readouterr().out
+    assert (tmp_path / f"sparse_regression_{data}.png").stat().st_size > 0
