@@ -176,7 +176,7 @@ class SASDecoder(PyroModule):
     def _split(self, split: Split | None) -> Split:
         """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same."""
         if split is not None:
-            return split
+            return Split(split.indices.to(self.loc.device), split.num_active)
         batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
         chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
         others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -337,9 +338,9 @@ def bias_table(num_data: int = 11, num_outputs: int = 50) -> list[str]:
             exact = torch.distributions.MultivariateNormal(torch.zeros(num_data, dtype=C.dtype), scale_tril=root).log_prob(x.mT).sum()
             cells = []
             for size in range(0, num_data, 2):
-                active = torch.combinations(torch.arange(num_data), size) if size else torch.zeros(1, 0, dtype=torch.int64)
+                active = torch.tensor(list(itertools.combinations(range(num_data), size)), dtype=torch.int64)
                 kept = torch.zeros(len(active), num_data).scatter(1, active, 1.0)
-                order = kept.argsort(1, descending=True, stable=True)
+                order = kept.argsort(dim=1, descending=True, stable=True)
                 density = ActiveSetGaussianProcess(z[order], kernel, noise, size, num_outputs).log_prob(x[order]).sum(-1)
                 gap = (density - exact) / num_outputs
                 cells.append(f"{gap.mean():.2f} ± {gap.std(correction=0):.2f}")
