@@ -19,6 +19,7 @@ FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = {
     "bars": ("--variants", "all"),
     "bars_selection": (),
+    "cross_modal_retrieval": (),
     "binary_vae": (),
     "denoising": (),
     "enumeration_wall": (),
@@ -32,7 +33,9 @@ EXAMPLES = {
     "question_population": (),
     "question_predict": (),
     "sparse_regression": (),
+    "spike_slab_digits": (),
     "spike_slab_regression": (),
+    "spike_slab_signals": (),
 }
 PICTURES = {
     "bars": {"bars.png"},
@@ -50,7 +53,10 @@ PICTURES = {
     "question_population": {"question_population.png"},
     "question_predict": {"question_predict.png"},
     "sparse_regression": {"sparse_regression_snelson.png"},
+    "cross_modal_retrieval": {"cross_modal_retrieval.png"},
+    "spike_slab_digits": {"spike_slab_digits.png"},
     "spike_slab_regression": {"spike_slab_regression.png"},
+    "spike_slab_signals": {"spike_slab_signals.png"},
 }
 
 
