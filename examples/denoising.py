@@ -188,6 +188,8 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, default=Path("report"))
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
+    if max(args.stride, args.final_stride) > args.patch:
+        parser.error("--stride and --final-stride must not exceed --patch, or pixels would be left out")
     if args.smoke:
         args.image, args.crop, args.patch, args.elements, args.iterations = "generated", 24, 4, 5, 3
     return args

@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parents[1] / "examples"
 EXAMPLES = {
     "bars": ("--variants", "all"),
     "bars_selection": (),
-    "cross_modal_retrieval": (),
     "binary_vae": (),
+    "cross_modal_retrieval": (),
     "denoising": (),
     "enumeration_wall": (),
     "gp_select_mixture": (),
@@ -41,6 +41,7 @@ PICTURES = {
     "bars": {"bars.png"},
     "bars_selection": {"bars_selection.png"},
     "binary_vae": {"binary_vae.png"},
+    "cross_modal_retrieval": {"cross_modal_retrieval.png"},
     "denoising": {"denoising.png"},
     "enumeration_wall": {"enumeration_wall.png"},
     "gp_select_mixture": {"gp_select_mixture.png"},
@@ -53,7 +54,6 @@ PICTURES = {
     "question_population": {"question_population.png"},
     "question_predict": {"question_predict.png"},
     "sparse_regression": {"sparse_regression_snelson.png"},
-    "cross_modal_retrieval": {"cross_modal_retrieval.png"},
     "spike_slab_digits": {"spike_slab_digits.png"},
     "spike_slab_regression": {"spike_slab_regression.png"},
     "spike_slab_signals": {"spike_slab_signals.png"},
@@ -132,7 +132,7 @@ def test_patches_put_back_together_are_the_image(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
     example = importlib.import_module("denoising")
     image = torch.rand(17, 14)
-    for stride in (1, 2, 5):
+    for stride in (1, 2, 3):
         patches = example.patches_of(image, 4, stride)
         restored = example.image_of(patches, 0.5 + torch.rand(len(patches)), (17, 14), 4, stride)
         torch.testing.assert_close(restored, image.double(), rtol=1e-6, atol=1e-7)
