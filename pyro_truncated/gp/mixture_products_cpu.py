@@ -1,5 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-any-generics, disable-error-code=call-arg
-
 """Compiled CPU kernels for products over dimensions of Gaussian bumps beside constants; see :mod:`pyro_truncated.gp.mixture_products`.
 
 Columns are worked on in strips that stay in the fastest cache; the exponential is written out, because a call to the library's would keep

@@ -223,7 +223,8 @@ class SpikeSlabMRD(PyroModule):
         gamma = self.probability
         cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
         if self._held is not None:
-            return (-torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross).sum()
+            held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
+            return held.sum()
         # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 

@@ -3,7 +3,6 @@
 As in :mod:`pyro_truncated.packed.energy_cpu`, everything is float64 and sums do not depend on the number of threads. Every data point has
 its own stream of random numbers.
 """
-# mypy: disallow-untyped-decorators=False, disallow-untyped-defs=False, disallow-untyped-calls=False, disallow-incomplete-defs=False
 
 from __future__ import annotations
 

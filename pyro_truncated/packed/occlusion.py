@@ -249,8 +249,8 @@ class _SceneLogProb(torch.autograd.Function):
         ctx.save_for_backward(places, rank, images, *inputs)
         ctx.canvas = canvas
         if places.device.type != "cpu":
-            doubles = [tensor.double() for tensor in (images, *inputs)]
-            return occlusion_dense.log_prob(*(places, rank, *doubles, canvas.pixels))
+            features, masks, variance, background, spread = (tensor.double() for tensor in inputs)
+            return occlusion_dense.log_prob(places, rank, images.double(), features, masks, variance, background, spread, canvas.pixels)
         states, model = _arguments(places, rank, inputs, canvas)
         out = torch.empty(places.shape[:2], dtype=torch.float64)
         _kernel(occlusion_cpu.log_prob)(*states, _array(images), *model, out.numpy())

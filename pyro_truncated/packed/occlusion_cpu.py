@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs, allow-any-generics, no-warn-return-any
 """Compiled CPU kernels for scenes of occluding objects: what an object at a place says about an image is computed once for all states.
 
 Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads.

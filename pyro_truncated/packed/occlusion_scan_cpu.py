@@ -1,4 +1,3 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators, allow-incomplete-defs, allow-any-generics, no-warn-return-any
 """Compiled CPU kernel that slides every object over every image: a correlation with a soft threshold inside, in float32."""
 
 import numpy as np
