@@ -5,6 +5,7 @@ from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide
 from pyro_truncated.gp import InducingSubset, SubsetGPRegression
+from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM, SpikeSlabMRD
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
@@ -25,8 +26,11 @@ __all__ = [
     "InducingSubset",
     "Population",
     "Preselection",
+    "SASDecoder",
     "SampledSearch",
     "Search",
+    "SpikeSlabGPLVM",
+    "SpikeSlabMRD",
     "StateSpace",
     "SubsetGPRegression",
     "Training",
