@@ -66,7 +66,9 @@ def test_minibatches_without_their_positions_are_noticed(y):
         svi.step(y[4:])
 
 
-@pytest.mark.parametrize("copied", [lambda y: y, torch.clone, torch.Tensor.double, lambda y: y.mT.contiguous().mT], ids=str)
+@pytest.mark.parametrize(
+    "copied", [lambda y: y, torch.clone, torch.Tensor.double, lambda y: y.mT.contiguous().mT], ids=["itself", "copy", "double", "strided"]
+)
 def test_the_same_data_are_never_noticed(y, copied):
     y[0, 0], y[1, 1] = torch.nan, -0.0
     svi = trained(lambda *args: model(torch.where(args[0].isnan(), 0.0, args[0]), *args[1:]), y)
