@@ -46,8 +46,9 @@ def run(
     start = time.perf_counter()
     for _ in range(iterations):
         history["free_energy"].append(-svi.step(y) / num_data)
-        history["active"].append(float(model.prior.sum() if model.prior.dim() else model.prior * model.num_latents))
-        history["scale"].append(float(getattr(model, "scale", torch.tensor(torch.nan))))
+        prior = model.prior.detach()
+        history["active"].append(float(prior.sum() if prior.dim() else prior * model.num_latents))
+        history["scale"].append(float(getattr(model, "scale", torch.tensor(torch.nan)).detach()))
         if time.perf_counter() - start > seconds:
             break
     summary = {
