@@ -62,7 +62,7 @@ def draw_latent_space(ax, decoder: SASDecoder, z: torch.Tensor, y: torch.Tensor)
     grid = torch.cartesian_prod(across, up)
     _, variance = decoder.predict(grid, noise=False)
     extent = [float(low[0]), float(high[0]), float(low[1]), float(high[1])]
-    ax.imshow(variance.sqrt().reshape(120, 120).mT, extent=extent, origin="lower", cmap="Greys", aspect="auto", alpha=0.8)
+    ax.imshow(variance.sqrt().reshape(120, 120).mT.detach().numpy(), extent=extent, origin="lower", cmap="Greys", aspect="auto", alpha=0.8)
     colours = matplotlib.colormaps["tab10"](y.numpy())
     ax.scatter(z[:, 0], z[:, 1], s=3, c=colours, linewidths=0)
     for label in y.unique():
@@ -100,7 +100,7 @@ def picture(decoder: SASDecoder, x: torch.Tensor, y: torch.Tensor, test: torch.T
     }
     axes = right.subplots(len(panels), 1, height_ratios=[len(rows) for rows in panels.values()])
     for ax, (title, rows) in zip(axes, panels.items(), strict=True):
-        ax.imshow(tile(rows, width), cmap="gray", vmin=0, vmax=1)
+        ax.imshow(tile(rows, width).detach().numpy(), cmap="gray", vmin=0, vmax=1)
         ax.set_title(title, fontsize=9)
         ax.set_axis_off()
     figure.savefig(path, dpi=64, facecolor="white")

@@ -67,7 +67,7 @@ def picture(model: GatedDecoder, x: torch.Tensor, probability: torch.Tensor, pat
     for n in range(len(x)):
         rows = [x[n], parts[n].sum(0), *parts[n]]
         for ax, values in zip(axes[:, n], rows, strict=True):
-            ax.imshow(values.reshape(SIZE, SIZE), cmap="gray", vmin=0, vmax=1.2)
+            ax.imshow(values.reshape(SIZE, SIZE).detach().numpy(), cmap="gray", vmin=0, vmax=1.2)
             ax.set(xticks=[], yticks=[])
         for h, ax in enumerate(axes[2:, n]):
             ax.set_xlabel(f"{float(probability[n, h]):.2f}", fontsize=8, labelpad=1)

@@ -88,7 +88,7 @@ def picture_of_objects(scenes: Scenes, objects: Objects, result: Learned, title:
     figure = Figure(figsize=(0.62 * count, 4.4), layout="constrained")
     upper, lower = figure.subfigures(2, 1, height_ratios=[1, 2])
     for ax, image in zip(upper.subplots(1, 8).flat, scenes.data, strict=False):
-        ax.imshow(image.clamp(0, 1))
+        ax.imshow(image.clamp(0, 1).numpy())
         ax.set_axis_off()
     masks, features = model.masks.detach(), model.features.detach().clamp(0, 1)
     order = match.similarity.argmax(0).argsort()
@@ -98,7 +98,7 @@ def picture_of_objects(scenes: Scenes, objects: Objects, result: Learned, title:
         for ax in row:
             ax.set_axis_off()
         for ax, image in zip(row, pictures, strict=False):
-            ax.imshow(image, vmin=0, vmax=1, cmap="gray")
+            ax.imshow(image.numpy(), vmin=0, vmax=1, cmap="gray")
     for row, label in zip(axes, ("true", "mask", "colour", "mask > 0.5"), strict=True):
         row[0].set_title(label, fontsize=8, loc="left")
     found = int(match.recovered().sum())
@@ -114,7 +114,12 @@ def picture_of_errors(results: dict[str, Learned], path: Path) -> None:
     bins, width = torch.arange(16), 0.8 / len(results)
     for number, (name, result) in enumerate(results.items()):
         counts = torch.bincount(result.distances.clamp(max=15).round().long(), minlength=16)
-        ax.bar(bins + (number - len(results) / 2 + 0.5) * width, (100 * counts / counts.sum()).tolist(), width, label=SELECTIONS[name])
+        ax.bar(
+            (bins + (number - len(results) / 2 + 0.5) * width).tolist(),
+            (100 * counts / counts.sum()).tolist(),
+            width,
+            label=SELECTIONS[name],
+        )
     ax.set(yscale="log", xlabel="distance to the true place in pixels (15: or more)", ylabel="% of objects")
     ax.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=80, facecolor="white")

@@ -61,7 +61,7 @@ def compare(kernels, labels, train, test, new, y, args, picture):
     left.errorbar(y[test], mean, variance.sqrt(), fmt=".", color=BLUE, elinewidth=0.4, markersize=3, alpha=0.6)
     left.axline((float(y.mean()), float(y.mean())), slope=1, color="black", linewidth=0.8)
     left.set(xlabel="measured", ylabel="predicted, one standard deviation", title=f"{args.inducing} of {len(train)}: SMSE {error:.2f}")
-    right.barh(labels, relevance, color=BLUE)
+    right.barh(labels, relevance.tolist(), color=BLUE)
     right.invert_yaxis()
     right.tick_params(labelsize=7)
     right.set(xlabel="variance explained", title="relevance of the kernels")

@@ -114,7 +114,8 @@ def test_create_plates_goes_on_with_a_guide_for_new_data():
     y = torch.randn(6, dtype=D64)
     guide = AutoTruncated(bits, 8, create_plates=first_two)
     Truncated_ELBO(SEARCH).loss_and_grads(bits, guide, y)
-    found = guide.infer(torch.randn(7, dtype=D64), SEARCH, steps=1)
+    new = torch.randn(7, dtype=D64)
+    found = guide.infer(new, SEARCH, steps=1)
     assert found.create_plates is first_two
     assert not found.log_joint.isnan().any()
-    assert found(torch.randn(7, dtype=D64))["s"].shape == (2, 3)
+    assert found(new)["s"].shape == (2, 3)

@@ -82,8 +82,8 @@ def test_global_latents(spread):
         guide[0].locs.shift = x / 2
         return guide
 
-    result = simulation_based_calibration(shifted, torch.zeros(3), num_simulations=15, fit=fit, num_draws=4)
-    assert result.pit["shift[0]"].shape == (15,)
+    result = simulation_based_calibration(shifted, torch.zeros(3), num_simulations=40, fit=fit, num_draws=4)
+    assert result.pit["shift[0]"].shape == (40,)
     together = Calibration({"shift": torch.cat([result.pit[f"shift[{i}]"] for i in range(2)])})
     assert together.is_calibrated(level=1e-4) == (spread > 0.5)
     assert Calibration({name: values for name, values in result.pit.items() if "shift" not in name}).is_calibrated(level=1e-4)

@@ -84,7 +84,7 @@ def test_singletons_are_integrals_over_the_slab(with_missing: bool) -> None:
     model.prior, model.slab_mean = 0.1 + 0.5 * torch.rand(NUM_LATENTS).double(), torch.rand(NUM_LATENTS).double()
     y = generate(model, 10, with_missing)
     off = torch.log1p(-model.prior).sum()
-    z = (model.slab_mean + model.slab_scale * torch.linspace(-9, 9, 8001).unsqueeze(-1).double()).detach()
+    z = (model.slab_mean + model.slab_scale * torch.linspace(-9, 9, 80001).unsqueeze(-1).double()).detach()
     centre = (z.unsqueeze(-2) * model.weight).clamp(min=0.0).detach()
     expected = []
     for row in y:

@@ -76,7 +76,7 @@ def save_fields(weight: torch.Tensor, file: Path, columns: int = 20, num: int | 
         canvas[r * (side + 1) : r * (side + 1) + side, c * (side + 1) : c * (side + 1) + side] = (field / field.abs().max()).reshape(
             side, side
         )
-    plt.imsave(file, canvas.repeat_interleave(2, 0).repeat_interleave(2, 1), cmap="gray")
+    plt.imsave(file, canvas.repeat_interleave(2, 0).repeat_interleave(2, 1).numpy(), cmap="gray", vmin=-1, vmax=1)
 
 
 def main() -> None:
