@@ -266,6 +266,9 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
     return [*lines, ""]
 
 
+PATCHES = "## natural patches"
+
+
 SETTINGS = """# Evolutionary EM (2018): bars tests
 
 Settings of the paper: noisy-OR bars 8x8 with N=10000, H=16, 100 iterations; overlapping bars with N=400, H=32, 100 iterations;
@@ -305,7 +308,9 @@ def write_tables(results: list[dict[str, Any]], file: Path, machine: str) -> Non
             lines += table(name, results)
     if plain:
         lines.append(f"The free energy of the linear bars, trained without annealing, fell in {falls} steps of {len(plain)} run(s).")
-    file.write_text("\n".join(lines) + "\n")
+    # Written by hand from what tests.papers.natural_patches prints.
+    patches = file.read_text().partition(PATCHES) if file.exists() else ("", "", "")
+    file.write_text("\n".join(lines) + "\n" + (f"\n{PATCHES}{patches[2]}" if patches[1] else ""))
 
 
 def main() -> None:
