@@ -321,7 +321,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=Path("evolutionary_em.jsonl"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "evolutionary_em.jsonl")
     parser.add_argument("--table", type=Path, default=Path(__file__).parent / "results" / "evolutionary_em.md")
     parser.add_argument("--machine", default=f"a machine of {os.cpu_count()} CPU cores", help="the machine in words")
     parser.add_argument("--only-table", action="store_true", help="write the table of the results already in the output file")
