@@ -135,6 +135,9 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
             gp.reselect(max_attempts=3, generator=generator)
         losses.append(svi.step())
     assert all(math.isfinite(loss) for loss in losses)
+    if name in {"poisson", "student"}:
+        # One draw a step from 30 labels tells too little to see the fall in so few steps; these data tell enough.
+        assert sum(losses[-20:]) / 20 < 0.9 * sum(losses[:10]) / 10
     mean, variance = gp(kernel.inputs)
     assert bool((variance >= 0).all())
     if name == "classes":
