@@ -1,22 +1,25 @@
 """Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
 from pyro_truncated.gp.active_set import ActiveSet, JitterWarning
-from pyro_truncated.gp.cholqr import CholQRSearch
 from pyro_truncated.gp.data_kernels import (
+    CountKernel,
     DataKernel,
+    FunctionKernel,
     GPyTorchKernel,
+    Graphs,
+    HashedCounts,
+    HistogramIntersectionKernel,
     IdentityKernel,
+    MinMaxKernel,
     PrecomputedKernel,
     PyroKernel,
     SumKernel,
     as_data_kernel,
+    shortest_path,
     smooth_rbf,
+    spectrum,
+    weisfeiler_lehman,
 )
-from pyro_truncated.gp.exchange import ExchangeSearch
-from pyro_truncated.gp.feature_kernels import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
-from pyro_truncated.gp.graph_kernels import Graphs, shortest_path, weisfeiler_lehman
-from pyro_truncated.gp.hashed_counts import HashedCounts
-from pyro_truncated.gp.inducing_subset import InducingSubset
 from pyro_truncated.gp.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.leave_one_out import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
@@ -24,18 +27,23 @@ from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.psi_statistics import PsiStatistics, closed_form, psi_statistics
 from pyro_truncated.gp.regression import LeaveOneOutRegression
 from pyro_truncated.gp.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing
-from pyro_truncated.gp.string_kernels import spectrum
-from pyro_truncated.gp.subset_baselines import (
+from pyro_truncated.gp.subset import (
+    AllNoiseWarning,
+    CholQRSearch,
+    ExchangeSearch,
     GreedyVarianceSearch,
+    InducingSubset,
     InformativeVectorSearch,
     KMeansSearch,
     RandomSearch,
     RestrictedKernel,
+    StudentT,
+    SubsetGPRegression,
+    SubsetSearch,
+    SubsetSparseGPRegression,
+    SubsetVariationalGP,
     TitsiasSearch,
 )
-from pyro_truncated.gp.subset_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
-from pyro_truncated.gp.subset_regression import AllNoiseWarning, SubsetGPRegression
-from pyro_truncated.gp.subset_search import SubsetSearch
 
 __all__ = [
     "ActiveSet",

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from pyro_truncated.gp import CholQRSearch, ExchangeSearch, smooth_rbf
-from pyro_truncated.gp.subset_problem import SubsetProblem
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch, random_subset
+from pyro_truncated.gp.subset.problem import SubsetProblem
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch, random_subset
 
 pytestmark = pytest.mark.benchmark
 

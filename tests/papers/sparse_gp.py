@@ -43,8 +43,8 @@ from pyro_truncated.gp import (
     TitsiasSearch,
     smooth_rbf,
 )
-from pyro_truncated.gp.subset_baselines import k_means
-from pyro_truncated.gp.subset_regression import AllNoiseWarning
+from pyro_truncated.gp.subset.baselines import k_means
+from pyro_truncated.gp.subset.regression import AllNoiseWarning
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.hashed_counts import HashedCounts, combine, mix
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
 
 _CHUNK = 2**22
 

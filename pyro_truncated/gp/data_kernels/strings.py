@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pyro_truncated.gp.hashed_counts import HashedCounts, combine
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine
 
 
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:

@@ -14,12 +14,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.inducing_subset import make_search
-from pyro_truncated.gp.sparse_evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
-from pyro_truncated.gp.sparse_posterior import SparsePosterior
-from pyro_truncated.gp.subset_problem import OBJECTIVES, SubsetProblem, check_index
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch
+from pyro_truncated.gp.subset.evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.inducing_subset import make_search
+from pyro_truncated.gp.subset.posterior import SparsePosterior
+from pyro_truncated.gp.subset.problem import OBJECTIVES, SubsetProblem, check_index
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch
 
 _EXPLAINED_BY_NOISE = 0.02
 

@@ -17,10 +17,10 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, as_data_kernel, positive_parameter
-from pyro_truncated.gp.inducing_subset import InducingSubset
 from pyro_truncated.gp.leave_one_out import stable_cholesky
-from pyro_truncated.gp.subset_problem import check_index
-from pyro_truncated.gp.subset_search import SubsetSearch
+from pyro_truncated.gp.subset.inducing_subset import InducingSubset
+from pyro_truncated.gp.subset.problem import check_index
+from pyro_truncated.gp.subset.search import SubsetSearch
 
 
 class SubsetModel(Parameterized):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_truncated.gp.subset_problem import SubsetProblem
+from pyro_truncated.gp.subset.problem import SubsetProblem
 
 
 @dataclasses.dataclass

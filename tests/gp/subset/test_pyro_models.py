@@ -12,10 +12,10 @@ from pyro.contrib.gp import likelihoods, models
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam
 
-from pyro_truncated.gp.feature_kernels import CountKernel
-from pyro_truncated.gp.string_kernels import spectrum
-from pyro_truncated.gp.subset_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
-from tests.gp.subset_reference import toy
+from pyro_truncated.gp.data_kernels.features import CountKernel
+from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.subset.pyro_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
+from tests.gp.subset.subset_reference import toy
 
 INDEX = torch.arange(0, 60, 6)
 

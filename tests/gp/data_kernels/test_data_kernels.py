@@ -20,11 +20,11 @@ from pyro_truncated.gp.data_kernels import (
     as_data_kernel,
     smooth_rbf,
 )
-from pyro_truncated.gp.feature_kernels import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
-from pyro_truncated.gp.graph_kernels import Graphs, shortest_path, weisfeiler_lehman
-from pyro_truncated.gp.hashed_counts import HashedCounts
-from pyro_truncated.gp.string_kernels import spectrum
-from pyro_truncated.gp.subset_baselines import RestrictedKernel
+from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
+from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.subset.baselines import RestrictedKernel
 
 N, NEW = 12, 5
 INDEX, ROWS = torch.tensor([3, 0, 7]), torch.tensor([1, 3, 11, 2])

@@ -7,10 +7,8 @@ import itertools
 import pytest
 import torch
 
-from pyro_truncated.gp.cholqr import CholQRFactors, CholQRSearch
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.feature_kernels import FunctionKernel
-from pyro_truncated.gp.subset_baselines import (
+from pyro_truncated.gp.data_kernels.features import FunctionKernel
+from pyro_truncated.gp.subset.baselines import (
     GreedyVarianceSearch,
     InformativeVectorSearch,
     KMeansSearch,
@@ -18,9 +16,11 @@ from pyro_truncated.gp.subset_baselines import (
     TitsiasSearch,
     k_means,
 )
-from pyro_truncated.gp.subset_problem import SubsetProblem
-from pyro_truncated.gp.subset_search import Budget
-from tests.gp.subset_reference import dense_objective, nystrom, problem_and_index
+from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.problem import SubsetProblem
+from pyro_truncated.gp.subset.search import Budget
+from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
 
 
 def check_factors(factors, K, tolerance):

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.cholqr import CholQRSearch
 from pyro_truncated.gp.data_kernels import as_data_kernel
-from pyro_truncated.gp.exchange import ExchangeSearch
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.sparse_evidence import Basis
-from pyro_truncated.gp.sparse_posterior import SparsePosterior
-from pyro_truncated.gp.subset_problem import SubsetProblem, check_index
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch
+from pyro_truncated.gp.subset.cholqr import CholQRSearch
+from pyro_truncated.gp.subset.evidence import Basis
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.posterior import SparsePosterior
+from pyro_truncated.gp.subset.problem import SubsetProblem, check_index
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch
 
 _SEARCHES: dict[str, type[SubsetSearch]] = {"exchange": ExchangeSearch, "cholqr": CholQRSearch}
 
@@ -23,7 +23,7 @@ class InducingSubset:
     r"""Chooses the inducing inputs of a sparse Gaussian process from its training inputs, by the objective that fits hyper-parameters, too.
 
     Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
-    :mod:`pyro_truncated.gp.subset_problem`) never rises, whatever the search.
+    :mod:`pyro_truncated.gp.subset.problem`) never rises, whatever the search.
 
     Example::
 

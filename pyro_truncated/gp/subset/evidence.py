@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
 from pyro_truncated.gp.leave_one_out import LowRankCovariance
-from pyro_truncated.gp.subset_problem import SubsetProblem, independent_cholesky
+from pyro_truncated.gp.subset.problem import SubsetProblem, independent_cholesky
 
 # Noise below this share of the targets' variance is rounding error.
 NOISE_FLOOR = 1e-6

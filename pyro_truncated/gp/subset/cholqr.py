@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset_problem import DEPENDENT, SubsetProblem, check_index, independent_cholesky
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem, check_index, independent_cholesky
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
 
 
 class CholQRFactors:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset_problem import SubsetProblem, check_index
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch, draw
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.problem import SubsetProblem, check_index
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw
 
 _REFACTOR_EVERY = 500
 # An exchange has to pay more than rounding errors do.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import DataKernel, positive_parameter
-from pyro_truncated.gp.hashed_counts import HashedCounts
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 
 _CHUNK = 2**24
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.leave_one_out import LowRankCovariance
-from pyro_truncated.gp.sparse_evidence import Basis
-from pyro_truncated.gp.subset_problem import independent_cholesky
+from pyro_truncated.gp.subset.evidence import Basis
+from pyro_truncated.gp.subset.problem import independent_cholesky
 
 
 class SparsePosterior:

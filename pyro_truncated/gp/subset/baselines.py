@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset_problem import DEPENDENT, SubsetProblem
-from pyro_truncated.gp.subset_search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem
+from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
 
 
 class RandomSearch(SubsetSearch):

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
-from pyro_truncated.gp.exchange import ExchangeSearch
-from pyro_truncated.gp.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.feature_kernels import FunctionKernel
-from pyro_truncated.gp.subset_problem import SubsetProblem, independent_cholesky
-from pyro_truncated.gp.subset_search import Budget, draw
-from tests.gp.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
+from pyro_truncated.gp.data_kernels.features import FunctionKernel
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.problem import SubsetProblem, independent_cholesky
+from pyro_truncated.gp.subset.search import Budget, draw
+from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
 
 def others(index, n):

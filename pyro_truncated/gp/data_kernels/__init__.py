@@ -1,0 +1,34 @@
+"""Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
+
+from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, SumKernel
+from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
+from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, smooth_rbf
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, KernelColumns, ProtocolKernel, as_data_kernel, positive_parameter
+from pyro_truncated.gp.data_kernels.strings import spectrum
+
+__all__ = [
+    "CountKernel",
+    "DataKernel",
+    "FunctionKernel",
+    "GPyTorchKernel",
+    "Graphs",
+    "HashedCounts",
+    "HistogramIntersectionKernel",
+    "IdentityKernel",
+    "InputKernel",
+    "KernelColumns",
+    "MinMaxKernel",
+    "PrecomputedKernel",
+    "ProtocolKernel",
+    "PyroKernel",
+    "RescaledKernel",
+    "SumKernel",
+    "as_data_kernel",
+    "positive_parameter",
+    "shortest_path",
+    "smooth_rbf",
+    "spectrum",
+    "weisfeiler_lehman",
+]

@@ -1,0 +1,187 @@
+"""Kernels made of precomputed matrices and of other kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+
+
+class PrecomputedKernel(DataKernel):
+    r"""A kernel given by its matrix: :math:`v K` with a learned variance :math:`v`.
+
+    Args:
+        matrix: covariances ``(N, N)`` of all objects, training and new ones, symmetric.
+        train: positions ``(n,)`` of the training inputs among the objects; default: all. New inputs are positions as well.
+        variance: :math:`v` to start from.
+    """
+
+    matrix: Tensor
+    known: Tensor
+
+    def __init__(self, matrix: Tensor, train: Tensor | None = None, variance: float = 1.0) -> None:
+        if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
+            raise ValueError(f"matrix must be square and finite; got shape {tuple(matrix.shape)}")
+        if not torch.allclose(matrix, matrix.mT, rtol=1e-4, atol=1e-6 * float(matrix.abs().max())):
+            raise ValueError("matrix must be symmetric: it holds the covariances of all objects with all objects")
+        train = torch.arange(len(matrix), device=matrix.device) if train is None else train
+        super().__init__(len(train))
+        self.register_buffer("matrix", matrix, persistent=False)
+        self.register_buffer("known", train, persistent=False)
+        self.variance: Tensor = positive_parameter(variance, matrix)
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.diag_new(self.known if rows is None else self.known[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        return self.cross(self.known if rows is None else self.known[rows], index)
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of the objects at positions ``new`` with the training inputs at positions ``index``."""
+        return self.variance * self.matrix[new[:, None], self.known[index]]
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of the objects at positions ``new``."""
+        return self.variance * self.matrix.diagonal()[new]
+
+
+class IdentityKernel(DataKernel):
+    r""":math:`v\,\delta_{ij}` on the training inputs, none with new ones: noise by another name.
+
+    Redundant beside the noise of a regression, it keeps the optimiser from explaining all data as noise before any other kernel had
+    a chance (Cao et al., section 4.1.5).
+
+    Args:
+        num_data: number of training inputs.
+        variance: :math:`v` to start from.
+        like: a tensor whose type and device to take.
+    """
+
+    def __init__(self, num_data: int, variance: float = 1.0, like: Tensor | None = None) -> None:
+        super().__init__(num_data)
+        self.variance: Tensor = positive_parameter(variance, torch.zeros(()) if like is None else like)
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.variance.expand(self.num_data if rows is None else len(rows))
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        rows = torch.arange(self.num_data, device=index.device) if rows is None else rows
+        return self.variance * (rows[:, None] == index).to(self.variance.dtype)
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Zeros ``(n_new, b)``."""
+        return self.variance.new_zeros(len(new), len(index))
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.variance.expand(len(new))
+
+
+class SumKernel(DataKernel):
+    r"""The sum of kernels on the same data, each with parameters (a variance, say) of its own: :math:`\sum_p k_p`.
+
+    Args:
+        parts: the kernels.
+        redundant_sum: adds one more variance that all parts share, :math:`w \sum_p k_p`. It keeps all of them alive until the useful ones
+            are found (Cao et al., section 4.1.5).
+        identity: adds an :class:`IdentityKernel`, see there.
+
+    New inputs are handed to every part; a tuple of as many elements as there are parts is handed out one each.
+    """
+
+    def __init__(self, parts: Sequence[DataKernel], *, redundant_sum: bool = False, identity: bool = False) -> None:
+        sizes = {part.num_data for part in parts}
+        if len(sizes) != 1:
+            raise ValueError(f"parts must be kernels on the same data; got {len(parts)} kernels on {sorted(sizes)} inputs")
+        super().__init__(sizes.pop())
+        self.parts = torch.nn.ModuleList(parts)
+        like = next((p for part in parts for p in part.parameters()), torch.zeros(()))
+        self.shared: Tensor | None = positive_parameter(1.0, like) if redundant_sum else None
+        self.identity = IdentityKernel(self.num_data, like=like.detach()) if identity else None
+
+    @property
+    def relevance(self) -> Tensor:
+        """Mean variance ``(P,)`` that each part contributes, the shared weight included; what :class:`IdentityKernel` adds is not."""
+        with torch.no_grad():
+            found: Tensor = self._scale * torch.stack([part.diag().mean() for part in self._kernels])
+            return found
+
+    @property
+    def _kernels(self) -> list[DataKernel]:
+        return [part for part in self.parts if isinstance(part, DataKernel)]
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self._sum(lambda part, _: part.diag(rows))
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        return self._sum(lambda part, _: part.columns(index, rows))
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        return self._sum(lambda part, x: part.cross(x, index), new)
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self._sum(lambda part, x: part.diag_new(x), new)
+
+    @property
+    def _scale(self) -> Any:
+        return 1.0 if self.shared is None else 1 + self.shared
+
+    def _sum(self, evaluate: Callable[[Any, Any], Tensor], new: Any = None) -> Tensor:
+        each = new if isinstance(new, tuple) and len(new) == len(self.parts) else (new,) * len(self.parts)
+        total: Tensor = sum(evaluate(part, x) for part, x in zip(self._kernels, each, strict=True))  # type: ignore[assignment]
+        total = self._scale * total
+        return total if self.identity is None else total + evaluate(self.identity, each[0])
+
+
+class RescaledKernel(DataKernel):
+    r""":math:`k(x_i, x_j) / (\sigma_i \sigma_j)`: turns noise of variance :math:`\sigma_i^2` per data point into noise of variance one.
+
+    Args:
+        kernel: the kernel.
+        deviations: :math:`\sigma`, ``(n,)``.
+    """
+
+    def __init__(self, kernel: DataKernel, deviations: Tensor) -> None:
+        super().__init__(kernel.num_data)
+        # Not a submodule: the kernel may already belong to a Pyro model.
+        self._rescaled = (kernel,)
+        self.register_buffer("deviations", deviations, persistent=False)
+
+    @property
+    def kernel(self) -> DataKernel:
+        """The kernel that is rescaled."""
+        return self._rescaled[0]
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.kernel.diag(rows) / self._of(rows).square()
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        found: Tensor = self.kernel.columns(index, rows) / (self._of(rows)[:, None] * self.deviations[index])
+        return found
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs, which are not rescaled, with the training inputs at positions ``index``."""
+        found: Tensor = self.kernel.cross(new, index) / self.deviations[index]
+        return found
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)
+
+    def _of(self, rows: Tensor | None) -> Tensor:
+        found: Tensor = self.deviations if rows is None else self.deviations[rows]
+        return found

@@ -1,0 +1,135 @@
+"""Kernels of numeric inputs, whose inducing inputs may also leave the training set."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import torch
+from pyro import poutine
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels.protocol import DataKernel
+
+
+class InputKernel(DataKernel):
+    """A kernel of numeric inputs ``(n, D)``; it also gives covariances of arbitrary points, which :class:`SubsetGPRegression` can polish.
+
+    Args:
+        inputs: training inputs ``(n, D)`` or ``(n,)``, finite.
+    """
+
+    inputs: Tensor
+
+    def __init__(self, inputs: Tensor) -> None:
+        if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
+            raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {_describe(inputs)}")
+        if not bool(inputs.isfinite().all()):
+            raise ValueError("inputs must be finite; they hold NaN or infinity")
+        super().__init__(len(inputs))
+        self.register_buffer("inputs", inputs, persistent=False)
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
+        raise NotImplementedError
+
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of points ``(a, D)``."""
+        raise NotImplementedError
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        return self.variances(self.inputs if rows is None else self.inputs[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        return self.between(self.inputs if rows is None else self.inputs[rows], self.inputs[index])
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs ``(n_new, D)`` with the training inputs at positions ``index``."""
+        return self.between(self._points(new), self.inputs[index])
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs ``(n_new, D)``."""
+        return self.variances(self._points(new))
+
+    def _points(self, new: Any) -> Tensor:
+        if not isinstance(new, Tensor) or new.shape[1:] != self.inputs.shape[1:]:
+            raise ValueError(f"new inputs must have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")
+        return new.to(self.inputs)
+
+
+class PyroKernel(InputKernel):
+    """A kernel of :mod:`pyro.contrib.gp.kernels` on training inputs.
+
+    Outside of Pyro models its parameters are those the module holds: whatever lies in Pyro's parameter store under names such as
+    ``"variance"`` neither changes them nor is changed.
+
+    Args:
+        kernel: the kernel; used, not copied.
+        inputs: training inputs ``(n, D)``.
+    """
+
+    def __init__(self, kernel: kernels.Kernel, inputs: Tensor) -> None:
+        if not isinstance(kernel, kernels.Kernel):
+            raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
+        super().__init__(inputs)
+        self.kernel = kernel
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
+        return self._evaluate(first, second)
+
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of points ``(a, D)``."""
+        return self._evaluate(points, diag=True)
+
+    def _evaluate(self, *points: Tensor, diag: bool = False) -> Tensor:
+        if poutine.runtime.am_i_wrapped():
+            # Inside a model: parameters may be random, and belong to the store.
+            found: Tensor = self.kernel(*points, diag=diag)
+            return found
+        with poutine.block(), pyro.get_param_store().scope():
+            isolated: Tensor = self.kernel(*points, diag=diag)
+        return isolated
+
+
+class GPyTorchKernel(InputKernel):
+    """A GPyTorch kernel on training inputs. It is only ever called, so GPyTorch need not be installed to import this.
+
+    Args:
+        kernel: a ``gpytorch.kernels.Kernel`` without batch dimensions; used, not copied.
+        inputs: training inputs ``(n, D)``.
+    """
+
+    def __init__(self, kernel: torch.nn.Module, inputs: Tensor) -> None:
+        if not isinstance(kernel, torch.nn.Module):
+            raise TypeError(f"kernel must be a GPyTorch kernel; got {type(kernel).__name__}")
+        super().__init__(inputs)
+        self.kernel = kernel
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
+        found: Tensor = self.kernel(first, second).to_dense()
+        return found
+
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of points ``(a, D)``."""
+        found: Tensor = self.kernel(points, diag=True)
+        return found
+
+
+def smooth_rbf(inputs: Tensor) -> PyroKernel:
+    r"""A squared exponential kernel with one length-scale per dimension, all starting at :math:`2 \sqrt D`, for standardised inputs.
+
+    Args:
+        inputs: training inputs ``(n, D)``.
+    """
+    points = inputs if inputs.dim() == 2 else inputs[:, None]
+    dim = points.shape[1]
+    return PyroKernel(kernels.RBF(dim, points.new_ones(()), points.new_full((dim,), 2 * dim**0.5)), points)
+
+
+def _describe(value: Any) -> str:
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,136 @@
+"""Kernels bound to a data set: what the selection of an inducing subset asks of a covariance function.
+
+Inputs may be anything (numbers, strings, graphs, rows of a precomputed matrix): only covariances are ever asked for, never the inputs
+and never a derivative in them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from pyro.contrib.gp import kernels
+from pyro.contrib.gp.parameterized import Parameterized
+from pyro.distributions import constraints
+from pyro.nn import PyroParam
+from torch import Tensor
+
+
+@runtime_checkable
+class KernelColumns(Protocol):
+    """The least a kernel has to offer; :func:`as_data_kernel` makes a :class:`DataKernel` of it."""
+
+    def diag(self) -> Tensor:
+        """Variances ``(n,)`` of the data."""
+        ...
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Covariances ``(n, b)`` of all data with the data at positions ``index`` ``(b,)``."""
+        ...
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the data at positions ``index``."""
+        ...
+
+
+class DataKernel(Parameterized):
+    """A covariance function on ``n`` training inputs that it holds itself.
+
+    Its parameters are those of a module of :mod:`pyro.contrib.gp` (constrained by ``PyroParam``; a prior makes them random inside a Pyro
+    model), and covariances are differentiable in them.
+
+    Attributes:
+        num_data: number of training inputs ``n``.
+    """
+
+    def __init__(self, num_data: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        if num_data < 1:
+            raise ValueError("a kernel needs at least one training input; got none")
+        self.num_data = num_data
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        raise NotImplementedError
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        raise NotImplementedError
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        raise NotImplementedError
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        raise NotImplementedError
+
+    @property
+    def device(self) -> torch.device:
+        """Where its numbers live."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            return torch.device(tensor.device)
+        return torch.device("cpu")
+
+
+class ProtocolKernel(DataKernel):
+    """Any object with :class:`KernelColumns`, fixed but for a variance; ``diag_new`` is taken from the object where it has one.
+
+    Args:
+        columns: the object.
+    """
+
+    def __init__(self, columns: KernelColumns) -> None:
+        diagonal = columns.diag()
+        super().__init__(len(diagonal))
+        self.source = columns
+        self.variance: Tensor = positive_parameter(1.0, diagonal)
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        diagonal = self.source.diag()
+        return self.variance * (diagonal if rows is None else diagonal[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        found = self.source.columns(index)
+        return self.variance * (found if rows is None else found[rows])
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        return self.variance * self.source.cross(new, index)
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs.
+
+        Raises:
+            TypeError: if the object has no ``diag_new``.
+        """
+        variances = getattr(self.source, "diag_new", None)
+        if variances is None:
+            raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
+        found: Tensor = self.variance * variances(new)
+        return found
+
+
+def as_data_kernel(kernel: Any) -> DataKernel:
+    """The kernel itself, or a :class:`ProtocolKernel` around an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+
+    Raises:
+        TypeError: for anything else, kernels without data included.
+    """
+    if isinstance(kernel, DataKernel):
+        return kernel
+    if isinstance(kernel, kernels.Kernel):
+        raise TypeError("kernel has no data yet: give PyroKernel(kernel, inputs)")
+    if isinstance(kernel, KernelColumns):
+        return ProtocolKernel(kernel)
+    raise TypeError(f"kernel must be a DataKernel or have diag(), columns(index) and cross(new, index); got {type(kernel).__name__}")
+
+
+def positive_parameter(value: float, like: Tensor) -> Any:
+    """A positive scalar parameter of the type and device of a tensor (float32 if it holds integers)."""
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    if not value > 0:
+        raise ValueError(f"a variance must be positive; got {value}")
+    return PyroParam(torch.tensor(value, dtype=dtype, device=like.device), constraints.positive)

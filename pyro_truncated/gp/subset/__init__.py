@@ -1,0 +1,34 @@
+"""Sparse Gaussian processes whose inducing inputs are chosen from the training inputs."""
+
+from pyro_truncated.gp.subset.baselines import (
+    GreedyVarianceSearch,
+    InformativeVectorSearch,
+    KMeansSearch,
+    RandomSearch,
+    RestrictedKernel,
+    TitsiasSearch,
+)
+from pyro_truncated.gp.subset.cholqr import CholQRSearch
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.inducing_subset import InducingSubset
+from pyro_truncated.gp.subset.pyro_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
+from pyro_truncated.gp.subset.search import SubsetSearch
+
+__all__ = [
+    "AllNoiseWarning",
+    "CholQRSearch",
+    "ExchangeSearch",
+    "GreedyVarianceSearch",
+    "InducingSubset",
+    "InformativeVectorSearch",
+    "KMeansSearch",
+    "RandomSearch",
+    "RestrictedKernel",
+    "StudentT",
+    "SubsetGPRegression",
+    "SubsetSearch",
+    "SubsetSparseGPRegression",
+    "SubsetVariationalGP",
+    "TitsiasSearch",
+]
