@@ -117,73 +117,92 @@ def _forward(height, center, rate, share, point, decay, base, num_sharp, summed,
                     total[p] += product[p]
 
 
+@njit(fastmath=_REORDER, inline="always")
+def _products_up_to(n, start, num_sharp, height, center, rate, share, point, decay, base, bump, before):
+    """Bumps of the dimensions with a constant part, and products of all factors before each of these dimensions."""
+    _sharp_product(n, start, num_sharp, height, center, rate, point, decay, before[0])
+    for q in range(num_sharp, height.shape[1]):
+        j = q - num_sharp
+        a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]
+        x, d, b = point[q, start : start + _STRIP], decay[q, start : start + _STRIP], base[q, start : start + _STRIP]
+        for p in range(_STRIP):
+            t = m - x[p]
+            e = _exp(-(c * t * t + d[p]))
+            bump[j, p] = e
+            before[j + 1, p] = before[j, p] * (a * e + h * b[p])
+
+
+@njit(fastmath=_REORDER, inline="always")
+def _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, columns):
+    """Gradients of the dimensions with a constant part, last one first; multiplies their factors into ``behind``."""
+    for back in range(height.shape[1] - num_sharp):
+        q = height.shape[1] - 1 - back
+        a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]
+        x, b = point[q, start : start + _STRIP], base[q, start : start + _STRIP]
+        grad_point = columns[0, q, start : start + _STRIP]
+        grad_decay = columns[1, q, start : start + _STRIP]
+        grad_base = columns[2, q, start : start + _STRIP]
+        e, ahead = bump[q - num_sharp], before[q - num_sharp]
+        grad_height, grad_center, grad_rate, grad_share = 0.0, 0.0, 0.0, 0.0
+        for p in range(_STRIP):
+            t = m - x[p]
+            others = ahead[p] * behind[p]
+            g = others * e[p]
+            grad_height += g
+            g *= a
+            slope = g * c * t
+            grad_center -= slope
+            grad_rate -= g * t * t
+            grad_share += others * b[p]
+            grad_point[p] += 2.0 * slope
+            grad_decay[p] -= g
+            grad_base[p] += others * h
+            behind[p] *= a * e[p] + h * b[p]
+        rows[0, n, q] += grad_height
+        rows[1, n, q] += 2.0 * grad_center
+        rows[2, n, q] += grad_rate
+        rows[3, n, q] += grad_share
+
+
+@njit(fastmath=_REORDER, inline="always")
+def _sharp_gradients(n, start, num_sharp, height, center, rate, point, product, rows, columns):
+    """Gradients of the dimensions whose bumps stand alone; ``product`` is that of all factors and the weight."""
+    total = 0.0
+    for p in range(_STRIP):
+        total += product[p]
+    for q in range(num_sharp):
+        m, c, x = center[n, q], rate[n, q], point[q, start : start + _STRIP]
+        grad_point = columns[0, q, start : start + _STRIP]
+        grad_decay = columns[1, q, start : start + _STRIP]
+        grad_center, grad_rate = 0.0, 0.0
+        for p in range(_STRIP):
+            t = m - x[p]
+            slope = product[p] * c * t
+            grad_center -= slope
+            grad_rate -= product[p] * t * t
+            grad_point[p] += 2.0 * slope
+            grad_decay[p] -= product[p]
+        rows[0, n, q] += total / height[n, q]
+        rows[1, n, q] += 2.0 * grad_center
+        rows[2, n, q] += grad_rate
+
+
 @njit(parallel=True, cache=True, nogil=True, fastmath=_REORDER)
 def _backward(height, center, rate, share, point, decay, base, weight, num_sharp, blocks, rows, columns):
     num_rows, num_dims = height.shape
     num_columns = point.shape[1]
     for block in prange(blocks):
         first, last = np.int64(block) * num_rows // blocks, (np.int64(block) + 1) * num_rows // blocks
+        own = columns[block]
         # Products of the factors before each dimension, and the bumps themselves; those behind are multiplied up on the way back.
         before = np.empty((num_dims - num_sharp + 1, _STRIP))
         bump = np.empty((num_dims - num_sharp, _STRIP))
         behind = np.empty(_STRIP)
         for start in range(0, num_columns, _STRIP):
             for n in range(first, last):
-                _sharp_product(n, start, num_sharp, height, center, rate, point, decay, before[0])
-                for q in range(num_sharp, num_dims):
-                    j = q - num_sharp
-                    a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]
-                    x, d, b = point[q, start : start + _STRIP], decay[q, start : start + _STRIP], base[q, start : start + _STRIP]
-                    for p in range(_STRIP):
-                        t = m - x[p]
-                        e = _exp(-(c * t * t + d[p]))
-                        bump[j, p] = e
-                        before[j + 1, p] = before[j, p] * (a * e + h * b[p])
+                _products_up_to(n, start, num_sharp, height, center, rate, share, point, decay, base, bump, before)
                 behind[:] = weight[n if weight.shape[0] > 1 else 0, start : start + _STRIP]
-                for back in range(num_dims - num_sharp):
-                    j = num_dims - num_sharp - 1 - back
-                    q = num_sharp + j
-                    a, m, c, h = height[n, q], center[n, q], rate[n, q], share[n, q]
-                    x, d, b = point[q, start : start + _STRIP], decay[q, start : start + _STRIP], base[q, start : start + _STRIP]
-                    grad_point = columns[block, 0, q, start : start + _STRIP]
-                    grad_decay = columns[block, 1, q, start : start + _STRIP]
-                    grad_base = columns[block, 2, q, start : start + _STRIP]
-                    e, ahead = bump[j], before[j]
-                    grad_height, grad_center, grad_rate, grad_share = 0.0, 0.0, 0.0, 0.0
-                    for p in range(_STRIP):
-                        t = m - x[p]
-                        others = ahead[p] * behind[p]
-                        g = others * e[p]
-                        grad_height += g
-                        g *= a
-                        slope = g * c * t
-                        grad_center -= slope
-                        grad_rate -= g * t * t
-                        grad_share += others * b[p]
-                        grad_point[p] += 2.0 * slope
-                        grad_decay[p] -= g
-                        grad_base[p] += others * h
-                        behind[p] *= a * e[p] + h * b[p]
-                    rows[0, n, q] += grad_height
-                    rows[1, n, q] += 2.0 * grad_center
-                    rows[2, n, q] += grad_rate
-                    rows[3, n, q] += grad_share
-                total = 0.0
+                _mixed_gradients(n, start, num_sharp, height, center, rate, share, point, base, bump, before, behind, rows, own)
                 for p in range(_STRIP):
                     behind[p] *= before[0, p]
-                    total += behind[p]
-                for q in range(num_sharp):
-                    m, c, x = center[n, q], rate[n, q], point[q, start : start + _STRIP]
-                    grad_point = columns[block, 0, q, start : start + _STRIP]
-                    grad_decay = columns[block, 1, q, start : start + _STRIP]
-                    grad_center, grad_rate = 0.0, 0.0
-                    for p in range(_STRIP):
-                        t = m - x[p]
-                        slope = behind[p] * c * t
-                        grad_center -= slope
-                        grad_rate -= behind[p] * t * t
-                        grad_point[p] += 2.0 * slope
-                        grad_decay[p] -= behind[p]
-                    rows[0, n, q] += total / height[n, q]
-                    rows[1, n, q] += 2.0 * grad_center
-                    rows[2, n, q] += grad_rate
+                _sharp_gradients(n, start, num_sharp, height, center, rate, point, behind, rows, own)
