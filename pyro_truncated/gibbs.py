@@ -144,6 +144,7 @@ class GibbsGuide(PyroModule):
         sweeps: int = 3,
         burn_in: int = 2,
         temperature: float = 1.0,
+        is_new: bool = False,
         generator: torch.Generator | None = None,
     ) -> GibbsDraws:
         """Selects latents, lets the chains of the data points go on over these, and keeps the draws.
@@ -155,6 +156,7 @@ class GibbsGuide(PyroModule):
             sweeps: sweeps kept as draws.
             burn_in: sweeps before them.
             temperature: factor on the variance of the noise.
+            is_new: whether the data are new, so that an affinity which learns from data shall not learn from them.
             generator: source of randomness.
 
         Returns:
@@ -165,7 +167,7 @@ class GibbsGuide(PyroModule):
         """
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
-        batch = self._batch(y[rows], rows, indices)
+        batch = self._batch(y[rows], rows, indices, is_new)
         selected = search.select(batch)
         last = GibbsDraws(self.selected[rows], self._in_units(rows)[:, -1:], self.probabilities[rows]).spread(self.model.num_latents)
         arguments: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
@@ -181,7 +183,7 @@ class GibbsGuide(PyroModule):
         """A guide of its own for unseen data ``(N, D)`` under the model as it is; ``kwargs`` as for :meth:`update_`."""
         guide = GibbsGuide(self.model)
         for _ in range(steps):
-            guide.update_(search, y, **kwargs)
+            guide.update_(search, y, is_new=True, **kwargs)
         return guide
 
     def forward(self, y: Tensor, batch_size: int | None = None, num_data: int | None = None) -> dict[str, Tensor]:
@@ -199,11 +201,11 @@ class GibbsGuide(PyroModule):
         coefficients: Tensor = self.coefficients[rows] * factor.gather(1, self.selected[rows]).unsqueeze(1)
         return coefficients
 
-    def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None) -> SearchBatch:
+    def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None, is_new: bool) -> SearchBatch:
         space = StateSpace([2] * self.model.num_latents)
         words = space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
         population = Population(space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
-        return SearchBatch(population, _SingletonScore(self.model, y, space), {"y": y}, self.probabilities[rows].clone())
+        return SearchBatch(population, _SingletonScore(self.model, y, space), {"y": y}, self.probabilities[rows].clone(), is_new)
 
     def _prepare(self, y: Tensor, num_selected: int, num_draws: int, is_whole: bool, generator: torch.Generator | None) -> None:
         size, started = len(y), "selected" in self._buffers

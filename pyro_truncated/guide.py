@@ -254,8 +254,15 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         return None if (rows.start, rows.stop) == (0, len(self.words)) else torch.arange(rows.start, rows.stop, device=self.words.device)
 
     @torch.no_grad()
-    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
-        """Improves the populations of a scorer's data points in place, and returns them with their log joints."""
+    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1, *, is_new: bool = False) -> Population:
+        """Improves the populations of a scorer's data points in place, and returns them with their log joints.
+
+        Args:
+            search: proposes the states.
+            log_joint: the scorer, see :meth:`log_joint_of`.
+            steps: number of search steps.
+            is_new: whether the data are new, so that a search which learns from data shall not learn from them.
+        """
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         indices = log_joint.indices
@@ -265,7 +272,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             words = self.words[where]
             score = log_joint.scorer(rows)
             known = Population(self.space, words, score(words), self._positions(rows, indices))
-            batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()})
+            batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
             for _ in range(steps):
                 batch = dataclasses.replace(batch, population=search.step(batch))
             found = batch.population.log_joint
@@ -319,7 +326,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             inspection.refuse_subsampling(guide)
             values = {} if self.master is None else inspection.values_for_new_data(self, guide, args, kwargs)
             log_joint = guide.log_joint_of(*args, values=values, **kwargs)
-            guide.search_(search, log_joint, steps)
+            guide.search_(search, log_joint, steps, is_new=True)
         return guide
 
     # --- the guide as a Pyro program ---

@@ -36,7 +36,7 @@ def best_start(
     Args:
         model: has ``initialize(y, generator)`` and closed-form M-steps; holds the parameters of the best run afterwards.
         y: data, ``(N, D)``.
-        search: fills the populations of the short runs.
+        search: fills the populations of the short runs. What it learns from the data in a run is forgotten after it.
         num_starts: number of starts.
         num_data: data points drawn for the short runs, without replacement; all if there are fewer.
         steps: EM iterations of a short run.
@@ -62,6 +62,7 @@ def best_start(
     reached: list[float] = []
     driver = getattr(model, "closed_form", None)
     best = copy.deepcopy(model.state_dict())
+    search.forget()
     for _ in range(num_starts):
         model.initialize(part, generator)
         guide = AutoTruncated(model, num_states=num_states)
@@ -70,6 +71,7 @@ def best_start(
         for _ in range(steps):
             loss = svi.step(part)
         closed_form.release()
+        search.forget()
         reached.append(-float(loss) / len(part))
         if reached[-1] == max(reached):
             best = copy.deepcopy(model.state_dict())

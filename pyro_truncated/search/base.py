@@ -22,12 +22,14 @@ class SearchBatch:
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
+        is_new: whether these are new data, of which a search that learns from data shall not learn.
     """
 
     population: Population
     score: Callable[[Tensor], Tensor]
     observations: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     marginals: Tensor | None = None
+    is_new: bool = False
 
     @property
     def space(self) -> StateSpace:
@@ -52,6 +54,9 @@ class Search(abc.ABC):
     def step(self, batch: SearchBatch) -> Population:
         """The improved populations: by default the union of population and proposals cut down to the best, so no free energy ever falls."""
         return batch.population.merge(self.propose(batch))
+
+    def forget(self) -> None:  # noqa: B027, most have nothing to do
+        """Forgets what the search has learned of data, so that it can be used for others; most searches learn nothing."""
 
     def __add__(self, other: Search) -> Search:
         return CombinedSearch((self, other))
@@ -78,3 +83,8 @@ class CombinedSearch(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """All proposals side by side."""
         return join([search.propose(batch) for search in self.searches])
+
+    def forget(self) -> None:
+        """All searches forget."""
+        for search in self.searches:
+            search.forget()

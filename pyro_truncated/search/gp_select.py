@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from pyro.contrib.gp import kernels
@@ -22,14 +23,16 @@ class RegressionAffinity:
     process per latent (per value, where latents have several) and one kernel for all. The affinity is the leave-one-out mean:
     a prediction that knew the data point's own marginals would select again whatever was selected before.
 
-    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set. Rows
-    that are not what is remembered at their place belong to new data: they are predicted, and not remembered.
+    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set. New data
+    (``batch.is_new``, as in :meth:`AutoTruncated.infer <pyro_truncated.AutoTruncated.infer>`) are predicted, and not remembered. When
+    training goes on with other data, in number or in content, all that was learned is forgotten.
 
     Args:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
-        inputs: what to regress on, ``(N, D)`` for the full data set; default: the observations, flattened. Missing (NaN) entries are
+        inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a
+            :class:`~pyro_truncated.search.SearchBatch`, of new data too; default: the observations, flattened. Missing (NaN) entries are
             replaced by the mean of their column.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of data points that a fit looks at, drawn at random; predictions use all.
@@ -39,13 +42,16 @@ class RegressionAffinity:
         ValueError: if an argument is out of range.
     """
 
+    regression: LeaveOneOutRegression | None
+    _memory: _Memory | None
+
     def __init__(
         self,
         *,
         kernel: str | kernels.Kernel = "composition",
         refit_every: int = 10,
         rank: int | None = None,
-        inputs: Tensor | None = None,
+        inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
         fit_steps: int = 20,
         max_fit: int = 500,
         generator: torch.Generator | None = None,
@@ -53,7 +59,7 @@ class RegressionAffinity:
         for name, number in (("refit_every", refit_every), ("fit_steps", fit_steps), ("max_fit", max_fit)):
             if number < 1:
                 raise ValueError(f"{name} must be a positive integer; got {number}")
-        if inputs is not None and inputs.dim() != 2:
+        if isinstance(inputs, Tensor) and inputs.dim() != 2:
             raise ValueError(f"inputs must have shape (N, D), one row per data point of the full data set; got {tuple(inputs.shape)}")
         self.kernel = kernel
         self.refit_every = refit_every
@@ -62,10 +68,8 @@ class RegressionAffinity:
         self.fit_steps = fit_steps
         self.max_fit = max_fit
         self.generator = generator
-        self.regression: LeaveOneOutRegression | None = None
-        self._memory: _Memory | None = None
-        self._trained_on = torch.zeros(0, dtype=torch.int64)
-        self._last_fit = 0
+        self._is_of_new_data = False
+        self.forget()
 
     def __call__(self, batch: SearchBatch) -> Tensor:
         """Affinities ``(N, P)`` of the batch's data points.
@@ -73,18 +77,32 @@ class RegressionAffinity:
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
         """
-        inputs, marginals = self._inputs_of(batch), _marginals(batch)
+        inputs, marginals, indices = self._inputs_of(batch), _marginals(batch), batch.population.indices
+        # With nothing learned yet, new data must do to learn from.
+        if batch.is_new and self._memory is not None and not self._is_of_new_data:
+            return self._predict(inputs)
+        self._is_of_new_data = batch.is_new
+        if self._memory is not None and not self._memory.holds(inputs, marginals, indices):
+            self.forget()
         if self._memory is None:
             self._memory = _Memory(inputs, marginals)
-        indices = batch.population.indices
         rows = self._memory.store(inputs, marginals, indices)
-        if bool((rows >= 0).any()):
-            self._train(int(self._memory.visits[rows[rows >= 0]].max()))
+        self._train(int(self._memory.visits[rows].max()))
         return self._predict(inputs, rows)
+
+    def forget(self) -> None:
+        """Forgets all data, and what was fitted to them."""
+        self.regression, self._memory = None, None
+        self._trained_on = torch.zeros(0, dtype=torch.int64)
+        self._last_fit = 0
 
     def _inputs_of(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
+        if callable(self.inputs):
+            return self._checked(self.inputs(batch), size)
         if self.inputs is not None:
+            if batch.is_new:
+                raise ValueError("inputs hold the rows of the training data; for new data, make inputs a function of a SearchBatch")
             if indices is None and len(self.inputs) != size:
                 raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
             return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
@@ -92,6 +110,13 @@ class RegressionAffinity:
         if not parts:
             raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
         return torch.cat(parts, 1)
+
+    @staticmethod
+    def _checked(inputs: Tensor, size: int) -> Tensor:
+        if not isinstance(inputs, Tensor) or inputs.dim() != 2 or len(inputs) != size:
+            got = tuple(inputs.shape) if isinstance(inputs, Tensor) else type(inputs).__name__
+            raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
+        return inputs.detach().double()
 
     def _train(self, visit: int) -> None:
         """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
@@ -109,10 +134,11 @@ class RegressionAffinity:
         self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
         self._trained_on, self._last_fit = met, visit
 
-    def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        """Leave-one-out means for rows that the regression was trained on, ordinary predictions for the others."""
+    def _predict(self, inputs: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others."""
         assert self._memory is not None
         assert self.regression is not None
+        rows = inputs.new_full((len(inputs),), -1, dtype=torch.int64) if rows is None else rows
         place = torch.full((len(self._memory.visits) + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self._trained_on] = torch.arange(len(self._trained_on), device=rows.device)
         place = place[rows]
@@ -135,7 +161,8 @@ class GPSelect(Preselection):
         rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
         explore: mean share of the selected places given to chance, see :class:`Preselection`.
         merge: whether proposals join the population or replace it.
-        inputs: what to regress on, ``(N, D)`` for the full data set; default: the observations.
+        inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a batch; default: the
+            observations.
         max_active: largest number of active latents in a proposal.
         fit_steps: largest number of L-BFGS steps of a fit.
         generator: source of randomness; default: torch's global generator.
@@ -157,7 +184,7 @@ class GPSelect(Preselection):
         rank: int | None = None,
         explore: float = 0.1,
         merge: bool = True,
-        inputs: Tensor | None = None,
+        inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
         max_active: int | None = None,
         fit_steps: int = 20,
         generator: torch.Generator | None = None,
@@ -176,19 +203,24 @@ class _Memory:
         self.marginals = marginals[:0]
         self.visits = torch.zeros(0, dtype=torch.int64, device=inputs.device)
 
+    def holds(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> bool:
+        """Whether a batch is of the data remembered: those of its rows that were met before are as they were."""
+        is_larger = indices is None and len(self.visits) > len(inputs)
+        sizes = (inputs.shape[1], marginals.shape[1]), (self.inputs.shape[1], self.marginals.shape[1])
+        if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
+            return False
+        rows = _rows_of(inputs, indices)
+        met = (rows < len(self.visits)).nonzero().squeeze(-1)
+        met = met[self.visits[rows[met]] > 0]
+        known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
+        return torch.equal(known, given)
+
     def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
-        """Takes in a batch; returns where its rows are, -1 for rows that are not the data remembered at their place."""
-        if indices is None and len(self.visits) not in (0, len(inputs)):
-            return torch.full((len(inputs),), -1, dtype=torch.int64, device=inputs.device)
-        rows = torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
+        """Takes in a batch; returns where its rows are."""
+        rows = _rows_of(inputs, indices)
         self._grow(int(rows.max()) + 1 if len(rows) else 0)
-        new = self.visits[rows] == 0
-        self.inputs[rows[new]] = inputs[new]
-        known, given = self.inputs[rows].nan_to_num(nan=math.inf), inputs.nan_to_num(nan=math.inf)
-        rows = torch.where((known == given).all(1), rows, -1)
-        ours = rows >= 0
-        self.marginals[rows[ours]] = marginals[ours]
-        self.visits[rows[ours]] += 1
+        self.inputs[rows], self.marginals[rows] = inputs, marginals
+        self.visits[rows] += 1
         return rows
 
     def _grow(self, size: int) -> None:
@@ -206,6 +238,10 @@ def _marginals(batch: SearchBatch) -> Tensor:
     population = batch.population
     options = options_of(population.space).to(population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
+
+
+def _rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
+    return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
 
 
 def _filled(inputs: Tensor, centre: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ from pyro_truncated.search.base import Search, SearchBatch
 class Preselection(Search):
     r"""Selects :math:`H'` latents of each data point by an affinity and proposes the states in which only these are active.
 
-    With :math:`r` of the :math:`H'` places given to chance, the :math:`H' - r` latents of largest affinity and :math:`r` others, drawn
-    uniformly without replacement from all the rest, form the selection :math:`I_n`; every latent has a positive probability of being
-    in it. The proposals are :math:`\{s : s_h = 0 \text{ for } h \notin I_n, |s| \le \gamma\}`.
+    With :math:`r_n` of the :math:`H'` places given to chance, the :math:`H' - r_n` latents of largest affinity and :math:`r_n` others,
+    drawn uniformly without replacement from all the rest, form the selection :math:`I_n`; every latent has a positive probability of
+    being in it. The proposals are :math:`\{s : s_h = 0 \text{ for } h \notin I_n, |s| \le \gamma\}`.
 
     If the posterior factorises with marginals :math:`p_h`, a selection keeps the mass :math:`\prod_{h \notin I} (1 - p_h)`, which is
     largest for the :math:`H'` largest marginals: an affinity should rank latents as their marginals do.
@@ -35,9 +35,10 @@ class Preselection(Search):
         num_selected: number of selected latents :math:`H'`.
         max_active: largest number :math:`\gamma` of active latents in a proposal; default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
-        explore: mean share of the :math:`H'` places given to chance. The number is :math:`\lfloor \mathrm{explore} \cdot H' + u \rfloor`,
-            with one uniform :math:`u` for each call, so that less than one place can be given away in the mean. The attribute can be
-            changed: use 0 for the last iterations, and for prediction.
+        explore: mean share of the :math:`H'` places given to chance. Their number is
+            :math:`r_n = \lfloor \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point, so that less than
+            one place can be given away in the mean, and an iteration differs little from the next. The attribute can be changed: use 0
+            for the last iterations, and for prediction.
         merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it: expectation
             truncation, in which every E-step forgets the one before.
         generator: source of randomness; default: torch's global generator.
@@ -117,15 +118,17 @@ class Preselection(Search):
             raise ValueError(f"cannot select {self.num_selected} of {options.num_groups} {kind} (num_selected)")
         scores = self._scores(batch, options)
         generator = torch.Generator(scores.device).manual_seed(packed.draw_seed(self.generator))
-        offset = float(torch.rand((), generator=generator, device=scores.device, dtype=torch.double))
-        num_random = min(self.num_selected, math.floor(self.explore * self.num_selected + offset))
-        chosen = _best(scores, options, self.num_selected - num_random)
-        if not num_random:
-            return chosen
-        keys = torch.rand(scores.shape, generator=generator, device=scores.device, dtype=torch.double)
-        taken = torch.zeros(len(scores), options.num_groups, dtype=torch.bool, device=scores.device)
-        taken.scatter_(1, options.group[chosen], True)
-        return torch.cat([chosen, _best(keys.masked_fill(taken[:, options.group], -math.inf), options, num_random)], 1)
+        chosen = _best(scores, options, self.num_selected)
+        offset = torch.rand(len(scores), 1, generator=generator, device=scores.device, dtype=torch.double)
+        num_random = (self.explore * self.num_selected + offset).floor().long().clamp(max=self.num_selected)
+        rows = num_random.squeeze(1).nonzero().squeeze(1)
+        if len(rows):
+            chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, generator)
+        return chosen
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
+        getattr(self.affinity, "forget", lambda: None)()
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
         scores = self.affinity(batch)
@@ -136,6 +139,17 @@ class Preselection(Search):
         if bool(scores.isnan().any()):
             raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {expected[0]} data points")
         return scores.detach()
+
+
+def _with_chance(chosen: Tensor, num_random: Tensor, options: Options, generator: torch.Generator) -> Tensor:
+    """Selections ``(N, K)`` whose last ``num_random`` places, ``(N, 1)``, go to random options of groups that are not selected."""
+    place = torch.arange(chosen.shape[1], device=chosen.device) - (chosen.shape[1] - num_random)
+    taken = torch.zeros(len(chosen), options.num_groups, dtype=torch.bool, device=chosen.device)
+    taken.scatter_(1, options.group[chosen], place < 0)
+    keys = torch.rand(len(chosen), len(options), generator=generator, device=chosen.device, dtype=torch.double)
+    # At least as many groups are left as places; what the fill would add beyond them is never looked at.
+    others = _best(keys.masked_fill(taken[:, options.group], -math.inf), options, int(num_random.max()))
+    return torch.where(place < 0, chosen, others.gather(1, place.clamp(min=0)))
 
 
 def _best(scores: Tensor, options: Options, count: int) -> Tensor:

@@ -11,7 +11,17 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Population, StateSpace, Truncated_ELBO
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    GPSelect,
+    Population,
+    Preselection,
+    StateSpace,
+    Truncated_ELBO,
+    best_start,
+)
 from pyro_truncated.gp import LeaveOneOutRegression
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.population import initial_population
@@ -124,10 +134,76 @@ def test_new_data_are_predicted_and_not_remembered() -> None:
     for new_y in (torch.randn(N, 3), torch.randn(7, 3)):
         batch = toy.batch(torch.arange(len(new_y)))
         population = dataclasses.replace(batch.population, indices=None)
-        scores = affinity(SearchBatch(population, batch.score, {"y": new_y}))
+        scores = affinity(SearchBatch(population, batch.score, {"y": new_y}, is_new=True))
         assert affinity.regression is not None
         torch.testing.assert_close(scores, affinity.regression.predict(new_y)[0])
     torch.testing.assert_close(affinity(toy.batch()), known)
+
+
+def batch_of(toy: Toy, num_data: int, indices: Tensor | None = None) -> SearchBatch:
+    """Some of the first data points, as if they were all there are."""
+    batch = toy.batch(torch.arange(num_data))
+    return dataclasses.replace(batch, population=dataclasses.replace(batch.population, indices=indices))
+
+
+@pytest.mark.parametrize("change", ["fewer", "others", "others in minibatches", "more", "other latents"])
+def test_training_on_other_data_starts_anew(change: str) -> None:
+    toy = Toy()
+    other = Toy(StateSpace([2] * 4)) if change == "other latents" else Toy()
+    affinity = RegressionAffinity(fit_steps=3)
+    affinity(batch_of(toy, 30))
+    num_data = {"fewer": 20, "more": N}.get(change, 30)
+    batch = batch_of(other, num_data, torch.arange(num_data) if "minibatches" in change else None)
+    scores = affinity(batch)
+    torch.testing.assert_close(scores, RegressionAffinity(fit_steps=3)(batch), rtol=0, atol=1e-10)
+    assert affinity.regression is not None
+    assert len(affinity.regression.inputs) == num_data
+
+
+def test_data_that_join_those_known_do_not_make_it_forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, sizes = Toy(), refits(monkeypatch)
+    affinity = RegressionAffinity(fit_steps=3)
+    affinity(batch_of(toy, 30))
+    affinity(toy.batch(torch.arange(25, N)))
+    affinity(toy.batch())
+    assert sizes == [30]
+
+
+def test_new_data_are_learned_from_when_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, sizes = Toy(), refits(monkeypatch)
+    batch, affinity = dataclasses.replace(toy.batch(), is_new=True), RegressionAffinity(fit_steps=3)
+    for _ in range(2):
+        torch.testing.assert_close(affinity(batch), RegressionAffinity(fit_steps=3)(batch), rtol=0, atol=1e-6)
+    affinity(Toy().batch())
+    affinity(batch)
+    # One of its own and one of the fresh affinity, twice; then that of the training data.
+    assert sizes == [N] * 4
+
+
+def test_forgetting() -> None:
+    toy, search = Toy(), GPSelect(3, fit_steps=3, explore=0.0)
+    other = Toy()
+    search.propose(other.batch())
+    (search + EvolutionarySearch(2, 2)).forget()
+    assert torch.equal(search.propose(toy.batch()).words, GPSelect(3, fit_steps=3, explore=0.0).propose(toy.batch()).words)
+    Preselection(lambda batch: torch.zeros(N, 6), 3).forget()
+    EvolutionarySearch().forget()
+
+
+def test_a_search_used_for_the_start_is_as_new_for_all_data() -> None:
+    _, y = bars(120)
+    results = []
+    for search in (GPSelect(4, explore=0.0), GPSelect(4, explore=0.0)):
+        torch.manual_seed(1)
+        model = BinarySparseCoding(16, 8, dtype=torch.float64)
+        best_start(model, y, search, num_starts=2, num_data=60, steps=2, num_states=16)
+        used = search if not results else GPSelect(4, explore=0.0)
+        svi = SVI(model, AutoTruncated(model, num_states=20), ClosedForm(model), Truncated_ELBO(used))
+        torch.manual_seed(2)
+        results.append([svi.step(y) for _ in range(3)])
+        assert used.affinity.regression is not None
+        assert len(used.affinity.regression.inputs) == 120
+    assert results[0] == results[1]
 
 
 def test_given_inputs() -> None:
@@ -138,10 +214,25 @@ def test_given_inputs() -> None:
     torch.testing.assert_close(affinity(toy.batch(rows)), whole[rows], rtol=0, atol=1e-10)
     assert affinity.regression is not None
     assert affinity.regression.inputs.shape == (N, 2)
+    with pytest.raises(ValueError, match="inputs hold the rows of the training data; for new data, make inputs a function"):
+        affinity(dataclasses.replace(toy.batch(), is_new=True))
     with pytest.raises(ValueError, match="inputs hold 39 rows, but the batch is all data and has 40 data points"):
         RegressionAffinity(inputs=inputs[1:])(toy.batch())
     with pytest.raises(ValueError, match="there is no observed site with one value per data point to regress on; give inputs"):
         RegressionAffinity()(dataclasses.replace(toy.batch(), observations={}))
+
+
+def test_inputs_made_by_a_function() -> None:
+    toy = Toy()
+    affinity = RegressionAffinity(inputs=lambda batch: batch.observations["y"].square())
+    expected = RegressionAffinity(inputs=toy.y.square())
+    rows = torch.tensor([3, 30, 5])
+    torch.testing.assert_close(affinity(toy.batch()), expected(toy.batch()), rtol=0, atol=1e-8)
+    new = dataclasses.replace(toy.batch(rows), observations={"y": torch.ones(3, 3)}, is_new=True)
+    assert affinity.regression is not None
+    torch.testing.assert_close(affinity(new), affinity.regression.predict(torch.ones(3, 3))[0])
+    with pytest.raises(ValueError, match=r"inputs must return a matrix of 40 rows, one per data point of the batch; got \(1, 3\)"):
+        RegressionAffinity(inputs=lambda batch: torch.zeros(1, 3))(toy.batch())
 
 
 def test_missing_entries_become_the_mean_of_their_column() -> None:

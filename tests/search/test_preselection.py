@@ -122,23 +122,38 @@ def test_scores_of_minus_infinity_rank_last(name: str) -> None:
 
 
 class TestExploration:
-    def test_number_of_random_places(self) -> None:
+    @pytest.mark.parametrize(("explore", "fewest"), [(0.1, 0), (0.3, 1), (0.4, 2), (1.0, 5)])
+    def test_number_of_random_places(self, explore: float, fewest: int) -> None:
+        space, num_data, number = StateSpace([2] * 12), 40000, 5
+        words = torch.zeros(num_data, 1, space.num_words, dtype=torch.long)
+        batch = SearchBatch(Population(space, words, torch.zeros(num_data, 1)), lambda w: torch.zeros(w.shape[:2]))
+        scores = torch.arange(12.0).flip(0).expand(num_data, -1)
+        selected = Preselection(lambda batch: scores, number, explore=explore).select(batch)
+        assert selected.sort(1).values.diff(dim=1).min() > 0
+        # Of r random places, the first goes to latent number - r, the best one left, in one of 12 - (number - r) cases.
+        kept = (selected == torch.arange(number)).long().cumprod(1).sum(1)
+        assert int(kept.min()) == number - fewest - (explore * number > fewest)
+        share = explore * number - fewest
+        expected = {fewest: 1 - share, fewest + 1: share}
+        mean = sum(chance * (number - r) for r, chance in expected.items())
+        for r, chance in expected.items():
+            # Places that chance gives back to the latent which would have had it anyway, in a row.
+            for again in range(r):
+                mean += chance * math.prod(1 / (12 - (number - r) - i) for i in range(again + 1))
+        # Five standard deviations of a number between 0 and 5: a false alarm in 1e-6.
+        assert abs(float(kept.double().mean()) - mean) < 5 * float(kept.double().std().clamp(min=0.01)) / num_data**0.5
+
+    def test_data_points_have_chances_of_their_own(self) -> None:
         space = StateSpace([2] * 12)
         batch = Toy(space).batch()
         scores = torch.arange(12.0).flip(0).expand(20, -1)
         search = Preselection(lambda batch: scores, 5, explore=0.1)
-        # One place in half of the calls; the top five or four latents are always there.
-        calls = 4000
-        rounded = 0
-        for _ in range(calls):
-            selected = search.select(batch)
-            has_all = (selected.sort(1).values == torch.arange(5)).all(1)
-            assert torch.equal(selected[:, :4], torch.arange(4).expand(20, -1))
-            assert selected.sort(1).values.diff(dim=1).min() > 0
-            rounded += int(not has_all.all())
-        # A call with a random place shows unless all twenty data points draw latent 4, one of eight.
-        # 4.5 standard deviations: a false alarm in 1e-5.
-        assert abs(rounded / calls - 0.5) < 4.5 * 0.5 / calls**0.5
+        differing = 0
+        for _ in range(50):
+            changed = (search.select(batch)[:, 4] != 4).sum()
+            differing += int(0 < changed < 20)
+        # Each of twenty changes with probability 7/16: all alike in less than 1 of 9e4 calls, so twice in fifty in 2e-7.
+        assert differing >= 49
 
     @pytest.mark.parametrize("name", ["binary", "mixed", "mixture"])
     def test_all_others_are_equally_likely(self, name: str) -> None:
