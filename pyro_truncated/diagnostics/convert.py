@@ -78,7 +78,8 @@ def to_arviz(
     Args:
         model: the Pyro model, or one for each guide.
         guide: an :class:`~pyro_truncated.AutoTruncated`, or an ``AutoGuideList`` with one among its parts; or a list or tuple of such
-            guides with equal populations.
+            guides with equal populations. A method of an object that converts itself (``SpikeSlabGPLVM``, ``SpikeSlabMRD``) leaves the
+            work to the object's ``to_arviz``; of the options it gets ``num_samples`` and ``seed``.
         *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data.
         num_samples: number of draws.
         num_predictive: number of draws in each of the four predictive groups, at most ``num_samples``; 0 leaves them out. There are fewer
@@ -107,6 +108,8 @@ def to_arviz(
     """
     if num_samples < 1 or num_predictive < 0:
         raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {num_predictive}")
+    if convert_itself := getattr(getattr(guide, "__self__", None), "to_arviz", None):
+        return convert_itself(*args, num_samples=num_samples, seed=seed, **kwargs)
     several = isinstance(guide, list | tuple)
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
@@ -115,9 +118,9 @@ def to_arviz(
     settings = _Settings(num_samples, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
     with _seeded(seed), torch.no_grad():
         chains = []
-        for position, (one, own) in enumerate(zip(guides, models, strict=True)):
+        for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_convert(own, one, args, kwargs, settings))
+                chains.append(_convert(its_model, one, args, kwargs, settings))
     datasets = _join(chains) if several else chains[0]
     if checks is not None:
         exact = datasets["truncated_posterior"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyro
@@ -11,14 +11,17 @@ import xarray as xr
 from torch import Tensor
 
 from pyro_truncated._arviz_compat import make_idata
-from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
+
+if TYPE_CHECKING:
+    from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
 
 
 @torch.no_grad()
 def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 500, seed: int | None = None) -> Any:
     r"""Converts the posterior of switches and latents to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
-    For a posterior over whole patterns of switches use :func:`~pyro_truncated.to_arviz` with ``model.switch_model`` and its guide.
+    ``to_arviz(model.model, model.guide, y)`` does the same. For a posterior over whole patterns of switches pass it
+    ``model.switch_model`` and its :class:`~pyro_truncated.AutoTruncated`.
 
     =====================  ==========================================================================================================
     group                  content

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -17,6 +19,7 @@ from torch.distributions import constraints
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.psi_statistics import covariance_of
+from pyro_truncated.gplvm.convert import latents_to_arviz
 from pyro_truncated.gplvm.inducing import InducingPosterior
 from pyro_truncated.gplvm.view import View, kernel_weights, make_kernel
 
@@ -49,7 +52,7 @@ class SpikeSlabMRD(PyroModule):
         num_data: number of data points ``N``.
         num_observed: number of outputs of each view.
         num_latents: number of latent dimensions ``Q``.
-        kernel: ``"rbf"``, ``"linear"``, a kernel, or a function that makes one; or one of these for each view.
+        kernel: ``"rbf"``, ``"linear"``, a kernel (each further view gets a copy), or a function that makes one; or one for each view.
         num_inducing: inducing inputs ``M`` of each view; default: 50, at most ``N``. A ``LinearARD`` kernel is exact with ``Q``
             inducing inputs at the unit vectors, and gets these.
         prior: prior probability :math:`\pi` of a switch, a number or ``(C, Q)``.
@@ -113,7 +116,11 @@ class SpikeSlabMRD(PyroModule):
         self.loc = PyroParam(torch.randn(num_data, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.scale = PyroParam(torch.full((num_data, num_latents), 0.3, dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
-        specs = list(kernel) if isinstance(kernel, Sequence) and not isinstance(kernel, str) else [kernel] * len(shape[:1]) * shape[0]
+        if isinstance(kernel, Sequence) and not isinstance(kernel, str):
+            specs: list[KernelSpec] = list(kernel)
+        else:
+            # Views have kernels of their own: one that is given for all of them is copied.
+            specs = [kernel, *(copy.deepcopy(kernel) for _ in self.num_observed[1:])]
         if len(specs) != shape[0]:
             raise ValueError(f"kernel must be one kernel or one for each of the {shape[0]} views; got {len(specs)}")
         most = min(50 if num_inducing is None else num_inducing, num_data)
@@ -241,6 +248,10 @@ class SpikeSlabMRD(PyroModule):
         if y is None:
             raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
+
+    def to_arviz(self, y: Views, *, num_samples: int = 500, seed: int | None = None) -> Any:
+        """Switches and latents as ArviZ data; see :func:`~pyro_truncated.gplvm.latents_to_arviz`."""
+        return latents_to_arviz(self, y, num_samples=num_samples, seed=seed)
 
     # --- the Pyro programs ---
 

@@ -9,10 +9,12 @@ import math
 import pyro
 import pytest
 import torch
+from pyro.contrib.gp import kernels
 from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated.gp.inputs import Quadrature
 from pyro_truncated.gplvm import Analytic_ELBO, SpikeSlabGPLVM, SpikeSlabMRD, initialize, maximize_bound, switch_log_odds, update_switches
 from pyro_truncated.gplvm.training import switch_moves
 from tests.gplvm import exact
@@ -302,6 +304,19 @@ def test_models_do_not_share_parameters_through_the_store():
     initialize(twin, y)
     assert float(twin.bound(y).detach()) != beside
     assert float(second.bound(y).detach()) == beside
+
+
+def test_views_do_not_share_a_kernel_that_is_given_once():
+    kernel = kernels.Matern32(2, torch.ones((), dtype=DOUBLE), torch.ones(2, dtype=DOUBLE))
+    model = SpikeSlabMRD(5, (3, 2), 2, kernel=kernel, expectation=Quadrature(5))
+    first, second = (view.kernel for view in model.views)
+    assert first is kernel
+    with torch.no_grad():
+        first.lengthscale = torch.full((2,), 3.0, dtype=DOUBLE)
+    assert second.lengthscale.tolist() == [1.0, 1.0]
+    model.bound(random_views(model)).backward()
+    gradients = [dict(view.kernel.named_parameters())["lengthscale_unconstrained"].grad for view in model.views]
+    assert not torch.equal(*gradients)
 
 
 def test_generates_and_predicts_as_any_pyro_model():

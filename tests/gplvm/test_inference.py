@@ -212,6 +212,8 @@ def test_arviz_holds_switches_and_latents():
     np.testing.assert_allclose(get_dataset(idata, "observed_data")["y_1"], views[1].numpy())
     again = latents_to_arviz(model, views, num_samples=300, seed=0)
     np.testing.assert_array_equal(get_dataset(again, "posterior")["x"], posterior["x"])
+    same = to_arviz(model.model, model.guide, views, num_samples=300, seed=0)
+    np.testing.assert_array_equal(get_dataset(same, "posterior")["b"], posterior["b"])
 
 
 def test_patterns_of_switches_convert_with_the_librarys_own_function():
