@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import pyro
-import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, rows_of
-from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
+from pyro_truncated.models.binary_causes import check_data, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
+from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
 
 
-class BinarySparseCoding(PyroModule):
+class BinarySparseCoding(SparseCoding):
     r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s, \sigma^2 I)`.
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
@@ -36,43 +33,10 @@ class BinarySparseCoding(PyroModule):
         Henniges, Puertas, Bornschein, Eggert and Lücke, "Binary Sparse Coding", LVA/ICA 2010.
     """
 
-    weight: Tensor
-    scale: Tensor
-    prior: Tensor
+    superposition = LinearSuperposition
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
-        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        prior = first_prior(num_latents, shared_prior, dtype)
-        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
-        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
-        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
-
-    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        weight, scale, prior = self.weight, self.scale, self.prior
-        size = len(y) if y is not None else num_data or 1
-        with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", LinearSuperposition(states, weight, scale), obs=None if y is None else y[index])
-
-    @torch.no_grad()
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> BinarySparseCoding:
-        r"""Starts from the data: dictionary elements are random data points, :math:`\sigma^2` is the data's variance, :math:`\pi = 2 / H`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-        """
-        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
-        self.weight = weight.to(self.weight).contiguous()
-        self.scale = deviation.to(self.scale)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
-        return self
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 
     @torch.no_grad()
     def sufficient_statistics(
@@ -115,10 +79,7 @@ class BinarySparseCoding(PyroModule):
         """
         pairs, cross, squares = statistics["pairs"], statistics["cross"], statistics["squares"]
         weight = best_dictionary(self.weight.double(), pairs, cross)
-        errors = squared_residuals(weight, pairs, cross, squares)
-        self.weight = weight.to(self.weight)
-        self.scale = best_scale(errors, squares, statistics["observed"]).to(self.scale)
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        self._set_dictionary(weight, squared_residuals(weight, pairs, cross, squares), statistics)
 
 
 def _moments_per_dimension(words: Tensor, weights: Tensor, observed: Tensor, num_latents: int) -> tuple[Tensor, Tensor]:

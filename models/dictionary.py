@@ -1,14 +1,21 @@
-"""A dictionary with Gaussian noise: where it starts, and its M-step, with and without missing data."""
+"""A dictionary with Gaussian noise: where it starts, and its M-steps, with and without missing data."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.models.binary_causes import perturbed_rows
 
+WEIGHT_FLOOR = 1e-6
+NEVER_SEEN = 1e-10
+
 _RIDGE = 1e-10
 _VARIANCE_FLOOR = 1e-6
+_MAX_HALVINGS = 10
+_ROUNDING = 1e-12
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
@@ -59,3 +66,52 @@ def squared_residuals(weight: Tensor, pairs: Tensor, cross: Tensor, squares: Ten
 def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
     """Every row of the dictionary times the (common, or its own) symmetric matrix of second moments."""
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
+
+
+def better_maximum_dictionary(
+    weight: Tensor, sums: Tensor, wins: Tensor, errors: Tensor, squares: Tensor, errors_of: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    r"""A dictionary for superposition by maximum whose expected squared residuals are no larger than the old one's.
+
+    An entry asks for ``sums / wins``, which minimises the residuals if the winners stay the same. As they may not, the step there is
+    halved, in the dimensions where the residuals would grow, until they do not.
+
+    Args:
+        weight: old dictionary, ``(D, H)``.
+        sums: expected sums of data times coefficients where the latent attains the maximum, ``(D, H)``.
+        wins: those of the squared coefficients, ``(D, H)``; entries that never win stay as they are.
+        errors: expected squared residuals of every dimension under the old dictionary, ``(D,)``.
+        squares: sums of the squared data, ``(D,)``.
+        errors_of: gives the errors of a dictionary.
+
+    Returns:
+        The dictionary, at least ``WEIGHT_FLOOR``, and its errors.
+    """
+    step = torch.where(wins > NEVER_SEEN, sums / wins, weight).clamp(min=WEIGHT_FLOOR) - weight
+    for _ in range(_MAX_HALVINGS):
+        chosen = weight + step
+        chosen_errors = errors_of(chosen)
+        is_worse = chosen_errors > errors + _ROUNDING * squares
+        if not bool(is_worse.any()):
+            return chosen, chosen_errors
+        step = torch.where(is_worse.unsqueeze(-1), 0.5 * step, step)
+    return torch.where(is_worse.unsqueeze(-1), weight, chosen), torch.where(is_worse, errors, chosen_errors)
+
+
+def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Maximiser of the expected log prior of slabs: their mean and standard deviation where the latent is on.
+
+    Args:
+        count: how often the latent is on, :math:`\sum_n \langle b \rangle`.
+        sums: :math:`\sum_n \langle b z \rangle`.
+        squares: :math:`\sum_n \langle b z^2 \rangle`.
+        slab_mean: old mean, kept where the latent is never on.
+        slab_scale: old deviation, kept where the latent is never on.
+
+    Returns:
+        Mean and deviation, in float64.
+    """
+    is_used, power = count > NEVER_SEEN, squares / count
+    mean = torch.where(is_used, sums / count, slab_mean.double())
+    variance = (power - mean.square()).maximum(_VARIANCE_FLOOR * power)
+    return mean, torch.where(is_used, variance.sqrt(), slab_scale.double())

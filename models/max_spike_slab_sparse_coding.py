@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam, pyro_method
+from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.gibbs import GibbsDraws
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
-from pyro_truncated.models.dictionary import best_scale, first_dictionary
-
-_WEIGHT_FLOOR = 1e-6
-_VARIANCE_FLOOR = 1e-6
-_NEVER_WINS = 1e-10
-_MAX_HALVINGS = 10
-_ROUNDING = 1e-12
+from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_slabs, better_maximum_dictionary
+from pyro_truncated.models.sparse_coding import SparseCoding
 
 
-class MaxSpikeSlabSparseCoding(PyroModule):
+class MaxSpikeSlabSparseCoding(SparseCoding):
     r"""Spike-and-slab sparse coding in which causes superpose by maximum.
 
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
@@ -71,9 +68,9 @@ class MaxSpikeSlabSparseCoding(PyroModule):
     statistics_depend_on_parameters = True
     statistics_are_additive = False
 
-    weight: Tensor
-    scale: Tensor
-    prior: Tensor
+    superposition = MaximumSuperposition
+    is_positive = True
+
     slab_mean: Tensor
     slab_scale: Tensor
     unit: Tensor
@@ -87,14 +84,9 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         shared_slab: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        self.num_observed, self.num_latents, self.shared_prior, self.shared_slab = num_observed, num_latents, shared_prior, shared_slab
-        prior = first_prior(num_latents, shared_prior, dtype)
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
+        self.shared_slab = shared_slab
         slab = torch.ones(() if shared_slab else (num_latents,), dtype=dtype)
-        weight = 0.5 + torch.rand(num_observed, num_latents, dtype=dtype)
-        self.weight = PyroParam(weight, constraints.positive)  # type: ignore[assignment]
-        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
-        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
         self.slab_mean = PyroParam(slab, constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(0.5**0.5 * slab, constraints.positive)  # type: ignore[assignment]
         self.register_buffer("unit", torch.ones_like(slab, dtype=torch.float64))
@@ -117,22 +109,9 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> MaxSpikeSlabSparseCoding:
-        r"""Starts from the data: elements are magnitudes of random data points, :math:`\sigma^2` is the data's variance.
-
-        The rest is :math:`\pi = 2 / H`, :math:`\mu = 1`, :math:`\tau^2 = 1/2`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-        """
-        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
-        self.weight = weight.abs().clamp(min=_WEIGHT_FLOOR).to(self.weight).contiguous()
-        self.scale = deviation.to(self.scale)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """See :meth:`SparseCoding.initialize`."""
+        super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
         return self
@@ -261,16 +240,7 @@ class MaxSpikeSlabSparseCoding(PyroModule):
             return packed.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
 
         products, wins, before = won(weight)
-        step = torch.where(wins > _NEVER_WINS, products / wins, weight).clamp(min=_WEIGHT_FLOOR) - weight
-        for _ in range(_MAX_HALVINGS):
-            chosen = weight + step
-            errors = won(chosen)[2]
-            is_worse = errors > before + _ROUNDING * squares
-            if not bool(is_worse.any()):
-                break
-            step = torch.where(is_worse.unsqueeze(-1), 0.5 * step, step)
-        else:
-            chosen, errors = torch.where(is_worse.unsqueeze(-1), weight, chosen), torch.where(is_worse, before, errors)
+        chosen, errors = better_maximum_dictionary(weight, products, wins, before, squares, lambda weight: won(weight)[2])
         return {
             **_moments(draws, self.num_latents),
             "num_data": wins.new_tensor(len(rows)),
@@ -296,16 +266,11 @@ class MaxSpikeSlabSparseCoding(PyroModule):
         added to later ones.
         """
         wins = statistics["wins"]
-        weight = torch.where(wins > _NEVER_WINS, statistics["claims"] / wins, self.weight.double()).clamp(min=_WEIGHT_FLOOR)
+        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).clamp(min=WEIGHT_FLOOR)
         count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
-        is_used, power = count > _NEVER_WINS, second / count
-        slab_mean = torch.where(is_used, first / count, self.slab_mean.double())
-        slab_variance = (power - slab_mean.square()).maximum(_VARIANCE_FLOOR * power)
-        slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
-        gain = torch.where(is_used & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
-        self.weight = (weight / gain).clamp(min=_WEIGHT_FLOOR).to(self.weight)
-        self.scale = best_scale(statistics["errors"], statistics["squares"], statistics["observed"]).to(self.scale)
-        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+        slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
+        gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
+        self._set_dictionary((weight / gain).clamp(min=WEIGHT_FLOOR), statistics["errors"], statistics)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)
         self.unit = self.unit * gain

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Self
+
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam, pyro_method
+from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, rows_of
-from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
+from pyro_truncated.models.binary_causes import check_data, rows_of
+from pyro_truncated.models.dictionary import best_dictionary, best_slabs, squared_residuals
+from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
 
-_VARIANCE_FLOOR = 1e-6
-_NEVER_ACTIVE = 1e-10
 
-
-class SpikeSlabSparseCoding(PyroModule):
+class SpikeSlabSparseCoding(SparseCoding):
     r"""Linear spike-and-slab sparse coding.
 
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
@@ -56,32 +56,19 @@ class SpikeSlabSparseCoding(PyroModule):
     # The slabs' posterior moments are those under the parameters at the time.
     statistics_depend_on_parameters = True
 
-    weight: Tensor
-    scale: Tensor
-    prior: Tensor
+    superposition = SpikeSlabSuperposition
+
     slab_mean: Tensor
     slab_scale: Tensor
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = False, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
-        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        prior = first_prior(num_latents, shared_prior, dtype)
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
         slab_scale = torch.full((num_latents,), 0.5**0.5, dtype=dtype)
-        self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
-        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
-        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(slab_scale, constraints.positive)  # type: ignore[assignment]
 
-    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
-        prior = self.prior
-        size = len(y) if y is not None else num_data or 1
-        with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", SpikeSlabSuperposition(states, *parameters), obs=None if y is None else y[index])
+    def _superposition_parameters(self) -> tuple[Tensor, ...]:
+        return self.weight, self.scale, self.slab_mean, self.slab_scale
 
     @pyro_method
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
@@ -102,22 +89,9 @@ class SpikeSlabSparseCoding(PyroModule):
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> SpikeSlabSparseCoding:
-        r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance.
-
-        The rest is :math:`\pi = 2 / H`, :math:`\mu = 1`, :math:`\tau^2 = 1/2`.
-
-        Args:
-            y: data ``(N, D)``.
-            generator: source of randomness.
-
-        Returns:
-            The model itself.
-        """
-        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
-        self.weight = weight.to(self.weight).contiguous()
-        self.scale = deviation.to(self.scale)
-        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """See :meth:`SparseCoding.initialize`."""
+        super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
         self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
         return self
@@ -169,15 +143,10 @@ class SpikeSlabSparseCoding(PyroModule):
         pairs, cross, count = statistics["pairs"], statistics["cross"], statistics["states"]
         weight = best_dictionary(old, pairs, cross)
         errors = squared_residuals(weight, pairs, cross, statistics["squares"])
-        is_used = count > _NEVER_ACTIVE
-        power = statistics["coefficient_squares"] / count
-        slab_mean = torch.where(is_used, statistics["coefficients"] / count, self.slab_mean.double())
-        slab_variance = (power - slab_mean.square()).maximum(_VARIANCE_FLOOR * power)
-        slab_scale = torch.where(is_used, slab_variance.sqrt(), self.slab_scale.double())
+        sums, squares = statistics["coefficients"], statistics["coefficient_squares"]
+        slab_mean, slab_scale = best_slabs(count, sums, squares, self.slab_mean, self.slab_scale)
         gain = _gauge(old, weight, slab_mean)
-        self.weight = (weight / gain).to(self.weight)
-        self.scale = best_scale(errors, statistics["squares"], statistics["observed"]).to(self.scale)
-        self.prior = best_prior(count, statistics["num_data"], self.shared_prior).to(self.prior)
+        self._set_dictionary(weight / gain, errors, statistics)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)
         outer = gain.unsqueeze(-1) * gain
@@ -197,7 +166,8 @@ class SpikeSlabSparseCoding(PyroModule):
         """
         rows = rows_of(check_data(y, self.num_observed), population)
         _, coefficients, _ = packed.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
-        return (coefficients @ self.weight.double().mT).to(y.dtype)
+        mean: Tensor = (coefficients @ self.weight.double().mT).to(y.dtype)
+        return mean
 
     def _parameters64(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         precision = self.scale.double().reciprocal().square().expand(self.num_observed)

@@ -121,11 +121,11 @@ def test_m_step_never_lowers_the_expected_log_joint_of_its_draws(with_missing: b
 
 
 def test_steps_that_would_lower_it_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_truncated.models import max_spike_slab_sparse_coding
+    from pyro_truncated.models import dictionary
 
     falls = []
     for rounding in (math.inf, 1e-12):
-        monkeypatch.setattr(max_spike_slab_sparse_coding, "_ROUNDING", rounding)
+        monkeypatch.setattr(dictionary, "_ROUNDING", rounding)
         lost = 0
         for seed in range(10):
             pyro.set_rng_seed(seed)

@@ -54,11 +54,11 @@ def test_em_never_lowers_the_free_energy(with_missing: bool, shared_prior: bool,
 
 
 def test_steps_that_would_lower_the_free_energy_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
-    from pyro_truncated.models import maximal_causes
+    from pyro_truncated.models import dictionary
 
     falls = []
     for rounding in (math.inf, 1e-12):
-        monkeypatch.setattr(maximal_causes, "_ROUNDING", rounding)
+        monkeypatch.setattr(dictionary, "_ROUNDING", rounding)
         lost = 0
         for seed in range(6):
             pyro.set_rng_seed(seed)

@@ -1,0 +1,93 @@
+"""Sparse coding: what models of Gaussian data with independent binary causes and a dictionary have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
+from pyro_truncated.models.dictionary import WEIGHT_FLOOR, best_scale, first_dictionary
+
+
+class SparseCoding(PyroModule):
+    r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \sigma)`.
+
+    A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        shared_prior: whether all latents share one :math:`\pi`.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+
+    Raises:
+        ValueError: if a size is no positive integer.
+    """
+
+    superposition: ClassVar[Callable[..., dist.TorchDistribution]]
+    is_positive: ClassVar[bool] = False
+
+    weight: Tensor
+    scale: Tensor
+    prior: Tensor
+
+    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        check_sizes(num_observed=num_observed, num_latents=num_latents)
+        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        shape, support = (num_observed, num_latents), constraints.positive if self.is_positive else constraints.real
+        weight = 0.5 + torch.rand(shape, dtype=dtype) if self.is_positive else torch.randn(shape, dtype=dtype)
+        self.weight = PyroParam(weight, support)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.prior = PyroParam(first_prior(num_latents, shared_prior, dtype), constraints.unit_interval)  # type: ignore[assignment]
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        prior, parameters = self.prior, self._superposition_parameters()
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", type(self).superposition(states, *parameters), obs=None if y is None else y[index])
+
+    def _superposition_parameters(self) -> tuple[Tensor, ...]:
+        """What the likelihood takes after the states."""
+        return self.weight, self.scale
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        r"""Starts from the data.
+
+        Dictionary elements are random data points (their magnitudes, where elements must be positive), :math:`\sigma^2` is the data's
+        variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean 1 and variance 1/2.
+
+        Args:
+            y: data ``(N, D)``.
+            generator: source of randomness.
+
+        Returns:
+            The model itself.
+        """
+        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        weight = weight.abs().clamp(min=WEIGHT_FLOOR) if self.is_positive else weight
+        self.weight = weight.to(self.weight).contiguous()
+        self.scale = deviation.to(self.scale)
+        self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
+        return self
+
+    def _set_dictionary(self, weight: Tensor, errors: Tensor, statistics: dict[str, Tensor]) -> None:
+        """Sets the dictionary, and noise and prior to their maximisers where ``errors`` are the expected squared residuals."""
+        self.weight = weight.to(self.weight)
+        self.scale = best_scale(errors, statistics["squares"], statistics["observed"]).to(self.scale)
+        self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
