@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+ARVIZ1 := .venv-arviz1/bin
 
 # Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel; idle threads must sleep, not spin,
 # or each waits for the other's core.
@@ -10,7 +11,7 @@ WORKERS ?= 2
 TEST_ENV := OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint format papers bench clean
+.PHONY: demo test arviz1 lint format papers bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -23,6 +24,14 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins.
+arviz1:
+	test -x $(ARVIZ1)/python || $(PYTHON) -m venv .venv-arviz1
+	grep -v '^arviz' constraints.txt > .venv-arviz1/constraints.txt
+	$(ARVIZ1)/python -m pip install --quiet --constraint .venv-arviz1/constraints.txt torch
+	$(ARVIZ1)/python -m pip install --quiet --constraint .venv-arviz1/constraints.txt --editable ".[test]" "arviz>=1"
+	$(TEST_ENV) $(ARVIZ1)/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -40,5 +49,5 @@ bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s
 
 clean:
-	rm -rf .venv report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
