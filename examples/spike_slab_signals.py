@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -34,11 +35,22 @@ def make_views(args: argparse.Namespace) -> tuple[torch.Tensor, list[torch.Tenso
     return signals, views
 
 
+def plot_switches(model: SpikeSlabMRD, ax: Any) -> None:
+    """Bars for the switches of every view."""
+    gamma = model.probability.detach().numpy()
+    positions = torch.arange(model.num_latents).numpy()
+    for view, row in enumerate(gamma):
+        ax.bar(positions + 0.4 * view - 0.2, row, width=0.4, color=f"C{view}", label=f"view {view + 1}")
+    ax.axhline(float(model.prior[0, 0]), color="0.5", linewidth=1, linestyle="dashed", label="prior")
+    ax.set(title="probabilities of the switches", xlabel="latent dimension", xticks=positions, ylim=(0, 1.3))
+    ax.legend(frameon=False, fontsize=8, ncols=3)
+
+
 def picture(signals: torch.Tensor, model: SpikeSlabMRD, shared: dict[str, list[int]], path: Path) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5.6), layout="constrained")
-    axes = figure.subplot_mosaic([["a", "b", "c"], ["d", "d", "e"]])
+    axes = figure.subplot_mosaic([["a", "b", "c"], ["d", "e", "f"]])
     loc, scale = model.loc.detach(), model.scale.detach()
     similar = torch.corrcoef(torch.cat([signals, loc], 1).mT)[:3, 3:]
     parts = (shared["private 0"], shared["private 1"], shared["shared"])
@@ -48,15 +60,15 @@ def picture(signals: torch.Tensor, model: SpikeSlabMRD, shared: dict[str, list[i
             sign = float(row[q].sign())
             mean, deviation = sign * loc[:, q], scale[:, q]
             factor = 1 / mean.std()
-            axes[ax].plot(factor * mean, color="tab:blue", linewidth=1.2)
-            axes[ax].fill_between(range(len(mean)), factor * (mean - 2 * deviation), factor * (mean + 2 * deviation), alpha=0.3)
+            axes[ax].plot(factor * mean, color="tab:red", linewidth=1.2)
+            low, high = factor * (mean - 2 * deviation), factor * (mean + 2 * deviation)
+            axes[ax].fill_between(range(len(mean)), low, high, color="tab:red", alpha=0.3, linewidth=0)
         kind = {"a": "private to view 1", "b": "private to view 2", "c": "shared"}[ax]
         found = ", ".join(f"dimension {q}, correlation {abs(float(row[q])):.3f}" for q in candidates)
         axes[ax].set(title=f"{name}: {kind}", xlabel=found or "not found", xticks=[])
-    image = axes["d"].imshow(model.probability.detach().numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    axes["d"].set(title="probability of each view's switches", xlabel="latent dimension", yticks=[0, 1], yticklabels=["view 1", "view 2"])
-    figure.colorbar(image, ax=axes["d"])
-    plot_relevance(model, axes["e"]).set_title("view 1")
+    plot_switches(model, axes["d"])
+    for view, ax in enumerate("ef"):
+        plot_relevance(model, axes[ax], view=view).set_title(f"view {view + 1}: weights against switches")
     figure.savefig(path, dpi=80, facecolor="white")
 
 
