@@ -20,6 +20,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.search import GPSelect
 
+OUTPUT = Path(__file__).parent / "results" / "gp_select_mixture.jsonl"
 CENTRES = torch.tensor([[-5.0, -2.0], [0.0, 0.0], [5.0, 2.0]])
 
 
@@ -87,7 +88,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=10)
-    parser.add_argument("--output", type=Path, default=Path("gp_select_mixture.jsonl"))
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     args = parser.parse_args()
     results = [json.loads(line) for line in args.output.read_text().splitlines()] if args.output.exists() else []
     done = {(r["kernel"], r["num_selected"], r["from_truth"], r["seed"]) for r in results}

@@ -32,10 +32,10 @@ def test_mixture_needs_a_nonlinear_selection():
 
 @pytest.mark.parametrize("kind", gp_select.MODELS)
 @pytest.mark.parametrize("variant", gp_select.VARIANTS)
-def test_experiments_run(kind, variant, monkeypatch):
+def test_experiments_run(kind, variant):
     # Only that the experiments work, on few data.
-    monkeypatch.setattr(gp_select, "SHORT_STEPS", 2)
-    result = gp_select.run(kind, "linear" if variant == "paper" else "hand", variant, 0, num_data=100, iterations=2)
+    selection = "linear" if variant == "paper" else "hand"
+    result = gp_select.run(kind, selection, variant, 0, num_data=100, iterations=2, num_starts=2, short_steps=2)
     assert 0 <= result["bars"] <= result["of"] == 10
     assert result["free_energy"] < 0
 
