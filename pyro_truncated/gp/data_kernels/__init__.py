@@ -1,6 +1,6 @@
 """Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
 
-from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, SumKernel
+from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
@@ -24,6 +24,7 @@ __all__ = [
     "ProtocolKernel",
     "PyroKernel",
     "RescaledKernel",
+    "RestrictedKernel",
     "SumKernel",
     "as_data_kernel",
     "positive_parameter",

@@ -185,3 +185,43 @@ class RescaledKernel(DataKernel):
     def _of(self, rows: Tensor | None) -> Tensor:
         found: Tensor = self.deviations if rows is None else self.deviations[rows]
         return found
+
+
+class RestrictedKernel(DataKernel):
+    """A kernel on some of its training inputs: regression on these alone is the method "subset of data".
+
+    Args:
+        kernel: the kernel.
+        rows: positions ``(n,)`` of the inputs to keep.
+        borrowed: whether the kernel stays part of another module, which learns its parameters; otherwise they are this one's.
+    """
+
+    rows: Tensor
+
+    def __init__(self, kernel: DataKernel, rows: Tensor, *, borrowed: bool = False) -> None:
+        super().__init__(len(rows))
+        self._lent = (kernel,)
+        if not borrowed:
+            self._own = kernel
+        self.register_buffer("rows", rows, persistent=False)
+
+    @property
+    def kernel(self) -> DataKernel:
+        """The kernel on all of its training inputs."""
+        return self._lent[0]
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
+        return self.kernel.diag(self.rows if rows is None else self.rows[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the inputs kept, or those at ``rows``, with the ones at positions ``index`` among them."""
+        return self.kernel.columns(self.rows[index], self.rows if rows is None else self.rows[rows])
+
+    def cross(self, new: object, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
+        return self.kernel.cross(new, self.rows[index])
+
+    def diag_new(self, new: object) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.kernel.diag_new(new)

@@ -88,11 +88,17 @@ class PyroKernel(InputKernel):
     def _evaluate(self, *points: Tensor, diag: bool = False) -> Tensor:
         if poutine.runtime.am_i_wrapped():
             # Inside a model: parameters may be random, and belong to the store.
-            found: Tensor = self.kernel(*points, diag=diag)
-            return found
+            return self._covariances(*points, diag=diag)
         with poutine.block(), pyro.get_param_store().scope():
-            isolated: Tensor = self.kernel(*points, diag=diag)
-        return isolated
+            return self._covariances(*points, diag=diag)
+
+    def _covariances(self, *points: Tensor, diag: bool) -> Tensor:
+        kernel: Any = self.kernel
+        if type(self.kernel) is kernels.RBF and not diag and not kernel.variance.dim():
+            first, second = (kernel._slice_input(some) for some in points)
+            return squared_exponential(first, second, kernel.lengthscale, kernel.variance)
+        found: Tensor = kernel(*points, diag=diag)
+        return found
 
 
 class GPyTorchKernel(InputKernel):
@@ -129,6 +135,30 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
     return PyroKernel(kernels.RBF(dim, points.new_ones(()), points.new_full((dim,), 2 * dim**0.5)), points)
+
+
+def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:
+    r"""The squared exponential kernel in one product of matrices and one exponential.
+
+    With inputs divided by the length-scales, :math:`\log k(x, z) = x^\top z - \frac12 |x|^2 - \frac12 |z|^2 + \log v` is an inner product
+    of vectors of two more dimensions. Pyro's own way makes several more passes over all pairs, forwards and backwards.
+
+    Args:
+        first: inputs ``(a, D)``.
+        second: inputs ``(b, D)``.
+        lengthscale: one for all dimensions, or ``(D,)``.
+        variance: :math:`v`, a scalar.
+
+    Returns:
+        Covariances ``(a, b)``.
+    """
+    # Distances do not depend on the origin; rounding errors do.
+    centre = second.detach().mean(0)
+    x, z = (first - centre) / lengthscale, (second - centre) / lengthscale
+    x_size, z_size = -0.5 * x.square().sum(1, keepdim=True), -0.5 * z.square().sum(1, keepdim=True)
+    left = torch.cat([x, x_size, torch.ones_like(x_size)], 1)
+    right = torch.cat([z, torch.ones_like(z_size), z_size + variance.log()], 1)
+    return (left @ right.mT).exp()
 
 
 def _describe(value: Any) -> str:

@@ -5,7 +5,6 @@ from pyro_truncated.gp.subset.baselines import (
     InformativeVectorSearch,
     KMeansSearch,
     RandomSearch,
-    RestrictedKernel,
     TitsiasSearch,
 )
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
@@ -24,7 +23,6 @@ __all__ = [
     "InformativeVectorSearch",
     "KMeansSearch",
     "RandomSearch",
-    "RestrictedKernel",
     "StudentT",
     "SubsetGPRegression",
     "SubsetSearch",

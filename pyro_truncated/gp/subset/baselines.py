@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
@@ -108,47 +108,12 @@ class KMeansSearch(SubsetSearch):
         """
         if index is not None:
             return index
-        kernel = problem.kernel
-        if not isinstance(kernel, InputKernel):
-            raise TypeError(f"k-means needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
-        inputs = kernel.inputs if kernel.inputs.dim() == 2 else kernel.inputs[:, None]
+        inputs = _inputs_of(problem.kernel)
         centres = k_means(inputs, num_inducing, self.iterations, generator)
         found = torch.cdist(centres, inputs).argmin(1).unique()
         left = torch.ones(problem.num_data, device=found.device, dtype=torch.float64)
         left[found] = 0.0
         return torch.cat([found, draw(left, num_inducing - len(found), generator)])
-
-
-class RestrictedKernel(DataKernel):
-    """A kernel on some of its training inputs: regression on these alone is the method "subset of data".
-
-    Args:
-        kernel: the kernel.
-        rows: positions ``(n,)`` of the inputs to keep.
-    """
-
-    rows: Tensor
-
-    def __init__(self, kernel: DataKernel, rows: Tensor) -> None:
-        super().__init__(len(rows))
-        self.kernel = kernel
-        self.register_buffer("rows", rows, persistent=False)
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the inputs kept, ``(n,)``, or only those at ``rows``."""
-        return self.kernel.diag(self.rows if rows is None else self.rows[rows])
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the inputs kept, or those at ``rows``, with the ones at positions ``index`` among them."""
-        return self.kernel.columns(self.rows[index], self.rows if rows is None else self.rows[rows])
-
-    def cross(self, new: object, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs with the inputs kept at positions ``index``."""
-        return self.kernel.cross(new, self.rows[index])
-
-    def diag_new(self, new: object) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.kernel.diag_new(new)
 
 
 def k_means(inputs: Tensor, num: int, iterations: int = 20, generator: torch.Generator | None = None) -> Tensor:
@@ -163,6 +128,15 @@ def k_means(inputs: Tensor, num: int, iterations: int = 20, generator: torch.Gen
             break
         centres = moved
     return centres
+
+
+def _inputs_of(kernel: DataKernel) -> Tensor:
+    """Inputs ``(n, D)`` of a kernel of numbers, or those that are left of them."""
+    if isinstance(kernel, RestrictedKernel):
+        return _inputs_of(kernel.kernel)[kernel.rows]
+    if not isinstance(kernel, InputKernel):
+        raise TypeError(f"k-means needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+    return kernel.inputs if kernel.inputs.dim() == 2 else kernel.inputs[:, None]
 
 
 def _greedy(problem: SubsetProblem, num: int, noise: float) -> Tensor:

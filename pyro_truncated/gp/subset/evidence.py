@@ -138,11 +138,11 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
     with torch.enable_grad():
         fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
         if first is not None:
-            (fixed + (terms.columns * first).sum()).backward()
+            torch.autograd.backward([fixed, first], [None, terms.columns])
         else:
             fixed.backward()
             for rows in blocks:
-                (terms.columns[rows] * basis.columns(rows)).sum().backward()
+                basis.columns(rows).backward(terms.columns[rows])
     return terms.value
 
 
@@ -157,11 +157,13 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
     """The objective, and its derivatives in the inducing inputs' columns and square and in the noise."""
     Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
     kept, C = independent_cholesky(square)
-    if not len(kept) or not bool(columns.isfinite().all()):
+    if not len(kept):
         return None
     whole = len(kept) == len(square)
     L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, kept]).mT, upper=False).mT
     gram = L.mT @ L
+    if not bool(gram.isfinite().all()):
+        return None
     identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     R, info = torch.linalg.cholesky_ex(gram + s2 * identity)
     if int(info):
@@ -175,7 +177,7 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
     C_inverse = torch.linalg.solve_triangular(C, identity, upper=False)
     inner = (H * B_inverse - problem.trace_weight * identity) @ C_inverse
     projected = weights.mT @ C_inverse
-    for_columns = L @ inner - a @ projected
+    for_columns = (L @ inner).addmm_(a, projected, alpha=-1)
     for_square = -0.5 * C_inverse.mT @ (gram @ inner - weights @ projected)
     d_noise = 0.5 * (
         H * ((n - len(gram)) / s2 + B_inverse.diagonal().sum()) - a.square().sum() - problem.trace_weight * residual.clamp(min=0.0) / s2

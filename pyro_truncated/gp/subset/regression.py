@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,13 +19,26 @@ from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.posterior import SparsePosterior
 from pyro_truncated.gp.subset.problem import OBJECTIVES, SubsetProblem, check_index
+from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch
 
 _EXPLAINED_BY_NOISE = 0.02
+_MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
 class AllNoiseWarning(UserWarning):
     """The fit explains nearly all of the data as noise."""
+
+
+class _Plan(NamedTuple):
+    """How the subset and hyper-parameters take turns."""
+
+    max_epochs: int
+    hyper_evaluations: int
+    attempts: int
+    tolerance: float
+    rows: int
+    clock: Callable[[], float]
 
 
 class SubsetGPRegression(torch.nn.Module):
@@ -132,6 +145,7 @@ class SubsetGPRegression(torch.nn.Module):
         polish: bool = False,
         polish_evaluations: int = 200,
         subset_share: float = 0.3,
+        max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         progress: bool = False,
     ) -> float:
@@ -147,6 +161,9 @@ class SubsetGPRegression(torch.nn.Module):
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
             polish_evaluations: evaluations of the objective, at most, while they move.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
+            max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
+                objective of all data; where it does not, by ``tolerance``, the next one looks at twice as many. Default: all of up to
+                50 000, else 20 000.
             clock: seconds from some moment on.
             progress: whether to show a progress bar.
 
@@ -161,6 +178,10 @@ class SubsetGPRegression(torch.nn.Module):
         """
         if polish and not isinstance(self.kernel, InputKernel):
             raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
+        n, m = len(self.targets), self.num_inducing
+        num_rows = (n if n <= _MANY_ROWS else max(_SOME_ROWS, 4 * m)) if max_rows is None else max_rows
+        if num_rows < m:
+            raise ValueError(f"max_rows must be at least num_inducing={m}; got {max_rows}")
         start = clock()
         share = subset_share if polish else 1.0
 
@@ -179,9 +200,8 @@ class SubsetGPRegression(torch.nn.Module):
             bar.set_postfix_str(f"{phase} F={value:.6g}")
 
         if share:
-            self._alternate(
-                max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * len(self.targets), lambda: seconds_left(share), clock, note
-            )
+            plan = _Plan(max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * len(self.targets), num_rows, clock)
+            self._alternate(plan, lambda: seconds_left(share), note)
         if polish:
             self._polish(polish_evaluations, lambda: seconds_left() <= 0, note)
         bar.close()
@@ -189,43 +209,52 @@ class SubsetGPRegression(torch.nn.Module):
         self._warn_of_noise()
         return self.objective_value
 
-    def _alternate(
-        self,
-        max_epochs: int,
-        hyper_evaluations: int,
-        attempts: int,
-        tolerance: float,
-        seconds_left: Callable[[], float],
-        clock: Callable[[], float],
-        note: Callable[[str, float], None],
-    ) -> None:
-        known = self.index[self.index >= 0]
-        index = (
-            known if len(known) else self.search.improve(self._problem(), self.num_inducing, None, Budget(max_attempts=0), self.generator)
-        )
+    def _alternate(self, plan: _Plan, seconds_left: Callable[[], float], note: Callable[[str, float], None]) -> None:
+        num, index = plan.rows, self.index[self.index >= 0]
+        if not len(index):
+            sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
+            index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
         best, kept = math.inf, self._state(index)
-        for epoch in range(max_epochs + 1):
+        for epoch in range(plan.max_epochs + 1):
+            sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
+            chosen = sample.inducing
             if epoch:
                 limit = seconds_left()
-                budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), clock)
-                index = self.search.improve(self._problem(), self.num_inducing, index, budget, self.generator)
-                note("subset", self._subset_value(index))
+                budget = Budget(None, plan.attempts, None if limit == math.inf else max(0.0, limit), plan.clock)
+                chosen = self._improve(sample, chosen, budget)
+                index = sample.among_all(chosen)
+                if sample.rows is None:
+                    note("subset", self._subset_value(index))
             value = minimize(
-                lambda index=index: backward(Basis(self.kernel, index), self.targets, self.log_noise, self.objective),  # type: ignore[misc]
+                lambda sample=sample, chosen=chosen: backward(  # type: ignore[misc]
+                    Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective
+                ),
                 self._hyper_parameters(),
-                hyper_evaluations,
+                plan.hyper_evaluations,
                 lambda: seconds_left() <= 0,
             )
+            if sample.rows is not None:
+                # What some rows liked has to prove itself on all.
+                value = self._value_of_all(index)
             note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
                 best, kept = value, self._state(index)
-            if seconds_left() <= 0 or (epoch and abs(gained) < tolerance):
+            elif sample.rows is not None:
+                index = self._restore(kept)
+            if seconds_left() <= 0 or (epoch and sample.rows is None and abs(gained) < plan.tolerance):
                 break
+            if sample.rows is not None and gained < plan.tolerance:
+                num = 2 * num
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
         self._restore(kept)
         self.objective_value = best
+
+    def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
+        objective = "vfe" if self.objective == "fitc" else self.objective
+        problem = SubsetProblem(sample.kernel, sample.targets, self.noise, objective)
+        return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
 
     def _polish(self, evaluations: int, is_spent: Callable[[], bool], note: Callable[[str, float], None]) -> None:
         kernel = self.kernel
@@ -303,12 +332,19 @@ class SubsetGPRegression(torch.nn.Module):
             return FreeBasis(self.kernel, self.inducing_inputs)
         return Basis(self.kernel, self.subset)
 
-    def _problem(self) -> SubsetProblem:
-        return SubsetProblem(self.kernel, self.targets, self.noise, "vfe" if self.objective == "fitc" else self.objective)
-
     @torch.no_grad()
     def _subset_value(self, index: Tensor) -> float:
-        return ExchangeFactors(self._problem(), len(index), index).value()
+        """The objective that subsets are chosen by."""
+        problem = SubsetProblem(self.kernel, self.targets, self.noise, "vfe" if self.objective == "fitc" else self.objective)
+        return ExchangeFactors(problem, len(index), index).value()
+
+    def _value_of_all(self, index: Tensor) -> float:
+        """The objective of all data."""
+        if self.objective != "fitc":
+            return self._subset_value(index)
+        value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
+        self.zero_grad()
+        return value
 
     def _hyper_parameters(self) -> list[Tensor]:
         return [*(p for p in self.kernel.parameters() if p.requires_grad), self.log_noise]
@@ -317,12 +353,13 @@ class SubsetGPRegression(torch.nn.Module):
         return index, [p.detach().clone() for p in self._hyper_parameters()]
 
     @torch.no_grad()
-    def _restore(self, state: tuple[Tensor, list[Tensor]]) -> None:
+    def _restore(self, state: tuple[Tensor, list[Tensor]]) -> Tensor:
         index, values = state
         self.index.fill_(-1)
         self.index[: len(index)] = check_index(index, len(self.targets))
         for parameter, value in zip(self._hyper_parameters(), values, strict=True):
             parameter.copy_(value)
+        return index
 
     def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()

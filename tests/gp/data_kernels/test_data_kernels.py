@@ -16,6 +16,7 @@ from pyro_truncated.gp.data_kernels import (
     ProtocolKernel,
     PyroKernel,
     RescaledKernel,
+    RestrictedKernel,
     SumKernel,
     as_data_kernel,
     smooth_rbf,
@@ -24,7 +25,6 @@ from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel,
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
 from pyro_truncated.gp.data_kernels.strings import spectrum
-from pyro_truncated.gp.subset.baselines import RestrictedKernel
 
 N, NEW = 12, 5
 INDEX, ROWS = torch.tensor([3, 0, 7]), torch.tensor([1, 3, 11, 2])
@@ -122,6 +122,25 @@ def test_gradients_reach_the_parameters(name):
     slopes = [p.grad for p in kernel.parameters()]
     assert slopes
     assert all(slope is not None and slope.isfinite().all() and (slope != 0).any() for slope in slopes)
+
+
+def test_squared_exponential_is_that_of_pyro():
+    generator = torch.Generator().manual_seed(0)
+    # Far from the origin, where squares of inputs lose digits.
+    X = 100 + torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    Z = 100 + torch.randn(4, 3, generator=generator, dtype=torch.float64)
+    weights = torch.randn(7, 4, generator=generator, dtype=torch.float64)
+    theirs = kernels.RBF(2, torch.tensor(1.7, dtype=torch.float64), torch.tensor([0.6, 1.9], dtype=torch.float64), active_dims=[0, 2])
+    ours = PyroKernel(theirs, X)
+    leaves = [*theirs.parameters(), X.requires_grad_(), Z.requires_grad_()]
+    for one, other in ((theirs(X, Z), ours.between(X, Z)), (theirs(X), ours.between(X, X))):
+        torch.testing.assert_close(other, one, rtol=0, atol=1e-10)
+        expected = torch.autograd.grad((one * weights[:, :1]).sum(), leaves, allow_unused=True)
+        found = torch.autograd.grad((other * weights[:, :1]).sum(), leaves, allow_unused=True)
+        for slope, value in zip(found, expected, strict=True):
+            assert (slope is None) == (value is None)
+            if slope is not None:
+                torch.testing.assert_close(slope, value, rtol=0, atol=1e-8)
 
 
 def test_parameter_store_and_kernels_leave_each_other_alone():

@@ -19,6 +19,7 @@ from pyro_truncated.gp.subset.evidence import Basis, FreeBasis, backward, minimi
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.posterior import SparsePosterior
 from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
+from pyro_truncated.gp.subset.row_sample import sample_rows
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
 LOG_2PI = math.log(2 * math.pi)
@@ -193,6 +194,17 @@ class TestInducingSubset:
             InducingSubset(kernel, Y, 2, 0.1, index=torch.tensor([1, 20]))
 
 
+def test_sample_of_rows():
+    kernel, Y = toy(30)
+    index = torch.tensor([4, 29, 0])
+    sample = sample_rows(kernel, Y, index, 12, torch.Generator().manual_seed(0))
+    assert len(sample.rows.unique()) == 12
+    assert torch.equal(sample.among_all(sample.inducing), index)
+    torch.testing.assert_close(sample.kernel.columns(sample.inducing), matrix(kernel)[sample.rows][:, index])
+    assert torch.equal(sample.targets, Y[sample.rows])
+    assert sample_rows(kernel, Y, index, 30).rows is None
+
+
 def regression_data(n: int = 200):
     generator = torch.Generator().manual_seed(3)
     X = torch.randn(n, 2, generator=generator, dtype=torch.float64)
@@ -226,6 +238,25 @@ class TestRegression:
         model.fit(max_epochs=6)
         values = [objective for _, _, objective in model.history]
         assert all(b <= a + 1e-6 for a, b in itertools.pairwise(values))
+
+    @pytest.mark.parametrize("objective", ["vfe", "fitc"])
+    def test_some_rows_at_a_time_never_raise_the_objective_of_all(self, objective):
+        X, y = regression_data(400)
+        model = SubsetGPRegression(smooth_rbf(X), y, 10, objective=objective, generator=torch.Generator().manual_seed(0))
+        value = model.fit(max_epochs=8, max_rows=60)
+        log_noise = model.log_noise.detach().requires_grad_()
+        assert value == pytest.approx(backward(Basis(model.kernel, model.subset), model.targets, log_noise, objective), rel=1e-9)
+        assert value == min(objective for _, _, objective in model.history)
+        # 60 of 400 data points tell most of what all of them do: the noise is 1 % of the variance.
+        assert ((model.predict(X)[0] - y).square().mean() / y.var()) < 0.05
+        assert len(model.subset.unique()) == 10
+
+    def test_some_rows_become_all(self):
+        X, y = regression_data(100)
+        model = SubsetGPRegression(smooth_rbf(X), y, 10, generator=torch.Generator().manual_seed(0))
+        model.fit(max_epochs=40, max_rows=20)
+        # Phases "subset" are recorded where all rows take part.
+        assert "subset" in {phase for _, phase, _ in model.history}
 
     @pytest.mark.parametrize("objective", ["pp", "fitc"])
     def test_other_objectives(self, objective):
@@ -324,6 +355,8 @@ class TestRegression:
         for changed, message in cases:
             with pytest.raises(ValueError, match=message):
                 SubsetGPRegression(**({"kernel": kernel, "targets": y, "num_inducing": 5} | changed))
+        with pytest.raises(ValueError, match="max_rows must be at least num_inducing=5"):
+            SubsetGPRegression(kernel, y, 5).fit(max_rows=4)
         with pytest.raises(RuntimeError, match="call fit"):
             SubsetGPRegression(kernel, y, 5).predict(X)
 

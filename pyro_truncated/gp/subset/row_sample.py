@@ -1,0 +1,42 @@
+"""Some of the data points, drawn at random, to learn from where all of them would take too long."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels import DataKernel, RestrictedKernel
+from pyro_truncated.gp.subset.search import random_subset
+
+
+class RowSample(NamedTuple):
+    """Data points to learn from.
+
+    Attributes:
+        kernel: the kernel on these alone.
+        targets: ``(r, H)``.
+        inducing: where the inducing inputs are among them, ``(m,)``.
+        rows: where they are among all data points, ``(r,)``; None if they are all.
+    """
+
+    kernel: DataKernel
+    targets: Tensor
+    inducing: Tensor
+    rows: Tensor | None
+
+    def among_all(self, index: Tensor) -> Tensor:
+        """Positions among all data points of those at ``index`` in the sample."""
+        return index if self.rows is None else self.rows[index]
+
+
+def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, generator: torch.Generator | None = None) -> RowSample:
+    """The inducing inputs at positions ``index`` ``(m,)`` and random others, ``num`` in all; all data points if there are no more."""
+    if num >= len(targets):
+        return RowSample(kernel, targets, index, None)
+    order = random_subset(len(targets), len(targets), generator, targets.device)
+    others = order[~torch.isin(order, index)][: max(0, num - len(index))]
+    rows = torch.cat([index, others])
+    inside = torch.arange(len(index), device=rows.device)
+    return RowSample(RestrictedKernel(kernel, rows, borrowed=True), targets[rows], inside, rows)
