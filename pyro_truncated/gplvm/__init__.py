@@ -5,7 +5,8 @@ from pyro_truncated.gplvm.elbo import Analytic_ELBO
 from pyro_truncated.gplvm.function_decoder import SASFunctionDecoder
 from pyro_truncated.gplvm.inducing import InducingPosterior, Prediction
 from pyro_truncated.gplvm.inference import Latents, Posterior
-from pyro_truncated.gplvm.initialization import initialize, principal_components
+from pyro_truncated.gplvm.initialization import initialize
+from pyro_truncated.gplvm.latents import principal_components
 from pyro_truncated.gplvm.plots import plot_latents, plot_relevance
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD
 from pyro_truncated.gplvm.sas_decoder import SASDecoder

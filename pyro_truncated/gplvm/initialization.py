@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.kernels import LinearARD
+from pyro_truncated.gplvm.latents import principal_components
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.view import View
 
@@ -63,19 +64,10 @@ def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator
     if callable(start):
         return start(views)
     if start == "pca":
-        return principal_components([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], num_latents, generator)
+        return principal_components(torch.cat([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], 1), num_latents, generator)
     if start == "random":
         return _randn(len(views[0]), num_latents, views[0], generator)
     raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
-
-
-def principal_components(views: Sequence[Tensor], number: int, generator: torch.Generator | None = None) -> Tensor:
-    """Leading principal components of the views side by side, standardised, ``(N, number)``; random columns where there are no more."""
-    joint = torch.cat(list(views), 1)
-    left, spread, _ = torch.linalg.svd(joint - joint.mean(0), full_matrices=False)
-    rank = int((spread > 1e-7 * spread[0]).sum())
-    kept = left[:, : min(number, rank)] * len(joint) ** 0.5
-    return torch.cat([kept, _randn(len(joint), number - kept.shape[1], joint, generator)], 1)
 
 
 def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None) -> None:

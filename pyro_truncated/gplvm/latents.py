@@ -21,7 +21,7 @@ class Predictor(Protocol):
         ...
 
 
-def principal_components(deviation: Tensor, num: int) -> Tensor:
+def principal_components(deviation: Tensor, num: int, generator: torch.Generator | None = None) -> Tensor:
     """Leading principal components ``(N, num)`` of centred data ``(N, D)``, each scaled to variance one.
 
     Dimensions beyond the rank of the data are filled with standard normal numbers.
@@ -35,7 +35,8 @@ def principal_components(deviation: Tensor, num: int) -> Tensor:
         values, vectors = torch.linalg.eigh(centred @ centred.mT)
         scores = vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt()
     scale = scores.square().mean(0).sqrt()
-    found = torch.randn(len(centred), num, dtype=torch.float64, device=deviation.device)
+    device = deviation.device if generator is None else generator.device
+    found = torch.randn(len(centred), num, generator=generator, dtype=torch.float64, device=device).to(deviation.device)
     useful = scale > 1e-9 * scale.max().clamp(min=1e-300)
     found[:, :kept] = torch.where(useful, scores / scale.clamp(min=1e-300), found[:, :kept])
     return found.to(deviation.dtype)

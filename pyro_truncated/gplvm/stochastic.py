@@ -15,7 +15,6 @@ from pyro_truncated.gplvm.training import NEARLY_ON
 _INDUCING = (".mean", ".scale_tril")
 
 
-@torch.no_grad()
 def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
     r"""Moves the posteriors of the inducing variables along the natural gradient, estimated from some data points.
 
@@ -41,7 +40,12 @@ def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(No
         raise ValueError("the inducing variables of a collapsed model are at their optimum already; use collapsed=False")
     if not 0 < rate <= 1:
         raise ValueError(f"rate must lie in (0, 1]; got {rate}")
-    for c, (view, outputs) in enumerate(zip(model.views, model.check_data(y), strict=True)):
+    _natural_step(model, model.check_data(y), index, rate)
+
+
+@torch.no_grad()
+def _natural_step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor | slice, rate: float) -> None:
+    for c, (view, outputs) in enumerate(zip(model.views, views, strict=True)):
         posterior, data = view.explicit(), view.observations(outputs[index])
         scale = model.num_data / len(data.values)
         with torch.enable_grad():
@@ -123,7 +127,7 @@ def fit_minibatches(
 
 
 def _step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor, rate: float, optimizer: torch.optim.Optimizer) -> float:
-    natural_step(model, views, index, rate)
+    _natural_step(model, views, index, rate)
     model.zero_grad()
     bound = model.bound_at(views, index)
     (-bound / model.num_data).backward()

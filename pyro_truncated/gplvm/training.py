@@ -173,18 +173,25 @@ def fit(
             raise ValueError(f"{name} must not be below {1 if name == 'num_starts' else 0}; got {number}")
     reached: list[float] = []
     best: tuple[dict[str, Tensor], list[float]] | None = None
+    # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
+    before = copy.deepcopy(model.state_dict())
     for _ in range(num_starts):
+        _restore(model, before)
         initialize(model, y, start, generator)
         history = _train(model, y, steps, warm_up, rounds, tolerance)
         reached.append(history[-1])
         if best is None or reached[-1] == max(reached):
             best = copy.deepcopy(model.state_dict()), history
     assert best is not None
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(best[0][name])
+    _restore(model, best[0])
     is_all_noise = bool((model.probability < 0.5).all())
     return Fit(max(reached), reached, best[1], is_all_noise)
+
+
+@torch.no_grad()
+def _restore(model: SpikeSlabMRD, state: dict[str, Tensor]) -> None:
+    for name, value in model.state_dict().items():
+        value.copy_(state[name])
 
 
 def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float) -> list[float]:

@@ -142,6 +142,21 @@ def test_pure_noise_is_called_noise():
     assert float(model.relevance().max()) < 0.1
 
 
+def test_every_start_begins_with_the_same_length_scales(monkeypatch):
+    model = SpikeSlabGPLVM(8, 3, 2, num_inducing=3)
+    (y,) = random_views(model)
+    seen = []
+
+    def recording(started, *arguments):
+        seen.append(started.views[0].kernel.lengthscale.detach().clone())
+        initialize(started, *arguments)
+
+    monkeypatch.setattr("pyro_truncated.gplvm.training.initialize", recording)
+    fit(model, y, start="random", num_starts=2, warm_up=2, steps=2, rounds=1)
+    assert torch.equal(*seen)
+    assert not torch.equal(model.views[0].kernel.lengthscale.detach(), seen[0])
+
+
 def test_training_with_missing_outputs_recovers_them():
     y, _ = curve(30)
     holes = torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.2
