@@ -26,7 +26,7 @@ def test_all_bars_in_nearly_every_run(tmp_path):
 
 @pytest.mark.paper
 def test_mixture_needs_a_nonlinear_selection():
-    worst = {case: min(gp_select_mixture.run(case, seed)["accuracy"] for seed in range(5)) for case in CASES if case.from_truth}
+    worst = {case: min(gp_select_mixture.run(case, seed)["accuracy"] for seed in range(5)) for case in CASES if case.start == "truth"}
     assert all((accuracy > 0.95) == (case.kernel == "rbf") for case, accuracy in worst.items())
 
 
