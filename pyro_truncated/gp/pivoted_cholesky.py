@@ -8,6 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.subset.problem import independent_cholesky
+
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13
 
@@ -98,3 +100,24 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
         residual[pivots] = 0.0
     chosen = torch.tensor(pivots, dtype=torch.int64, device=inputs.device)
     return PivotedCholesky(factor[:, : len(pivots)].contiguous(), chosen, residual)
+
+
+def cholesky_at(kernel: Covariance, inputs: Tensor, pivots: Tensor) -> PivotedCholesky:
+    r"""The factor of the kernel matrix at given pivots, but for those that depend on earlier ones.
+
+    Args:
+        kernel: covariance function.
+        inputs: ``(N, D)``.
+        pivots: distinct positions, ``(Q,)``.
+
+    Returns:
+        The factor; its rows at the pivots are lower triangular in the order given.
+    """
+    columns = kernel(inputs, inputs[pivots])
+    kept, triangle = independent_cholesky(columns[pivots])
+    factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+    # What the pivots know is known exactly.
+    factor[pivots[kept]] = triangle
+    residual = (kernel(inputs, diag=True) - factor.square().sum(1)).clamp(min=0.0)
+    residual[pivots[kept]] = 0.0
+    return PivotedCholesky(factor.contiguous(), pivots[kept], residual)

@@ -8,12 +8,36 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.hyperparameters import NOISE, Box, Parameters, covariance, make_kernel, maximize, parameters_of
 from pyro_truncated.gp.leave_one_out import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, stable_cholesky
-from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
+from pyro_truncated.gp.pivoted_cholesky import Covariance, PivotedCholesky, cholesky_at, pivoted_cholesky
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.problem import SubsetProblem
+from pyro_truncated.gp.subset.row_sample import sample_rows
+from pyro_truncated.gp.subset.search import Budget
 
 _CONSTANT_COLUMN = 1e-8
 _FIT_JITTER = 1e-8
+# Of more data, pivots are chosen from a random sample.
+_MOST_CANDIDATES = 20_000
+_EXCHANGES = 20
+
+
+class _Columns:
+    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
+
+    def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
+        self.kernel, self.inputs = kernel, inputs
+
+    def diag(self) -> Tensor:
+        return self.kernel(self.inputs, diag=True)
+
+    def columns(self, index: Tensor) -> Tensor:
+        return self.kernel(self.inputs, self.inputs[index])
+
+    def cross(self, new: Tensor, index: Tensor) -> Tensor:
+        return self.kernel(new, self.inputs[index])
 
 
 class LeaveOneOutRegression:
@@ -24,7 +48,8 @@ class LeaveOneOutRegression:
 
     With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
     matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`; that is another prior, whose variance
-    vanishes away from the pivots unless ``fitc`` adds it to the noise.
+    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
+    those that an exchange search finds to explain the targets of :meth:`fit` best.
 
     Args:
         inputs: ``(N, D)``, finite.
@@ -34,6 +59,8 @@ class LeaveOneOutRegression:
         noise: noise variance :math:`\lambda` to start from.
         fitc: whether a low-rank approximation keeps the prior variances exact.
         tolerance: share of the kernel matrix' trace that a low-rank factor of fewer columns than ``rank`` may miss.
+        pivots: ``"variance"``, or ``"targets"``: chosen anew by each :meth:`fit`, by the objective that it maximises.
+        generator: source of randomness for the choice by targets; default: torch's global generator.
 
     Attributes:
         kernel: the kernel, at the current parameters.
@@ -56,6 +83,8 @@ class LeaveOneOutRegression:
         noise: float = 0.1,
         fitc: bool = False,
         tolerance: float = 0.0,
+        pivots: str = "variance",
+        generator: torch.Generator | None = None,
     ) -> None:
         if inputs.dim() != 2 or not inputs.numel() or not bool(inputs.isfinite().all()):
             raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
@@ -65,6 +94,10 @@ class LeaveOneOutRegression:
             raise ValueError(f"noise must be a positive variance; got {noise}")
         if fitc and rank is None:
             raise ValueError("fitc=True needs a rank: without one nothing is approximated")
+        if pivots not in ("variance", "targets"):
+            raise ValueError(f'pivots must be "variance" or "targets"; got {pivots!r}')
+        if pivots == "targets" and rank is None:
+            raise ValueError('pivots="targets" needs a rank: without one there are no pivots')
         self._centre = inputs.double().mean(0)
         spread = (inputs.double() - self._centre).square().mean().sqrt()
         self._spread = spread if bool(spread > 0) else torch.ones_like(spread)
@@ -72,6 +105,9 @@ class LeaveOneOutRegression:
         self.rank = rank
         self.fitc = fitc
         self.tolerance = tolerance
+        self.pivots = pivots
+        self.generator = generator
+        self._chosen: Tensor | None = None
         self.kernel = make_kernel(kernel, self.inputs)
         start = parameters_of(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
         self._box = Box(self.kernel)
@@ -92,8 +128,8 @@ class LeaveOneOutRegression:
 
         The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
         fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
-        2009), or the likelihood of the FITC approximation. Outputs that do not vary say nothing but "small amplitude" and are left out.
-        Parameters change only for the better.
+        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
+        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -105,17 +141,22 @@ class LeaveOneOutRegression:
         """
         self._targets = self._checked(targets)
         chosen = slice(None) if rows is None else rows
-        varying = self._targets[chosen]
-        varying = varying[:, varying.var(0, correction=0) > _CONSTANT_COLUMN]
-        if not varying.numel():
+        known = self._targets[:, self._targets[chosen].var(0, correction=0) > _CONSTANT_COLUMN]
+        if not known.numel():
             return float("nan")
-        inputs, total, outputs, compact = self.inputs[chosen], varying.numel(), varying.shape[1], compress(varying)
+        if self.pivots == "targets":
+            self._choose_pivots(known)
+        varying, inputs = known[chosen], self.inputs[chosen]
+        total, outputs, compact = varying.numel(), varying.shape[1], compress(varying)
 
         def objective(parameters: Parameters) -> Tensor:
             return self._evidence(parameters, inputs, compact, outputs) / total
 
         found, value = maximize(objective, self.parameters, self._box, steps)
         self._set_parameters(found)
+        if self.pivots == "targets":
+            # Other parameters, other pivots: those of the start may have been far off.
+            self._choose_pivots(known)
         return value
 
     def log_likelihood(self, targets: Tensor) -> Tensor:
@@ -182,7 +223,10 @@ class LeaveOneOutRegression:
         """The incomplete Cholesky factor of the kernel matrix at the current parameters, ``None`` if the regression is exact."""
         if self.rank is None:
             return None
-        return pivoted_cholesky(covariance(self.kernel, self.parameters), self.inputs, self.rank, self.tolerance)
+        k = covariance(self.kernel, self.parameters)
+        if self._chosen is None:
+            return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance)
+        return cholesky_at(k, self.inputs, self._chosen)
 
     @functools.cached_property
     @torch.no_grad()
@@ -194,11 +238,30 @@ class LeaveOneOutRegression:
         return LowRankCovariance(self.factorization.factor, noise)
 
     @torch.no_grad()
+    def _choose_pivots(self, targets: Tensor) -> None:
+        """Goes on from the pivots chosen before, if any, at the current parameters."""
+        assert self.rank is not None
+        kernel = as_data_kernel(_Columns(covariance(self.kernel, self.parameters), self.inputs))
+        rank, known = (
+            min(self.rank, len(self.inputs)),
+            self.inputs.new_zeros(0, dtype=torch.int64) if self._chosen is None else self._chosen,
+        )
+        sample = sample_rows(kernel, targets, known, max(_MOST_CANDIDATES, 4 * rank), self.generator)
+        problem = SubsetProblem(sample.kernel, sample.targets, float(self.noise))
+        start = sample.inducing if len(known) else None
+        found = ExchangeSearch().improve(problem, rank, start, Budget(max_attempts=_EXCHANGES), self.generator)
+        self._chosen = sample.among_all(found)
+        self._forget_factors()
+
+    @torch.no_grad()
     def _set_parameters(self, parameters: Parameters) -> None:
         """Takes new parameters; what was factorised at the old ones is forgotten."""
         self.parameters = parameters
         for name, value in self.kernel.named_parameters():
             value.copy_(parameters[name])
+        self._forget_factors()
+
+    def _forget_factors(self) -> None:
         for outdated in ("factorization", "covariance"):
             self.__dict__.pop(outdated, None)
 

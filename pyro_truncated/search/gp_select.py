@@ -31,6 +31,8 @@ class RegressionAffinity:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
+        pivots: how data points are chosen for that factor, ``"variance"`` or ``"targets"``, see
+            :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a
             :class:`~pyro_truncated.search.SearchBatch`, of new data too; default: the observations, flattened. Missing (NaN) entries are
             replaced by the mean of their column.
@@ -51,6 +53,7 @@ class RegressionAffinity:
         kernel: str | kernels.Kernel = "composition",
         refit_every: int = 10,
         rank: int | None = None,
+        pivots: str = "variance",
         inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
         fit_steps: int = 20,
         max_fit: int = 500,
@@ -64,6 +67,7 @@ class RegressionAffinity:
         self.kernel = kernel
         self.refit_every = refit_every
         self.rank = rank
+        self.pivots = pivots
         self.inputs = inputs
         self.fit_steps = fit_steps
         self.max_fit = max_fit
@@ -128,8 +132,9 @@ class RegressionAffinity:
         inputs = self._memory.inputs[met]
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
-        self.regression = LeaveOneOutRegression(_filled(inputs, self._centre), kernel, self.rank, noise=noise)
         seed = torch.Generator().manual_seed(packed.draw_seed(self.generator))
+        filled = _filled(inputs, self._centre)
+        self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=seed)
         few = torch.randperm(len(met), generator=seed)[: self.max_fit].to(met.device)
         self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
         self._trained_on, self._last_fit = met, visit
@@ -159,6 +164,8 @@ class GPSelect(Preselection):
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
+        pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict the posterior's
+            marginals best, which takes longer and needs a smaller rank.
         explore: mean share of the selected places given to chance, see :class:`Preselection`.
         merge: whether proposals join the population or replace it.
         inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a batch; default: the
@@ -182,6 +189,7 @@ class GPSelect(Preselection):
         kernel: str | kernels.Kernel = "composition",
         refit_every: int = 10,
         rank: int | None = None,
+        pivots: str = "variance",
         explore: float = 0.1,
         merge: bool = True,
         inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
@@ -190,7 +198,7 @@ class GPSelect(Preselection):
         generator: torch.Generator | None = None,
     ) -> None:
         affinity = RegressionAffinity(
-            kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, fit_steps=fit_steps, generator=generator
+            kernel=kernel, refit_every=refit_every, rank=rank, pivots=pivots, inputs=inputs, fit_steps=fit_steps, generator=generator
         )
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
 

@@ -16,7 +16,12 @@ from pyro_truncated.gp.hyperparameters import NOISE, Box, covariance
 
 N, P = 30, 4
 EXACT = {"rtol": 0, "atol": 1e-8}
-FORMS: dict[str, dict] = {"exact": {}, "low rank": {"rank": 8}, "fitc": {"rank": 8, "fitc": True}}
+FORMS: dict[str, dict] = {
+    "exact": {},
+    "low rank": {"rank": 8},
+    "fitc": {"rank": 8, "fitc": True},
+    "by targets": {"rank": 8, "pivots": "targets"},
+}
 
 
 @pytest.fixture
@@ -114,7 +119,8 @@ class TestFit:
     def test_outputs_that_do_not_vary_say_nothing(self, form: str, data: tuple[Tensor, Tensor]) -> None:
         x, targets = data
         padded = torch.cat([targets, torch.zeros(N, 50, dtype=torch.float64)], 1)
-        first, second = (LeaveOneOutRegression(x, **FORMS[form]) for _ in range(2))
+        options = [FORMS[form] | ({"generator": torch.Generator().manual_seed(0)} if "pivots" in FORMS[form] else {}) for _ in range(2)]
+        first, second = (LeaveOneOutRegression(x, **option) for option in options)
         assert first.fit(targets, 5) == second.fit(padded, 5)
         assert math.isnan(first.fit(torch.zeros(N, 3), 5))
         assert all(torch.equal(first.parameters[name], second.parameters[name]) for name in first.parameters)
@@ -128,6 +134,23 @@ class TestFit:
         assert regression.fit(many, 1) >= float(direct) - 1e-9
         if form == "exact":
             assert regression.fit(many, 3) == pytest.approx(float(regression.log_likelihood(many)) / many.numel(), abs=1e-9)
+
+
+def test_pivots_chosen_by_targets_explain_them_better() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 3, generator=generator, dtype=torch.float64)
+    # Only a small part of the input space matters.
+    targets = torch.stack([torch.exp(-3 * (x - centre).square().sum(1)) for centre in (-0.5, 0.0, 0.7)], 1)
+    bounds, errors = {}, {}
+    for pivots in ("variance", "targets"):
+        low = LeaveOneOutRegression(x, "rbf", 12, pivots=pivots, generator=generator)
+        bounds[pivots] = low.fit(targets, 20)
+        errors[pivots] = float((low.loo(targets)[0] - targets).square().mean() / targets.var(0).mean())
+        assert low.factorization is not None
+        assert len(low.factorization.pivots.unique()) == 12
+    exact = LeaveOneOutRegression(x, "rbf").fit(targets, 20)
+    assert bounds["variance"] < bounds["targets"] < exact
+    assert errors["targets"] < 0.5 * errors["variance"]
 
 
 def test_titsias_bound_is_a_bound(data: tuple[Tensor, Tensor]) -> None:
@@ -234,6 +257,8 @@ def test_covariance_at_other_parameters(data: tuple[Tensor, Tensor]) -> None:
         ({"rank": 0}, ValueError, "rank must be a positive integer or None; got 0"),
         ({"noise": 0.0}, ValueError, "noise must be a positive variance; got 0.0"),
         ({"fitc": True}, ValueError, "fitc=True needs a rank"),
+        ({"pivots": "best"}, ValueError, 'pivots must be "variance" or "targets"'),
+        ({"pivots": "targets"}, ValueError, 'pivots="targets" needs a rank'),
     ],
 )
 def test_bad_options(options: dict, error: type[Exception], message: str) -> None:
