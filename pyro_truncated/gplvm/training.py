@@ -6,9 +6,11 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
+from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
 from pyro_truncated.gplvm.initialization import Start, initialize
@@ -18,6 +20,9 @@ _LARGE = 1e12
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
 _SURE = 12.0
+# How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
+_STRETCH = 3.0
+_ROUGHLY = 30.0
 
 
 def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
@@ -148,8 +153,9 @@ def fit(
     """Trains a model on all data, from its starting point on.
 
     A start is trained in three phases. At first all switches are held on, because dimensions that are switched off early never learn what
-    they would be good for. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried on and off. Last, the
-    model takes what the best of several starts has reached, by the bound.
+    they would be good for; and length-scales are held long to begin with, so that latents find the directions of the data as in a linear
+    model, from any start, before functions bend. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried
+    on and off. Last, the model takes what the best of several starts has reached, by the bound.
 
     Args:
         model: the model; holds the parameters of the best start afterwards.
@@ -188,6 +194,25 @@ def fit(
     return Fit(max(reached), reached, best[1], is_all_noise)
 
 
+@contextmanager
+def _nearly_linear(model: SpikeSlabMRD) -> Iterator[None]:
+    """A context in which length-scales are so long that functions hardly bend, and variances such that they are as steep as before."""
+    stretched = [view.kernel for view in model.views if isinstance(view.kernel, Isotropy)]
+    for kernel in stretched:
+        _stretch(kernel, _STRETCH)
+    try:
+        yield
+    finally:
+        for kernel in stretched:
+            _stretch(kernel, 1 / _STRETCH)
+
+
+@torch.no_grad()
+def _stretch(kernel: Isotropy, factor: float) -> None:
+    lengthscale, variance = torch.as_tensor(kernel.lengthscale), torch.as_tensor(kernel.variance)
+    kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
+
+
 @torch.no_grad()
 def _restore(model: SpikeSlabMRD, state: dict[str, Tensor]) -> None:
     for name, value in model.state_dict().items():
@@ -199,6 +224,8 @@ def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int,
     size = float(sum(v.numel() for v in model.check_data(y)))
     with model.holding(1.0):
         # With the noise held low as well: else the easiest way up is often to call everything noise.
+        with _nearly_linear(model):
+            maximize_bound(model, y, warm_up, tolerance=_ROUGHLY * tolerance, fixed=("noise", "kernel"))
         maximize_bound(model, y, warm_up, tolerance=tolerance, fixed=("noise",))
         history = [maximize_bound(model, y, warm_up, tolerance=tolerance)]
     with torch.no_grad():
