@@ -17,7 +17,7 @@ NUM_LATENTS = 20
 
 
 def load(per_class: int, offset: int = 0) -> tuple[Tensor, Tensor]:
-    """Images ``(N, 784)`` of the three classes, each centred and divided by the common standard deviation, and their classes."""
+    """Images ``(N, 784)`` of the three classes with grey levels from 0 to 1, and their classes."""
     data = datasets.load("mnist_train")
     labels = torch.from_numpy(data["y"]).long()
     rows = torch.cat([(labels == c).nonzero().flatten()[offset : offset + per_class] for c in CLASSES])
