@@ -10,7 +10,7 @@ import torch
 from pyro import poutine
 from pyro.contrib.gp import likelihoods, models
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
-from pyro.optim import Adam
+from pyro.optim import Adam, ClippedAdam
 
 from pyro_truncated.gp.data_kernels.features import CountKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
@@ -112,7 +112,8 @@ def targets(name: str, f: torch.Tensor) -> tuple[object, torch.Tensor, dict[str,
     if name == "binary":
         return likelihoods.Binary(), torch.bernoulli(torch.sigmoid(3 * f), generator=generator), {}
     if name == "poisson":
-        return likelihoods.Poisson(), torch.poisson((1 + f).exp(), generator=generator), {}
+        # The offset belongs to the link: a process of mean zero would have to learn it from each inducing input's neighbourhood.
+        return likelihoods.Poisson(lambda f: (2 + f).exp()), torch.poisson((2 + f).exp(), generator=generator), {}
     if name == "student":
         y = f + 0.1 * torch.randn(len(f), generator=generator, dtype=f.dtype)
         y[::10] += 5
@@ -128,10 +129,10 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
     generator = torch.Generator().manual_seed(0)
     gp = SubsetVariationalGP(kernel, y, likelihood, 20, index=torch.arange(20), batch_size=30, **options)
     assert gp.reselect(max_attempts=5, generator=generator)
-    svi = SVI(gp.model, gp.guide, Adam({"lr": 0.1}), Trace_ELBO())
+    svi = SVI(gp.model, gp.guide, ClippedAdam({"lr": 0.1, "lrd": 0.985, "clip_norm": 1e6}), Trace_ELBO())
     losses = []
-    for step in range(100):
-        if step == 50:
+    for step in range(200):
+        if step == 100:
             gp.reselect(max_attempts=3, generator=generator)
         losses.append(svi.step())
     assert all(math.isfinite(loss) for loss in losses)
@@ -141,9 +142,9 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
     mean, variance = gp(kernel.inputs)
     assert bool((variance >= 0).all())
     if name == "classes":
-        assert (mean.argmax(0) == y).double().mean() > 0.75
+        assert (mean.argmax(0) == y).double().mean() > 0.8
     else:
-        assert torch.corrcoef(torch.stack([mean, Y[:, 0]]))[0, 1] > 0.75
+        assert torch.corrcoef(torch.stack([mean, Y[:, 0]]))[0, 1] > 0.8
 
 
 def test_surrogate_of_gaussian_noise_is_exact():
