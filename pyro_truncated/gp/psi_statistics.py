@@ -116,6 +116,13 @@ def _value(kernel: kernels.Kernel, name: str) -> Tensor:
 
 def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Tensor, square: Tensor, order: int, summed: bool) -> Tensor:
     """Expected products of ``order`` squared exponentials at inducing points around ``point (Q, P)``, over all dimensions."""
+    is_off = _switched_off(inputs)
+    if bool(is_off.any()):
+        # Where no data point moves the spikes alone are left, which no data point has a part in.
+        spikes = torch.exp(-(half_norm / square.unsqueeze(-1))[is_off].sum(0))
+        rest = (~is_off).nonzero().flatten()
+        kept = _bumps(inputs.select(rest.tolist()), point[rest], half_norm[rest], apart[rest], square[rest], order, summed)
+        return kept * spikes
     spread = order * inputs.variance + square
     slab = inputs.slab
     # A spike sees the inducing points from zero; a standard normal sees them as a slab of its own does.
@@ -128,6 +135,15 @@ def _bumps(inputs: SpikeSlabInputs, point: Tensor, half_norm: Tensor, apart: Ten
     height = slab * (square / spread).sqrt()
     rate = order / (2 * spread)
     return mixture_products(height, inputs.loc, rate, 1 - slab, point, apart, base, summed=summed)
+
+
+def _switched_off(inputs: SpikeSlabInputs) -> Tensor:
+    """Dimensions that are zero for all data points and not to be differentiated by the switches, ``(Q,)``."""
+    probability, share = inputs.probability, inputs.prior_share
+    if probability is None or probability.requires_grad or (share is not None and share.requires_grad):
+        return torch.zeros(inputs.loc.shape[1], dtype=torch.bool, device=inputs.loc.device)
+    is_off: Tensor = (probability == 0).expand_as(inputs.loc).all(0)
+    return is_off if share is None else is_off & (share == 0)
 
 
 def _linear(weight: Tensor, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics:

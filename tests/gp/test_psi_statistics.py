@@ -223,6 +223,30 @@ def test_compiled_and_dense_kernels_agree(num_sharp, summed):
         torch.testing.assert_close(x, y, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.parametrize("off", [[1], [0, 2], [0, 1, 2]])
+@pytest.mark.parametrize("prior_share", [False, True])
+@pytest.mark.parametrize("per_datum", [False, True])
+def test_dimensions_that_are_off_are_left_out(off, prior_share, per_datum):
+    torch.manual_seed(0)
+    kernel, inducing = rbf(3), torch.randn(4, 3, dtype=DOUBLE, requires_grad=True)
+    inputs = make_inputs(prior_share=prior_share)
+    inputs.loc.requires_grad_()
+    inputs.probability[off] = 0.0
+    if prior_share:
+        inputs.prior_share[off[0]] = 0.0
+    leaves = (inputs.loc, inducing, *kernel.parameters())
+
+    def found(probability):
+        seen = SpikeSlabInputs(inputs.loc, inputs.variance, probability, inputs.prior_share)
+        statistics = psi_statistics(kernel, seen, inducing, per_datum=per_datum)
+        weighted = sum((value * torch.linspace(1, 2, value.numel(), dtype=DOUBLE).reshape(value.shape)).sum() for value in statistics)
+        return [*statistics, *torch.autograd.grad(weighted, leaves)]
+
+    # Switches to be differentiated by keep all dimensions.
+    for short, full in zip(found(inputs.probability), found(inputs.probability.clone().requires_grad_()), strict=True):
+        torch.testing.assert_close(short, full, rtol=1e-12, atol=1e-12)
+
+
 def test_order_of_dimensions_does_not_matter():
     factors = list(random_factors())
     factors[3][:, [1, 3]] = 0
