@@ -73,7 +73,7 @@ def picture(idatas: dict[str, Any], path: Path) -> None:
 
     figure = Figure(figsize=(13, 3.1 * len(idatas)), layout="constrained")
     for row, (name, idata) in zip(figure.subplots(len(idatas), 4), idatas.items(), strict=True):
-        plot_predictive_check(idata, row[0], group="marginal_predictive").set_title(f"{name}: new data points", fontsize=10)
+        plot_predictive_check(idata, row[0], group="marginal_predictive").set_title(f"{name}:\nnew data points", fontsize=10)
         plot_loo_pit(idata, row[1]).set_title("calibration, pixel by pixel", fontsize=10)
         plot_pareto_k(idata, row[2]).set_title("influence of data points", fontsize=10)
         plot_forest(idata, row[3], var_names=["weight"], most=10).set_title("some weights", fontsize=10)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
@@ -89,8 +90,11 @@ def _smooth_rows(ratios: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The same by ArviZ 1.x, which refuses a tail of equal values; 0.x leaves it as it is and calls its index infinite."""
     from arviz_stats.base import array_stats  # type: ignore[import-not-found, unused-ignore]
 
+    # Releases differ in whether they take log ratios or, as for cross-validation, log likelihoods, which are their negatives.
+    probe = np.arange(100.0)
+    sign = 1 if array_stats.psislw(probe, r_eff=1.0)[0].argmax() == probe.argmax() else -1
     weights, shapes = ratios - np.logaddexp.reduce(ratios, axis=1, keepdims=True), np.full(len(ratios), np.inf)
-    for row, values in enumerate(ratios):
+    for row, values in enumerate(sign * ratios):
         with contextlib.suppress(ValueError):
             weights[row], shapes[row] = array_stats.psislw(values, r_eff=1.0)
     return weights, shapes
@@ -117,8 +121,7 @@ class LooResult:
 
 def loo(idata: Any, var_name: str) -> LooResult:
     """ArviZ's ``loo`` of independent draws, pointwise."""
-    with quiet():
-        result = _arviz().loo(idata, pointwise=True, var_name=var_name, reff=1.0)
+    result = _loo(idata, var_name)
     names = ("elpd", "p", "elpd_i") if ARVIZ_V1 else ("elpd_loo", "p_loo", "loo_i")
     elpd, p_loo, pointwise = (getattr(result, name) for name in names)
     return LooResult(float(elpd), float(result.se), float(p_loo), np.asarray(pointwise).ravel(), np.asarray(result.pareto_k).ravel())
@@ -126,13 +129,26 @@ def loo(idata: Any, var_name: str) -> LooResult:
 
 def compare(idatas: Mapping[str, Any], var_names: Mapping[str, str]) -> Any:
     """ArviZ's table that compares models by their leave-one-out cross-validation, whatever their variables are called."""
-    renamed = {}
-    for name, idata in idatas.items():
-        likelihood = get_dataset(idata, "log_likelihood")[[var_names[name]]]
-        likelihood = likelihood.rename({var_names[name]: "observation"})
-        renamed[name] = make_idata(posterior=get_dataset(idata, "posterior"), log_likelihood=likelihood)
+    results = {name: _loo(idata, var_names[name]) for name, idata in idatas.items()}
     with quiet():
-        return _arviz().compare(renamed) if ARVIZ_V1 else _arviz().compare(renamed, ic="loo")
+        if not ARVIZ_V1:
+            return _arviz().compare(results, ic="loo")
+        # Some releases round unless told not to, others cannot be told.
+        rounding = {"round_to": "none"} if "round_to" in inspect.signature(_arviz().compare).parameters else {}
+        return _arviz().compare(results, **rounding)
+
+
+def _loo(idata: Any, var_name: str) -> Any:
+    """ArviZ's own result. The weights are made here where 1.x would refuse observations whose likelihood hardly varies over the draws."""
+    options: dict[str, Any] = {"pointwise": True, "var_name": var_name, "reff": 1.0}
+    if ARVIZ_V1:
+        likelihood = get_dataset(idata, "log_likelihood")[var_name].transpose("chain", "draw", ...)
+        draws = likelihood.values.reshape(likelihood.sizes["chain"] * likelihood.sizes["draw"], -1)
+        log_weights, shapes = _smoothed(-draws.T)
+        options["log_weights"] = likelihood.copy(data=log_weights.T.reshape(likelihood.shape))
+        options["pareto_k"] = likelihood.isel(chain=0, draw=0, drop=True).copy(data=shapes.reshape(likelihood.shape[2:]))
+    with quiet():
+        return _arviz().loo(idata, **options)
 
 
 @contextlib.contextmanager
@@ -172,15 +188,19 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
             # It shuffles the draws by the global generator, which is put back.
             _arviz().plot_ppc(part, ax=ax, num_pp_samples=predicted.sizes["draw"], random_seed=0, mean=False, legend=False, textsize=9)
         np.random.set_state(state)  # noqa: NPY002
-        ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
+        _name_lines(ax)
         return
     values = observed[name].values.ravel()
     bins = _bins(values)
     for row in predicted[name].values.reshape(-1, values.size):
         ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
-    ax.plot(*_outline(values, bins), color="black", label="observed")
+    ax.plot(*_outline(values, bins), color="black")
     ax.set(xlabel=name, yticks=[])
-    ax.legend(frameon=False)
+    _name_lines(ax)
+
+
+def _name_lines(ax: Axes) -> None:
+    ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
 
 
 def _bins(values: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ class CrossValidation:
         found = []
         if self.is_plug_in:
             found.append(
-                "its parameters are point estimates, so nothing is left out: the value is the log likelihood of data that the parameters "
+                "the parameters are point estimates, so nothing is left out: the value is the log likelihood of data that the parameters "
                 "have seen, and favours models with more of them. Compare on held-out data (guide.infer), or give the parameters priors "
                 "and a guide"
             )
@@ -136,7 +136,8 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     table = compat.compare(idatas, names)
     table["missing_nats"] = [missing_nats(idatas[model]) for model in table.index]
     table["plug_in"] = [results[model].is_plug_in for model in table.index]
-    caveats = [f"{model}: {caveat}." for model, result in results.items() for caveat in result.caveats]
+    every = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
+    caveats = [f"{', '.join(model for model in results if caveat in results[model].caveats)}: {caveat}." for caveat in every]
     best, second = (results[model] for model in table.index[:2])
     missing = max(table["missing_nats"])
     if missing > abs(best.elpd - second.elpd):
