@@ -157,7 +157,8 @@ class SubsetGPRegression(torch.nn.Module):
             hyper_evaluations: evaluations of the objective per continuous phase. Few are better: while the subset is poor, hyper-parameters
                 that fit it exactly switch off inputs which a better subset would need.
             attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
-            tolerance: ends the alternation when an epoch gains less than this many nats per data point.
+            tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
+                attempts for every member.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
             polish_evaluations: evaluations of the objective, at most, while they move.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
@@ -210,7 +211,7 @@ class SubsetGPRegression(torch.nn.Module):
         return self.objective_value
 
     def _alternate(self, plan: _Plan, seconds_left: Callable[[], float], note: Callable[[str, float], None]) -> None:
-        num, index = plan.rows, self.index[self.index >= 0]
+        num, attempts, index = plan.rows, plan.attempts, self.index[self.index >= 0]
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
@@ -220,7 +221,7 @@ class SubsetGPRegression(torch.nn.Module):
             chosen = sample.inducing
             if epoch:
                 limit = seconds_left()
-                budget = Budget(None, plan.attempts, None if limit == math.inf else max(0.0, limit), plan.clock)
+                budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), plan.clock)
                 chosen = self._improve(sample, chosen, budget)
                 index = sample.among_all(chosen)
                 if sample.rows is None:
@@ -242,10 +243,15 @@ class SubsetGPRegression(torch.nn.Module):
                 best, kept = value, self._state(index)
             elif sample.rows is not None:
                 index = self._restore(kept)
-            if seconds_left() <= 0 or (epoch and sample.rows is None and abs(gained) < plan.tolerance):
+            if seconds_left() <= 0:
                 break
-            if sample.rows is not None and gained < plan.tolerance:
-                num = 2 * num
+            is_settled = bool(epoch) and abs(gained) < plan.tolerance
+            if sample.rows is not None:
+                num = num if gained >= plan.tolerance else 2 * num
+            elif is_settled and attempts > plan.attempts:
+                break
+            # A few attempts may fail by chance: before it ends, every member has had its turn.
+            attempts = plan.attempts + self.num_inducing if is_settled else plan.attempts
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
         self._restore(kept)
