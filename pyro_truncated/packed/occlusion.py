@@ -29,6 +29,7 @@ from pyro_truncated.packed.energy_cpu import _array
 
 MAX_OBJECTS = 62
 _MAX_BLOCKS = 16
+_SCAN_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,10 +223,7 @@ def scan_places(
         ``(N, H, L)`` float32, to about 1e-4 per entry.
     """
     channels, used, spread = images.shape[-1], masks >= min_mask, variance.double()
-    behind = occlusion_dense.normal_log_density(images.double(), background.double(), background_variance.double())
-    energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
-    # Log-odds of the masks, and the constant of the objects' densities.
-    logits = masks.double().logit() - 0.5 * channels * (2 * math.pi * spread).log()
+    energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
     if images.device.type != "cpu" or channels > 3:
         return occlusion_dense.scan(images, energy, features, masks, spread, logits, used, canvas.pixels)
     height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
@@ -241,6 +239,65 @@ def scan_places(
     floors = torch.log1p(-masks.double()).float().contiguous().numpy()
     _kernel(occlusion_scan_cpu.scan)(*arrays, floors, (canvas.template_width, full[1]), used.contiguous().numpy(), out.numpy())
     return out.flatten(2)
+
+
+def scan_at(
+    images: Tensor,
+    features: Tensor,
+    masks: Tensor,
+    variance: Tensor,
+    background: Tensor,
+    background_variance: Tensor,
+    canvas: Canvas,
+    objects: Tensor,
+    places: Tensor,
+    *,
+    clutter: float = 0.0,
+    min_mask: float = 0.0,
+) -> Tensor:
+    """What :func:`scan_places` would say of a few objects at a few places.
+
+    Args:
+        images: ``(N, D, F)``.
+        features: as for :func:`scan_places`, like all others that are not listed here.
+        masks: see there.
+        variance: see there.
+        background: see there.
+        background_variance: see there.
+        canvas: see there.
+        objects: ``(N, K)``.
+        places: ``(N, K, P)``.
+        clutter: see there.
+        min_mask: see there.
+
+    Returns:
+        ``(N, K, P)`` float32.
+    """
+    spread, pixels = variance.double(), canvas.pixels.to(images.device)
+    energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
+    energy = energy.float()
+    chosen_masks, colours = masks.float()[objects].unsqueeze(2), features.float()[objects].unsqueeze(2)
+    logits, used = logits.float()[objects].unsqueeze(2), (masks >= min_mask)[objects].unsqueeze(2)
+    step = max(1, _SCAN_BYTES // (8 * places.shape[1] * places.shape[2] * pixels.shape[1] * images.shape[-1]))
+    found = []
+    for start in range(0, len(images), step):
+        rows = slice(start, start + step)
+        under = pixels[places[rows]]
+        number = torch.arange(len(under), device=images.device)[:, None, None, None]
+        distance = (images[rows].float()[number, under] - colours[rows]).square().sum(-1)
+        ratio = energy[rows][number, under] + logits[rows] - 0.5 * distance / spread.float()
+        terms = torch.log1p(-chosen_masks[rows]) + torch.nn.functional.softplus(ratio)
+        found.append((terms * used[rows]).sum(-1))
+    return torch.cat(found)
+
+
+def _scan_terms(
+    images: Tensor, masks: Tensor, variance: Tensor, background: Tensor, background_variance: Tensor, clutter: float
+) -> tuple[Tensor, Tensor]:
+    """Minus the log density of what else pixels may show, and the log-odds of the masks with the constant of the objects' densities."""
+    behind = occlusion_dense.normal_log_density(images.double(), background.double(), background_variance.double())
+    energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
+    return energy, masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * variance).log()
 
 
 class _SceneLogProb(torch.autograd.Function):

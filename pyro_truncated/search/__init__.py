@@ -5,7 +5,7 @@ from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
-from pyro_truncated.search.place_affinities import PlaceRegression, PlaceScan
+from pyro_truncated.search.place_affinities import PlaceRegression, PlaceScan, RefinedPlaces
 from pyro_truncated.search.placement import PlacementMoves, PlacementSelection
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
@@ -23,6 +23,7 @@ __all__ = [
     "PlacementSelection",
     "Preselection",
     "Projection",
+    "RefinedPlaces",
     "RegressionAffinity",
     "SampledSearch",
     "Search",

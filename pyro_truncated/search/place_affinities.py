@@ -12,9 +12,9 @@ from torch import Tensor
 from pyro_truncated import packed
 from pyro_truncated.gp.leave_one_out import DenseCovariance
 from pyro_truncated.gp.regression import LeaveOneOutRegression
-from pyro_truncated.packed.occlusion import Canvas, scan_places
+from pyro_truncated.packed.occlusion import Canvas, scan_at, scan_places
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.placement import Candidates, place_probabilities, scene_sizes
+from pyro_truncated.search.placement import Candidates, PlaceAffinity, place_probabilities, scene_sizes
 
 Scene = Callable[[], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
 
@@ -62,6 +62,51 @@ class PlaceScan:
         options: Any = {"canvas": self.canvas, "clutter": self.clutter, "min_mask": self.min_mask}
         found = (scan_places(block, *parameters, **options) for block in images.split(step))
         return _join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
+
+    def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
+        """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
+        images = batch.observations[self.site].flatten(1, 2)
+        return scan_at(images, *self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
+
+
+class RefinedPlaces:
+    """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
+
+    Which objects are selected remains the affinity's choice: its scores are passed on.
+
+    Args:
+        affinity: gives candidates to refine, such as a :class:`PlaceRegression`.
+        scan: scores objects at places.
+        num_objects: number of objects per data point whose candidates are refined, those of largest score.
+        radius: how far a candidate may move, in steps of the grid of places in both directions.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(self, affinity: PlaceAffinity, scan: PlaceScan, num_objects: int, *, radius: int = 1) -> None:
+        if num_objects < 1 or radius < 1:
+            raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
+        self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points."""
+        found = self.affinity(batch)
+        objects = found.scores[..., 0].topk(min(self.num_objects, found.scores.shape[1]), 1).indices
+        index = objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])
+        near = neighbourhood(found.places.gather(1, index), self.scan.canvas, self.radius)
+        scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
+        places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+        return Candidates(found.scores, found.places.scatter(1, index, places))
+
+
+def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
+    """Places ``(..., (2 radius + 1)^2)`` around others, these among them; at the edge of a canvas that does not wrap some are repeated."""
+    rows, columns = canvas.grid
+    steps = torch.arange(-radius, radius + 1, device=places.device)
+    row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
+    row, column = (row % rows, column % columns) if canvas.wrap else (row.clamp(0, rows - 1), column.clamp(0, columns - 1))
+    return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
 
 
 class PlaceRegression:
@@ -225,17 +270,13 @@ class PlaceRegression:
 
 def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
     """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``."""
-    rows, columns = canvas.grid
-    steps = torch.tensor([-1, 0, 1], device=scores.device)
     values, places = [], []
     for found in range(number):
         best = scores.max(-1)
         values.append(best.values)
         places.append(best.indices)
         if found + 1 < number:
-            row, column = (best.indices // columns).unsqueeze(-1) + steps, (best.indices % columns).unsqueeze(-1) + steps
-            row, column = (row % rows, column % columns) if canvas.wrap else (row.clamp(0, rows - 1), column.clamp(0, columns - 1))
-            scores.scatter_(-1, (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2), -torch.inf)
+            scores.scatter_(-1, neighbourhood(best.indices, canvas), -torch.inf)
     return Candidates(torch.stack(values, -1), torch.stack(places, -1))
 
 

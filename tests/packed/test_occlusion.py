@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.packed import occlusion_dense
-from pyro_truncated.packed.occlusion import Canvas, scan_places, scene_log_prob, scene_statistics
+from pyro_truncated.packed.occlusion import Canvas, scan_at, scan_places, scene_log_prob, scene_statistics
 
 
 def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Canvas, Tensor, Tensor, Tensor, tuple]:
@@ -180,6 +180,18 @@ def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     expected = occlusion_dense.scan(images, energy, features, masks, variance, logits, masks >= 0, canvas.pixels)
     torch.testing.assert_close(cluttered, expected, rtol=1e-4, atol=2e-3)
     assert not torch.allclose(bare, cluttered, atol=0.1)
+
+
+@pytest.mark.parametrize("wrap", [True, False])
+def test_scan_of_a_few_places_is_part_of_the_whole(wrap: bool) -> None:
+    canvas, _, _, images, parameters = make_problem(wrap=wrap)
+    options = {"clutter": 0.2, "min_mask": 0.3}
+    whole = scan_places(images, *parameters, canvas, **options)
+    objects = torch.stack([torch.randperm(whole.shape[1])[:2] for _ in images])
+    places = torch.randint(canvas.num_places, (*objects.shape, 5))
+    expected = whole.gather(1, objects.unsqueeze(-1).expand(-1, -1, whole.shape[2])).gather(2, places)
+    got = scan_at(images, *parameters, canvas, objects, places, **options)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-3)
 
 
 @pytest.mark.parametrize(

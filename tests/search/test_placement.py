@@ -11,10 +11,10 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.packed.occlusion import Canvas
+from pyro_truncated.packed.occlusion import Canvas, scan_places
 from pyro_truncated.population import Population
 from pyro_truncated.scenes import generated_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, SearchBatch
+from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
 from pyro_truncated.search.place_affinities import best_places, colour_maps
 from pyro_truncated.search.placement import Candidates, place_probabilities
 
@@ -173,6 +173,29 @@ def test_best_places_are_the_best_apart_from_their_neighbours() -> None:
                 left[(row + down) % GRID[0], (column + right) % GRID[1]] = -torch.inf
 
 
+@pytest.mark.parametrize("wrap", [True, False])
+def test_refined_places_are_the_best_of_the_neighbourhood(wrap: bool) -> None:
+    images = torch.rand(3, 6, 7, 2)
+    canvas = Canvas(6, 7, 2, 2, wrap)
+    count = canvas.num_places
+    scene = torch.rand(4, 4, 2), torch.rand(4, 4).clamp(0.1, 0.9), torch.tensor(0.1), torch.zeros(2), torch.tensor(0.5)
+    batch = SearchBatch(make_batch().population, lambda words: words, {"y": images})
+    scan = PlaceScan(lambda: scene, canvas)
+    scores, places = torch.rand(3, 4, 2).sort(-1, descending=True).values, torch.randint(count, (3, 4, 2))
+    found = RefinedPlaces(fixed(scores, places), scan, 2)(batch)
+    whole = scan_places(images.flatten(1, 2), *scene, canvas, clutter=scan.clutter).reshape(3, 4, *canvas.grid)
+    assert torch.equal(found.scores, scores)
+    for n, h, c in itertools.product(range(3), range(4), range(2)):
+        row, column = divmod(int(places[n, h, c]), canvas.grid[1])
+        if h not in scores[n, :, 0].topk(2).indices:
+            assert found.places[n, h, c] == places[n, h, c]
+            continue
+        near = [(row + down, column + right) for down, right in itertools.product((-1, 0, 1), repeat=2)]
+        inside = [(r, k) for r, k in near if wrap or (0 <= r < canvas.grid[0] and 0 <= k < canvas.grid[1])]
+        best = max(whole[n, h, r % canvas.grid[0], k % canvas.grid[1]] for r, k in inside)
+        assert float(whole[n, h].flatten()[found.places[n, h, c]]) == pytest.approx(float(best), abs=2e-3)
+
+
 def scene_batch(num_data: int = 60) -> tuple[SearchBatch, Canvas]:
     objects = generated_objects(NUM_OBJECTS, 3, torch.Generator().manual_seed(0))
     scenes = occluded_scenes(objects, num_data, (5, 6), presence=0.4, generator=torch.Generator().manual_seed(1))
@@ -248,6 +271,7 @@ def test_colour_maps_tell_colours_apart_and_forgive_a_pixel() -> None:
         (lambda: PlacementMoves(GRID, shares=(1.0, 0, 0, 0)), "shares must be 5 numbers"),
         (lambda: PlaceRegression(Canvas(5, 6, 2, 2), refit_every=0), "refit_every must be a positive integer"),
         (lambda: PlaceScan(lambda: None, Canvas(5, 6, 2, 2), clutter=1.0), "clutter in"),
+        (lambda: RefinedPlaces(fixed(None, None), None, 0), "num_objects and radius must be positive"),
         (lambda: PlacementMoves(GRID).propose(make_batch(num_states=2)), "cannot select 6 parents"),
         (lambda: PlacementMoves((3, 3), parents=1).propose(make_batch()), "does not have the 30 places"),
         (lambda: place_probabilities(Population(StateSpace([2, 3, 4]), torch.zeros(1, 1, 1).long(), torch.zeros(1, 1))), "presence"),
