@@ -12,6 +12,8 @@ from pyro_truncated.gp.subset.problem import independent_cholesky
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13
+# Kernels copy their inputs in every call: with many dimensions, columns of likely next pivots are computed along with one that is due.
+_DIMENSIONS_PER_COLUMN, _MOST_COLUMNS = 64, 16
 
 
 class Covariance(Protocol):
@@ -60,7 +62,8 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
 
     Every step takes the input of largest remaining variance as the next pivot and removes what it explains, until ``max_rank`` pivots
     are found or :math:`\operatorname{tr}(K - L L^\top) \le \mathrm{tolerance} \cdot \operatorname{tr} K`. Only the diagonal and one
-    column of :math:`K` per pivot are computed: :math:`O(N Q^2)` time and :math:`O(N Q)` memory.
+    column of :math:`K` per pivot are computed (a few more where inputs have hundreds of dimensions): :math:`O(N Q^2)` time and
+    :math:`O(N Q)` memory.
 
     Args:
         kernel: covariance function, such as a kernel of :mod:`pyro.contrib.gp.kernels`.
@@ -88,9 +91,14 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     enough, rounding = tolerance * residual.sum(), _ROUNDING * residual.max()
     factor = residual.new_zeros(len(inputs), min(max_rank, len(inputs)))
     pivots: list[int] = []
+    columns: dict[int, Tensor] = {}
+    ahead = min(max(1, inputs.shape[1] // _DIMENSIONS_PER_COLUMN), _MOST_COLUMNS, factor.shape[1])
     while len(pivots) < factor.shape[1] and residual.sum() > enough and residual.max() > rounding:
         rank, pivot = len(pivots), int(residual.argmax())
-        column = kernel(inputs, inputs[pivot : pivot + 1]).squeeze(1) - factor[:, :rank] @ factor[pivot, :rank]
+        if pivot not in columns:
+            due = [pivot, *(other for other in residual.topk(ahead).indices.tolist() if other != pivot)]
+            columns = dict(zip(due, kernel(inputs, inputs[due]).unbind(1), strict=True))
+        column = columns[pivot] - factor[:, :rank] @ factor[pivot, :rank]
         # Rounding must not touch what is known: earlier pivots are explained, and the pivot's variance is the remaining one.
         column[pivots] = 0.0
         column[pivot] = residual[pivot]

@@ -36,8 +36,10 @@ def test_it_is_the_nystrom_approximation_of_its_pivots(rank: int) -> None:
 
 
 @torch.no_grad()
-def test_pivots_are_greedy() -> None:
-    x, k = inputs(), rbf()
+@pytest.mark.parametrize("dimensions", [3, 700])
+def test_pivots_are_greedy(dimensions: int) -> None:
+    x = torch.randn(40, dimensions, dtype=torch.float64) * (3 / dimensions) ** 0.5
+    k = kernels.RBF(dimensions, torch.tensor(1.7, dtype=torch.float64), torch.tensor(1.0, dtype=torch.float64))
     found, rest = pivoted_cholesky(k, x, 10), k(x)
     for pivot in found.pivots.tolist():
         assert float(rest.diagonal()[pivot]) == pytest.approx(float(rest.diagonal().max()), abs=1e-10)
@@ -83,6 +85,19 @@ def test_only_columns_of_the_pivots_are_evaluated() -> None:
 
     pivoted_cholesky(kernel, inputs(), 5)
     assert evaluated == ["diagonal", 1, 1, 1, 1, 1]
+
+
+def test_with_many_dimensions_columns_are_evaluated_ahead() -> None:
+    evaluated = []
+
+    def kernel(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        evaluated.append("diagonal" if diag else Z is not None and len(Z))
+        return torch.ones(len(X), dtype=X.dtype) if diag else (-(torch.cdist(X, Z) ** 2)).exp()
+
+    found = pivoted_cholesky(kernel, torch.randn(40, 300, dtype=torch.float64), 8)
+    # Points this far apart explain nothing of each other: what was evaluated ahead is used.
+    assert evaluated == ["diagonal", 4, 4]
+    assert found.rank == 8
 
 
 def test_bad_arguments() -> None:
