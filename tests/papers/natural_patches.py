@@ -22,9 +22,18 @@ from tests.papers.evolutionary_em import cooling
 
 
 def run(
-    model_name: str, num_data: int, iterations: int, device: str, seed: int = 0, num_latents: int | None = None, seconds: float = 1e9
+    model_name: str,
+    num_data: int,
+    iterations: int,
+    device: str,
+    seed: int = 0,
+    num_latents: int | None = None,
+    seconds: float = 1e9,
+    batch_size: int | None = None,
+    start: str = "data",
+    temperature: float | None = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """Trains one model with the paper's search; stops early after the given time."""
+    """Trains one model with the paper's search, by online EM if there is a batch size; stops early after the given time."""
     generator = torch.Generator().manual_seed(seed)
     pyro.set_rng_seed(seed)
     pyro.clear_param_store()
@@ -32,28 +41,37 @@ def run(
         y, _ = whitened_patches(natural_images(), 16, num_data, generator)
         model = BinarySparseCoding(256, num_latents or 300).to(device)
         search = EvolutionarySearch(10, 9, 4, crossover=True, mutation="sparseflips")
-        num_states, temperature = 200, 4.0
+        num_states, hottest = 200, 4.0
     else:
         y = binary_patches(natural_images("vanhateren"), 10, num_data, generator)
         model = NoisyOr(100, num_latents or 100).to(device)
         search = EvolutionarySearch(8, 7, 2, mutation="sparseflips")
-        num_states, temperature = 120, 2.0
+        num_states, hottest = 120, 2.0
     y = y.to(device)
     model.initialize(y)
+    if start == "noise":
+        with torch.no_grad():
+            model.weight = y.mean(0).unsqueeze(1) + 0.2 * y.std() * torch.randn(model.weight.shape, device=y.device)
     guide = AutoTruncated(model, num_states=num_states)
-    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search, temperature=cooling(temperature, iterations, 0.5)))
+    svi = SVI(
+        model,
+        guide,
+        ClosedForm(model, minibatch="online"),
+        Truncated_ELBO(search, temperature=cooling(temperature or hottest, iterations, 0.5)),
+    )
     history: dict[str, list[float]] = {"free_energy": [], "active": [], "scale": []}
-    start = time.perf_counter()
+    began = time.perf_counter()
     for _ in range(iterations):
-        history["free_energy"].append(-svi.step(y) / num_data)
+        history["free_energy"].append(-svi.step(y, batch_size) / num_data)
         prior = model.prior.detach()
         history["active"].append(float(prior.sum() if prior.dim() else prior * model.num_latents))
         history["scale"].append(float(getattr(model, "scale", torch.tensor(torch.nan)).detach()))
-        if time.perf_counter() - start > seconds:
+        if time.perf_counter() - began > seconds:
             break
     summary = {
-        "model": model_name, "num_data": num_data, "iterations": len(history["free_energy"]), "device": device,
-        "seconds": time.perf_counter() - start, "first": history["free_energy"][0], "last": history["free_energy"][-1],
+        "model": model_name, "num_data": num_data, "batch_size": batch_size, "start": start,
+        "temperature": temperature or hottest, "iterations": len(history["free_energy"]), "device": device,
+        "seconds": time.perf_counter() - began, "first": history["free_energy"][0], "last": history["free_energy"][-1],
         "active": history["active"][-1], "history": history,
     }  # fmt: skip
     return model, summary
@@ -76,7 +94,9 @@ def save_fields(weight: torch.Tensor, file: Path, columns: int = 20, num: int | 
         canvas[r * (side + 1) : r * (side + 1) + side, c * (side + 1) : c * (side + 1) + side] = (field / field.abs().max()).reshape(
             side, side
         )
-    plt.imsave(file, canvas.repeat_interleave(2, 0).repeat_interleave(2, 1).numpy(), cmap="gray", vmin=-1, vmax=1)
+    zoom = -(-32 // side)
+    enlarged = canvas.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1).numpy()
+    plt.imsave(file, enlarged, cmap="gray", vmin=-1 if bool((fields < 0).any()) else 0, vmax=1)
 
 
 def main() -> None:
@@ -84,13 +104,20 @@ def main() -> None:
     parser.add_argument("--model", choices=["bsc", "noisy_or"], default="bsc")
     parser.add_argument("--num-data", type=int, default=100_000)
     parser.add_argument("--num-latents", type=int)
+    parser.add_argument("--batch-size", type=int, help="patches per iteration, default all")
     parser.add_argument("--iterations", type=int, default=300)
+    parser.add_argument(
+        "--start", choices=["data", "noise"], default="data", help="fields start from data points, or from their mean with noise"
+    )
+    parser.add_argument("--temperature", type=float, help="at the start; it falls to 1 over the first half")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--output", type=Path, default=Path("report"))
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
-    model, summary = run(args.model, args.num_data, args.iterations, args.device, num_latents=args.num_latents, seconds=args.seconds)
+    options = {"num_latents": args.num_latents, "seconds": args.seconds, "batch_size": args.batch_size, "start": args.start}
+    options["temperature"] = args.temperature
+    model, summary = run(args.model, args.num_data, args.iterations, args.device, **options)
     (args.output / f"patches_{args.model}.json").write_text(json.dumps(summary))
     save_fields(model.weight, args.output / f"patches_{args.model}.png")
     print({key: value for key, value in summary.items() if key != "history"})

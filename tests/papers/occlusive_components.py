@@ -27,7 +27,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.scenes import Match, Scenes, coil_objects, match_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, SearchBatch
+from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
 from pyro_truncated.search.place_affinities import colour_maps
 from pyro_truncated.search.placement import Candidates, PlaceAffinity
 
@@ -45,12 +45,14 @@ class Variant:
     refit_every: int = 1
     rank: int | None = None
     pixels: bool = False
+    refined: bool = False
 
 
 VARIANTS = {
     "scan": Variant("hand-crafted scan", scan=True),
     "gp": Variant("GP"),
     "gp-every-5": Variant("GP, refitted every 5 iterations", refit_every=5),
+    "gp-refined": Variant("GP, every 5, moved to the best place within a pixel", refit_every=5, refined=True),
     "gp-low-rank": Variant("GP, incomplete Cholesky (rank 200)", rank=200),
     "gp-pixels": Variant("GP on raw pixels, every 5", refit_every=5, pixels=True),
 }
@@ -86,7 +88,13 @@ def make_affinities(variant: Variant, model: OcclusiveComponents) -> tuple[Place
     if variant.scan:
         return scan, scan
     inputs = None if variant.pixels else colour_maps()
-    return scan, PlaceRegression(model.canvas, refit_every=variant.refit_every, rank=variant.rank, inputs=inputs, fit_steps=10)
+    regression = PlaceRegression(model.canvas, refit_every=variant.refit_every, rank=variant.rank, inputs=inputs, fit_steps=10)
+    return scan, RefinedPlaces(regression, scan, NUM_SELECTED) if variant.refined else regression
+
+
+def regression_of(affinity: PlaceAffinity) -> PlaceRegression | None:
+    inner = affinity.affinity if isinstance(affinity, RefinedPlaces) else affinity
+    return inner if isinstance(inner, PlaceRegression) else None
 
 
 def run(variant: str, seed: int, num_data: int = 2000, iterations: int = 12, num_states: int = 32) -> dict[str, Any]:
@@ -101,9 +109,9 @@ def run(variant: str, seed: int, num_data: int = 2000, iterations: int = 12, num
         model.initialize(scenes.data)
     scan, affinity = make_affinities(VARIANTS[variant], model)
     selection = PlacementSelection(clock.wrap("selection", scan), NUM_SELECTED)
-    if isinstance(affinity, PlaceRegression):
-        affinity._fit = clock.wrap("fit", affinity._fit)  # type: ignore[method-assign]
-        affinity._new_influence = clock.wrap("factorisation", affinity._new_influence)  # type: ignore[method-assign]
+    if regression := regression_of(affinity):
+        regression._fit = clock.wrap("fit", regression._fit)  # type: ignore[method-assign]
+        regression._new_influence = clock.wrap("factorisation", regression._new_influence)  # type: ignore[method-assign]
     model.sufficient_statistics = clock.wrap("statistics", model.sufficient_statistics)  # type: ignore[method-assign]
     moves = PlacementMoves(model.canvas.grid, parents=4, children=5)
     # The likelihood allocates no image per state, so many states can go through the model together.
@@ -134,10 +142,10 @@ def evaluate(
     batch = SearchBatch(population, lambda words: words, {"y": scenes.data})
     result: dict[str, Any] = {}
     seconds = {"scan": _seconds(lambda: scan(batch))}
-    if isinstance(affinity, PlaceRegression):
-        affinity.refit_every = 10**9
+    if regression := regression_of(affinity):
+        regression.refit_every = 10**9
         seconds["gp"] = _seconds(lambda: affinity(batch))
-        own = copy.copy(affinity)
+        own = copy.copy(regression)
         own.leave_out = False
         own._influence = PlaceRegression._new_influence(own, own.regression)  # type: ignore[arg-type]
         result["errors_own"] = errors(own(batch), scenes, match)
