@@ -66,7 +66,7 @@ class SubsetGPRegression(torch.nn.Module):
 
     Attributes:
         index: positions of the inducing inputs; -1 where there are fewer than ``m``, and before :meth:`fit`.
-        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``) and objective.
+        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``) and objective; of the last phase, each improvement.
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
@@ -274,8 +274,8 @@ class SubsetGPRegression(torch.nn.Module):
             [*self._hyper_parameters(), inputs],
             evaluations,
             is_spent,
+            lambda value: note("polish", value),
         )
-        note("polish", value)
         self.objective_value = value
 
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
