@@ -96,7 +96,7 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     while len(pivots) < factor.shape[1] and residual.sum() > enough and residual.max() > rounding:
         rank, pivot = len(pivots), int(residual.argmax())
         if pivot not in columns:
-            due = [pivot, *(other for other in residual.topk(ahead).indices.tolist() if other != pivot)]
+            due = [pivot, *(other for other in residual.topk(ahead).indices.tolist() if other != pivot)][:ahead]
             columns = dict(zip(due, kernel(inputs, inputs[due]).unbind(1), strict=True))
         column = columns[pivot] - factor[:, :rank] @ factor[pivot, :rank]
         # Rounding must not touch what is known: earlier pivots are explained, and the pivot's variance is the remaining one.
