@@ -94,9 +94,13 @@ class PyroKernel(InputKernel):
 
     def _covariances(self, *points: Tensor, diag: bool) -> Tensor:
         kernel: Any = self.kernel
-        if type(self.kernel) is kernels.RBF and not diag and not kernel.variance.dim():
-            first, second = (kernel._slice_input(some) for some in points)
-            return squared_exponential(first, second, kernel.lengthscale, kernel.variance)
+        if type(self.kernel) is kernels.RBF and not diag:
+            # What a call of the kernel enters: random parameters are drawn once.
+            with kernel._pyro_context:
+                lengthscale, variance = kernel.lengthscale, kernel.variance
+            if not variance.dim() and lengthscale.dim() < 2:
+                first, second = (kernel._slice_input(some) for some in points)
+                return squared_exponential(first, second, lengthscale, variance)
         found: Tensor = kernel(*points, diag=diag)
         return found
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro import poutine
 from pyro.contrib.gp import kernels
+from pyro.nn import PyroSample
 
 from pyro_truncated.gp.data_kernels import (
     GPyTorchKernel,
@@ -141,6 +144,21 @@ def test_squared_exponential_is_that_of_pyro():
             assert (slope is None) == (value is None)
             if slope is not None:
                 torch.testing.assert_close(slope, value, rtol=0, atol=1e-8)
+
+
+def test_random_parameters_are_drawn_once():
+    X = torch.randn(5, 2, dtype=torch.float64)
+    kernel = kernels.RBF(2)
+    kernel.lengthscale = PyroSample(dist.LogNormal(torch.zeros(2, dtype=torch.float64), 1.0).to_event(1))
+    kernel.variance = PyroSample(dist.LogNormal(torch.zeros((), dtype=torch.float64), 1.0))
+    ours = PyroKernel(kernel, X)
+    trace = poutine.trace(lambda: ours.columns(torch.arange(5))).get_trace()
+    nodes = {name: node["value"] for name, node in trace.nodes.items() if node["type"] == "sample"}
+    assert set(nodes) == {"kernel.lengthscale", "kernel.variance"}
+    expected = nodes["kernel.variance"] * torch.exp(
+        -0.5 * torch.cdist(X / nodes["kernel.lengthscale"], X / nodes["kernel.lengthscale"]) ** 2
+    )
+    torch.testing.assert_close(trace.nodes["_RETURN"]["value"], expected)
 
 
 def test_parameter_store_and_kernels_leave_each_other_alone():
