@@ -1,4 +1,4 @@
-"""Handwritten ones, sevens and nines in a latent space that chooses its own dimension.
+"""Handwritten ones, sevens and nines in a latent space whose dimensions have switches.
 
     python examples/spike_slab_digits.py
 
@@ -29,19 +29,28 @@ def load(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     return images[~is_test], labels[~is_test], images[is_test]
 
 
+def tiles(images: torch.Tensor) -> torch.Tensor:
+    """Images ``(N, 64)`` side by side with a white gap between them."""
+    return torch.cat([torch.nn.functional.pad(image.view(8, 8), (1, 1, 1, 1)) for image in images], 1)
+
+
 def picture(posterior: Posterior, labels: torch.Tensor, truth: torch.Tensor, filled: torch.Tensor, path: Path) -> None:
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 4.2), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, width_ratios=[1.1, 1, 0.9])
+    left, middle, right = figure.subplots(1, 3, width_ratios=[1, 1, 1.1])
     plot_latents(posterior, left, labels=labels).set_title("latent means over predictive deviation", fontsize=10)
     plot_relevance(posterior.model, middle).set_title("switches beside weights", fontsize=10)
     holed = truth.clone()
-    holed[:, 32:] = 0.5
-    rows = torch.cat([torch.cat([part.view(8, 8) for part in trio], 1) for trio in zip(truth[:6], holed[:6], filled[:6], strict=True)])
-    right.imshow(rows.numpy(), cmap="Greys", vmin=0, vmax=1)
-    right.set_title("test digit, what was seen, filled in", fontsize=10)
-    right.set_axis_off()
+    holed[:, 32:] = torch.nan
+    rows = torch.cat([tiles(images) for images in (truth, holed, filled)])
+    right.imshow(rows.numpy(), cmap=colormaps["Greys"].with_extremes(bad="lightsteelblue"), vmin=0, vmax=1)
+    right.set_yticks([5, 15, 25], ["truth", "seen", "filled in"])
+    right.set_xticks([])
+    right.tick_params(length=0)
+    right.spines[:].set_visible(False)
+    right.set_title("test digits with their lower halves hidden", fontsize=10)
     figure.savefig(path, dpi=80, facecolor="white")
 
 
