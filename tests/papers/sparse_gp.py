@@ -196,12 +196,10 @@ class Experiment:
 
 
 EXPERIMENTS = {
-    "lipophilicity": Experiment(lipophilicity, DISCRETE, {16: 2.0, 32: 3.0, 64: 4.0, 128: 6.0, 256: 9.0, 512: 14.0}),
-    "esol": Experiment(esol, DISCRETE, {16: 1.0, 32: 1.0, 64: 1.5, 128: 2.0, 256: 3.0, 512: 5.0}),
-    "thrombin": Experiment(thrombin, ["exchange", "Titsias-16", "CholQR-z16", "random", *GREEDY], {32: 6.0, 128: 12.0}),
-    "hog": Experiment(
-        hog, DISCRETE, {16: 1.0, 32: 1.5, 64: 2.0, 128: 3.0, 256: 4.0, 512: 5.0}, {m: [*DISCRETE, *VARIANTS] for m in (32, 128)}
-    ),
+    "lipophilicity": Experiment(lipophilicity, DISCRETE, {16: 1.0, 32: 2.0, 64: 3.0, 128: 4.0, 256: 6.0, 512: 10.0}),
+    "esol": Experiment(esol, DISCRETE, {16: 0.5, 32: 0.5, 64: 1.0, 128: 1.5, 256: 2.0, 512: 3.0}),
+    "thrombin": Experiment(thrombin, ["exchange", "Titsias-16", "CholQR-z16", "random", *GREEDY], {32: 4.0, 128: 8.0}),
+    "hog": Experiment(hog, DISCRETE, {16: 0.5, 32: 1.0, 64: 1.5, 128: 2.0, 256: 3.0, 512: 4.0}, {128: [*DISCRETE, *VARIANTS]}),
     "kin40k": Experiment(
         kin40k,
         CONTINUOUS,

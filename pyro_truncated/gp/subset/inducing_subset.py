@@ -27,7 +27,7 @@ class InducingSubset:
 
     Example::
 
-        subset = InducingSubset(TanimotoKernel(fingerprints), y, num_inducing=128, noise=0.1)
+        subset = InducingSubset(CountKernel(fingerprints), y, num_inducing=128, noise=0.1)
         subset.optimize(max_seconds=5)
         mean, variance = subset.predict(new_fingerprints)
 
