@@ -367,9 +367,11 @@ All methods start from noise 0.5 (of standardised targets), unit variance and, f
 2 sqrt(D), minimise the variational free energy unless they say otherwise, and get the same CPU seconds, one thread each; those that took
 fewer had converged. Kernel matrices of molecules and histograms are computed before, once for all methods. The objective is in nats of
 standardised targets without its constant (that of "PP" and "FITC" is another one, that of "subset of data" is one of fewer data). Means ±
-standard deviations over splits, the smallest mean SMSE of each m in bold. *CholQR* is this library's implementation of the paper's
-algorithm, *exchange* its default; on *samples of rows*, each alternation looks at 2000 data points or more. *Free* means that inducing inputs leave the training set and follow gradients; this includes GPyTorch's
-SGPR (float32, Adam with step 0.05, k-means start).
+standard deviations over splits, the smallest mean SMSE of each m in bold.
+
+*CholQR* is this library's implementation of the paper's algorithm, *exchange* its default; on *samples of rows*, each alternation looks at
+2000 data points or more. *Free* means that inducing inputs leave the training set and follow gradients; this includes GPyTorch's SGPR
+(float32, Adam with step 0.05, k-means start).
 """
 
 
