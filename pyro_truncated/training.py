@@ -21,6 +21,7 @@ from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.inspection import spare_random_numbers
 
+# A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]
 
 
@@ -88,6 +89,7 @@ def fit(
         *args: the model's arguments.
         steps: total number of steps, those from the checkpoint included.
         callbacks: each is called with the :class:`Training` after every step. A mapping that it returns is recorded, ``True`` ends the run.
+            If it has a method ``start``, that is called so once before the first step, after a checkpoint has been read.
         progress: whether to show a bar; default: if standard error is a terminal.
         patience: steps to average over for early stopping, or ``None`` for none.
         tolerance: relative growth below which the run ends.
@@ -111,6 +113,8 @@ def fit(
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():
         _resume(training, path, settings, args, kwargs)
+    for callback in callbacks:
+        getattr(callback, "start", _nothing)(training)
     saved = time.monotonic()
     with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
@@ -122,6 +126,10 @@ def fit(
                 _save(training, path, settings)
                 saved = time.monotonic()
     return training
+
+
+def _nothing(training: Training) -> None:
+    """What most callbacks do before the first step."""
 
 
 def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -174,11 +182,19 @@ class StatesReplaced:
     """
 
     def __init__(self, guide: AutoTruncated) -> None:
-        self.guide, self._before = guide, guide.words.clone() if "words" in guide._buffers else None
+        self.guide = guide
+        self._before = self._populations()
+
+    def start(self, training: Training) -> None:
+        """Takes the populations as the run finds them: those of the checkpoint, if there is one."""
+        self._before = self._populations()
+
+    def _populations(self) -> torch.Tensor | None:
+        return self.guide.words.clone() if "words" in self.guide._buffers else None
 
     def __call__(self, training: Training) -> dict[str, float]:
         """The share for the step just taken; NaN if there was nothing to compare with."""
-        now, before, self._before = self.guide.words, self._before, self.guide.words.clone()
+        now, before, self._before = self.guide.words, self._before, self._populations()
         if before is None or before.shape != now.shape:
             return {"states_replaced": math.nan}
         known = packed.repeated(torch.cat([before, now], 1))[:, before.shape[1] :]
@@ -244,7 +260,8 @@ def fit_restarts(
         # The parameters themselves, not copies: modules and optimisers go on with them.
         stores.append(copy.copy(state))
     reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
-    best = int(np.argmax(reached))
+    # A run that ended in NaN has reached nothing.
+    best = int(np.argmax(np.nan_to_num(reached, nan=-np.inf, neginf=-np.inf)))
     store.set_state(stores[best])
     return Restarts(trainings, best, stores)
 

@@ -195,3 +195,26 @@ def test_records_of_restarts_that_stopped_early_are_padded(y, tmp_path):
     assert record.shape == (2, max(lengths))
     assert [int(np.isfinite(row).sum()) for row in record] == lengths
     assert {path.name for path in tmp_path.iterdir()} == {"run-0.pt", "run-1.pt"}
+
+
+def test_states_replaced_does_not_notice_an_interruption(y, tmp_path):
+    def watched(steps, **options):
+        pyro.clear_param_store()
+        svi = fresh("closed form", y)
+        return fit(svi, y, steps=steps, callbacks=[StatesReplaced(svi.guide)], **options).record
+
+    whole = watched(6)
+    watched(3, checkpoint=tmp_path / "run.pt")
+    np.testing.assert_array_equal(watched(6, checkpoint=tmp_path / "run.pt")["states_replaced"], whole["states_replaced"])
+
+
+def test_a_restart_that_diverged_is_not_the_best(y, monkeypatch):
+    def make(restart):
+        svi = fresh("closed form", y, seed=restart)
+        if restart == 1:
+            monkeypatch.setattr(svi, "step", lambda *_: math.nan)
+        return svi
+
+    restarts = fit_restarts(make, y, restarts=3, steps=2)
+    assert math.isnan(restarts.trainings[1].free_energy)
+    assert restarts.best != 1
