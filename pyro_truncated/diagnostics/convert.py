@@ -68,9 +68,9 @@ def to_arviz(
     ========================  =========================================================================================================
 
     Dimensions are named after the plates. There is one chain; the draws are independent, so chain diagnostics say nothing about them.
-    Parameters of the model are taken as they are. If no latent but the discrete ones is left, ``log_likelihood`` does not vary over
-    the draws, and anything made from it is a plug-in estimate; the attribute ``point_estimates_only`` says so. Latents of data points that
-    another guide draws are not summed out; the attribute ``conditional_on`` of ``log_likelihood`` names them.
+    Parameters of the model are taken as they are. If the draws of no global latent differ (there is none, or ``AutoDelta`` holds it),
+    whatever is made from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so. Latents of data points
+    that another guide draws are not summed out; the attribute ``conditional_on`` of ``log_likelihood`` names them.
 
     Several guides (restarts) become chains, each with its own ``truncated_posterior`` along the dimension ``chain``. Latents of restarts
     come in any order: align them first (:func:`~pyro_truncated.diagnostics.compare_restarts`), or compare only what does not depend on it.
@@ -170,10 +170,18 @@ def _convert(
     # Of a space beyond the integers that files hold, the size does not matter.
     limits = {"num_states": draws.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
     datasets["truncated_posterior"] = writer.truncated_posterior().assign_attrs(limits)
-    point_estimates = int(not draws.others and not draws.is_global)
+    point_estimates = int(not draws.is_global and not any(_varies(draws, name) for name in draws.others))
     return {
         name: data.assign_attrs(point_estimates_only=point_estimates) for name, data in datasets.items() if data.sizes or data.data_vars
     }
+
+
+def _varies(draws: Draws, name: str) -> bool:
+    """Whether a latent is one of the parameters, those of no data point, and has a posterior that is not a point."""
+    if draws.log_joint.is_inside(draws.log_joint.nodes[name]):
+        return False
+    values = draws.others[name]
+    return len(values) == 1 or bool((values != values[:1]).any())
 
 
 def _log_likelihood(writer: Writer, draws: Draws) -> xr.Dataset:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_truncated.diagnostics.coverage import Moves, certificate
 from pyro_truncated.elbo import truncated_parts
 from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.sites import is_delta, sample_nodes
@@ -152,15 +156,36 @@ class _Collector:
 def _draw_jointly(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> Draws:
     """Draws where the weights depend on other latents: the populations are scored anew for each draw of these."""
     collector = _Collector(num_samples)
-    for _ in range(num_samples):
-        guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
-        part = _the_part(guide_trace)
-        log_joint = part.log_joint_of(*args, values=_given(part, guide_trace), **kwargs)
-        _refuse_subsample(log_joint)
-        model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
-        population = part.rescored(log_joint)
-        collector.add(log_joint, population, guide_trace, model_trace)
+    with _plates_like_the_model(guide, model, args, kwargs):
+        for _ in range(num_samples):
+            guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
+            part = _the_part(guide_trace)
+            log_joint = part.log_joint_of(*args, values=_given(part, guide_trace), **kwargs)
+            _refuse_subsample(log_joint)
+            model_trace = poutine.trace(poutine.replay(model, trace=guide_trace)).get_trace(*args, **kwargs)
+            population = part.rescored(log_joint)
+            collector.add(log_joint, population, guide_trace, model_trace)
     return collector.result(part, log_joint, population)
+
+
+@contextlib.contextmanager
+def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """A guide list remembers the minibatches it was set up with; meanwhile it takes all data of those plates of which the model does."""
+    if not isinstance(guide, AutoGuideList) or guide.prototype_trace is None or guide.create_plates is not None:
+        yield
+        return
+    with spare_random_numbers(), poutine.block():
+        nodes = poutine.trace(model).get_trace(*args, **kwargs).nodes.values()
+    full = {frame.name: frame for node in nodes if node["type"] == "sample" for frame in node["cond_indep_stack"] if _takes_all(frame)}
+    guide.create_plates = lambda *_, **__: [pyro.plate(name, frame.size, dim=frame.dim) for name, frame in full.items()]
+    try:
+        yield
+    finally:
+        guide.create_plates = None
+
+
+def _takes_all(frame: Any) -> bool:
+    return bool(frame.vectorized and frame.size == (frame.full_size or frame.size))
 
 
 def _given(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
@@ -180,8 +205,7 @@ def _refuse_subsample(log_joint: LogJoint) -> None:
     if log_joint.num_data != log_joint.full_size:
         raise ValueError(
             f"to_arviz needs all {log_joint.full_size} data points; the model subsampled {log_joint.num_data} of them in "
-            f"{' x '.join(log_joint.layout.plates)}. Pass arguments with which it takes the full data, and make the guide's plates with "
-            "create_plates if it has parts that remember the size of a minibatch."
+            f"{' x '.join(log_joint.layout.plates)}. Pass arguments with which it, and a create_plates of the guide, take the full data."
         )
 
 

@@ -404,3 +404,25 @@ def test_arviz_reads_it(data: Tensor, weight: Tensor) -> None:
     assert elpd.n_data_points == NUM_DATA
     # Leaving a data point out can only lower its expected predictive density here, by little: p_loo is positive.
     assert in_sample - 5 < (elpd.elpd_loo if hasattr(elpd, "elpd_loo") else elpd.elpd) < in_sample
+
+
+def test_guide_lists_trained_on_minibatches(data: Tensor, weight: Tensor) -> None:
+    def model(y: Tensor, batch_size: int | None = None) -> None:
+        shift = pyro.sample("shift", dist.Normal(torch.zeros(NUM_OBSERVED, dtype=torch.float64), 1.0).to_event(1))
+        with pyro.plate("data", len(y), subsample_size=batch_size) as rows:
+            own = pyro.sample("own", dist.Normal(torch.zeros((), dtype=torch.float64), 1.0))
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(RATE).double()).expand([NUM_LATENTS]).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT + shift + own.unsqueeze(-1), NOISE).to_event(1), obs=y[rows])
+
+    guide = fitted(model, data, batch_size=2, steps=3, guide=with_normal(model, "shift", "own"))
+    with pytest.raises(ValueError, match="needs all 6 data points; the model subsampled 2"):
+        to_arviz(model, guide, data, batch_size=2)
+    idata = to_arviz(model, guide, data, num_samples=4, num_predictive=2, seed=0)
+    posterior = get_dataset(idata, "posterior")
+    assert posterior["own"].dims == ("chain", "draw", "data")
+    shift, own = (torch.from_numpy(posterior[name].values[0]) for name in ("shift", "own"))
+    moved = [exact_log_joint(data, weight, (shift[i] + own[i][:, None])[:, None]).logsumexp(1) for i in range(4)]
+    np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], torch.stack(moved), rtol=1e-6)
+    # Training goes on with minibatches.
+    assert guide.create_plates is None
+    assert poutine.trace(guide).get_trace(data, batch_size=2).nodes["own"]["value"].shape == (2,)
