@@ -178,10 +178,20 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
 
 
 def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
-    """Distributions of the observed values and of drawn ones."""
+    """Distributions of the observed values and of drawn ones; of whole numbers, whatever their type, the share of each."""
     observed = get_dataset(idata, "observed_data")[[name]]
     predicted = get_dataset(idata, group)[[name]].isel(draw=slice(0, draws))
-    if not ARVIZ_V1:
+    if np.isnan(observed[name].values).any():
+        # Of both only what was observed.
+        seen = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
+        observed = xr.Dataset({name: ("entry", observed[name].values.ravel()[seen])})
+        rows = predicted[name].values
+        predicted = xr.Dataset({name: (("chain", "draw", "entry"), rows.reshape(*rows.shape[:2], -1)[..., seen])})
+    are_whole = all(_are_whole(data[name].values) for data in (observed, predicted))
+    if are_whole:
+        observed, predicted = observed.astype(np.int64), predicted.astype(np.int64)
+    # ArviZ's histograms put whole numbers between themselves and the next.
+    if not ARVIZ_V1 and not are_whole:
         part = make_idata(posterior_predictive=predicted, observed_data=observed)
         state = np.random.get_state()  # noqa: NPY002
         with quiet():
@@ -191,7 +201,7 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
         _name_lines(ax)
         return
     values = observed[name].values.ravel()
-    bins = _bins(values)
+    bins = _bins(values, predicted[name].values)
     for row in predicted[name].values.reshape(-1, values.size):
         ax.plot(*_outline(row, bins), color="C0", alpha=0.25, linewidth=0.8)
     ax.plot(*_outline(values, bins), color="black")
@@ -203,12 +213,19 @@ def _name_lines(ax: Axes) -> None:
     ax.legend([Line2D([], [], color="C0"), Line2D([], [], color="black")], ["drawn", "observed"], frameon=False, fontsize=8)
 
 
-def _bins(values: np.ndarray) -> np.ndarray:
-    finite = values[np.isfinite(values)]
-    levels = np.unique(finite)
-    if len(levels) <= 20:
-        return np.append(levels - 0.5, levels[-1] + 0.5)
-    return np.linspace(finite.min(), finite.max(), 41)
+def _are_whole(values: np.ndarray) -> bool:
+    """Whether all values are whole numbers that an integer holds."""
+    return bool((np.isfinite(values) & (np.abs(values) < 2**53)).all() and (values == np.round(values)).all())
+
+
+def _bins(observed: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """Edges that hold all values, drawn ones beyond the observed too: around whole numbers, else as wide as suits the observed ones."""
+    low, high = min(observed.min(), drawn.min()), max(observed.max(), drawn.max())
+    if np.issubdtype(observed.dtype, np.integer):
+        width = max(1, (high - low) // 50)
+        return np.arange(low, high + 1 + width, width) - 0.5
+    count = len(np.histogram_bin_edges(observed, "auto", (low, high)))
+    return np.linspace(low, high, min(max(count, 11), 101))
 
 
 def _outline(values: np.ndarray, bins: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -53,8 +53,16 @@ class TruncationReport:
         return not self.findings
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them."""
-        arrays = {"gain_by_search": self.growth.by_search, "gain_by_size": self.growth.by_size}
+        """The numbers by name, each ``(N,)``; :func:`~pyro_truncated.to_arviz` stores them.
+
+        ``free_energy_checked`` is the bound that the log evidence compares with: where there are other latents, the checks hold them at
+        their medians, while the ``free_energy`` beside it is a mean over draws of them.
+        """
+        arrays = {
+            "free_energy_checked": self.free_energy,
+            "gain_by_search": self.growth.by_search,
+            "gain_by_size": self.growth.by_size,
+        }
         if self.evidence is not None:
             arrays |= {f"log_evidence{end}": getattr(self.evidence, name) for end, name in _EVIDENCE.items()}
         if self.exact is not None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from pyro_truncated import _arviz_compat as compat
 from pyro_truncated._arviz_compat import get_dataset
@@ -21,7 +22,7 @@ from pyro_truncated.diagnostics.trust import COVERED_LIMIT
 def plot_restarts(idata: Any, ax: Axes) -> Axes:
     """Free energy over the steps of training, one curve per restart, the best in colour."""
     curves = get_dataset(idata, "training")["free_energy"].values
-    ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
+    ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
     steps = np.arange(1, curves.shape[1] + 1)
     for position in np.argsort(ends):
         is_best = position == ends.argmax()
@@ -29,7 +30,7 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
         ax.plot(steps, curves[position], color=COLOUR if is_best else GAPS, linewidth=1.8 if is_best else 1.2, label=label)
     late = curves[:, curves.shape[1] // 5 :]
     late = late[np.isfinite(late)]
-    if np.ptp(late) > 0:
+    if late.size and np.ptp(late) > 0:
         ax.set_ylim(late.min() - 0.15 * np.ptp(late), late.max() + 0.1 * np.ptp(late))
     ax.set(xlabel="step", ylabel="free energy")
     if len(curves) > 1:
@@ -73,7 +74,7 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
     data = get_dataset(idata, "truncated_posterior")
     if "log_evidence" not in data and "log_evidence_exact" not in data:
         raise ValueError("no log evidence in truncated_posterior; convert with to_arviz(..., checks=check_truncation(...))")
-    bound = data["free_energy"].values.ravel()
+    bound = data["free_energy_checked" if "free_energy_checked" in data else "free_energy"].values.ravel()
     if "log_evidence" in data:
         centre, lower, upper = (data[f"log_evidence{end}"].values.ravel() - bound for end in ("", "_lower", "_upper"))
         order = centre.argsort()
@@ -103,6 +104,8 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.figure.colorbar(picture, ax=ax, label="probability to be active")
     ax.set(xlabel="latent", ylabel="data point")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return ax
 
 
@@ -131,19 +134,21 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
 
     The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``; it is wide enough for all
     features shown together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S: predictions too narrow or too wide; a bow: biased.
+    Where observations are missing, the band drawn is that of the feature seen least often; each curve in colour left its own.
     """
     transforms = loo_pit(idata, name=name)
     chosen = list(features) if features is not None else list(range(transforms.shape[1]))
-    num_data = len(transforms)
+    seen = [column[np.isfinite(column)] for column in transforms[:, chosen].T]
+    seen = [np.sort(column) for column in seen if len(column)]
     grid = np.linspace(0, 1, 201)
-    band = math.sqrt(math.log(2 * len(chosen) / level) / (2 * num_data))
-    ax.fill_between(grid, -band, band, color=GAPS, alpha=0.4, linewidth=0, label=f"uniform, {1 - level:.0%}")
-    for feature in chosen:
-        curve = np.searchsorted(np.sort(transforms[:, feature]), grid, side="right") / num_data - grid
+    bands = [math.sqrt(math.log(2 * len(seen) / level) / (2 * len(column))) for column in seen]
+    ax.fill_between(grid, -max(bands), max(bands), color=GAPS, alpha=0.4, linewidth=0, label=f"uniform, {1 - level:.0%}")
+    for column, band in zip(seen, bands, strict=True):
+        curve = np.searchsorted(column, grid, side="right") / len(column) - grid
         is_outside = np.abs(curve).max() > band
         ax.plot(grid, curve, color=ACCENT if is_outside else COLOUR, linewidth=1.0, alpha=0.8)
     ax.set(xlabel="leave-one-out PIT", ylabel="ECDF - uniform")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, loc="upper right")
     return _tidy(ax)
 
 
@@ -194,7 +199,7 @@ def _names(values: Any) -> list[str]:
     labels = []
     for position in np.ndindex(*values.shape):
         parts = [str(values[dim].values[i]) if dim in values.coords else str(i) for dim, i in zip(values.dims, position, strict=True)]
-        labels.append(f"{', '.join(map(str, values.dims))} {', '.join(parts)}")
+        labels.append(f"{', '.join(map(str, values.dims))} {', '.join(parts)}" if parts else "all data")
     return labels
 
 

@@ -84,7 +84,9 @@ def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
     """Histogram of the expected number of active latents per data point, from activation probabilities ``(N, H)``."""
     active = marginals.detach().double().sum(-1).cpu().numpy()
     width = max(1.0, np.ceil(active.max()) // 30)
-    ax.hist(active, bins=np.arange(0, active.max() + 2 * width, width).tolist(), color=COLOUR, edgecolor="white", linewidth=0.5)
+    # Around whole numbers: where posteriors are points, 0.999 and 1.001 belong together.
+    edges = width * np.arange((active.max() + 0.5) // width + 2) - 0.5
+    ax.hist(active, bins=edges.tolist(), color=COLOUR, edgecolor="white", linewidth=0.5)
     ax.axvline(active.mean(), color=ACCENT, linewidth=1.8, label=f"mean {active.mean():.1f}")
     ax.set_xlabel("active latents per data point")
     ax.set_ylabel("data points")

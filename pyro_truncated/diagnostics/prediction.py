@@ -37,6 +37,7 @@ class CrossValidation:
         is_plug_in: whether the parameters are point estimates: nothing was left out, and ``elpd`` is the log likelihood at parameters
             that have seen the data.
         conditional_on: latents of data points that are not summed out, by name; the result is then wrong by as much as they know.
+        num_restarts: how many restarts with point estimates there were; the numbers are those of the one of highest ``elpd``.
     """
 
     elpd: float
@@ -46,6 +47,7 @@ class CrossValidation:
     pareto_k: np.ndarray
     is_plug_in: bool
     conditional_on: str
+    num_restarts: int = 1
 
     @property
     def caveats(self) -> list[str]:
@@ -57,6 +59,8 @@ class CrossValidation:
                 "have seen, and favours models with more of them. Compare on held-out data (guide.infer), or give the parameters priors "
                 "and a guide"
             )
+        if self.num_restarts > 1:
+            found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
         if self.conditional_on:
             found.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
         share = float((self.pareto_k > PARETO_LIMIT).mean())
@@ -85,6 +89,9 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     States of data points are summed out. Conditioning on drawn states, as if they were parameters, leaves out a data point but keeps what
     its states know about it: on a sparse-coding model that is wrong by hundreds of nats, with tail indices that say so.
 
+    With point estimates there is nothing to be left out: the likelihood varies over the draws by rounding at most, or by the noise of a
+    ``conditional`` that is not exact, which is averaged out. Restarts of these are no draws from one posterior: the best one counts.
+
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
         var_name: variable of ``log_likelihood``; needed if there are several.
@@ -94,15 +101,16 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     """
     name = var_name or likelihood_name(idata)
     data = get_dataset(idata, "log_likelihood")
-    values = data[name].transpose("chain", "draw", ...).values.reshape(-1, data[name][0, 0].size)
-    given = str(data.attrs.get("conditional_on", ""))
+    values = data[name].transpose("chain", "draw", ...).values.astype(float)
+    values = values.reshape(*values.shape[:2], -1)
+    given, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
     # Ratios that do not vary need no importance sampling, and have no tail to be fitted.
-    if np.ptp(values, axis=0).max() <= 1e-9 * np.abs(values).max():
-        pointwise = values.mean(0)
+    if (is_plug_in and not given) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
+        restarts = np.logaddexp.reduce(values, axis=1) - np.log(values.shape[1])
+        pointwise = restarts[restarts.sum(1).argmax()]
         error = float(np.sqrt(len(pointwise) * pointwise.var()))
-        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, given)
-    result = compat.loo(idata, name)
-    return CrossValidation(**vars(result), is_plug_in=bool(data.attrs.get("point_estimates_only", 0)), conditional_on=given)
+        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, given, len(values))
+    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=given)
 
 
 def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | None = None) -> Any:
@@ -133,7 +141,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     sizes = {model: len(result.pointwise) for model, result in results.items()}
     if len(set(sizes.values())) > 1:
         raise ValueError(f"the models are of different data: {sizes} observations")
-    table = compat.compare(idatas, names)
+    table = compat.compare({model: _as_judged(idata, names[model], results[model]) for model, idata in idatas.items()}, names)
     table["missing_nats"] = [missing_nats(idatas[model]) for model in table.index]
     table["plug_in"] = [results[model].is_plug_in for model in table.index]
     every = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
@@ -147,10 +155,27 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
     return table
 
 
+def _as_judged(idata: Any, name: str, result: CrossValidation) -> Any:
+    """Data of which ArviZ finds the same: plug-in estimates as one chain of constant draws."""
+    if not result.is_plug_in or result.conditional_on:
+        return idata
+    one = {group: get_dataset(idata, group).isel(chain=[0]) for group in ("posterior", "log_likelihood")}
+    likelihood = one["log_likelihood"][name].transpose("chain", "draw", ...)
+    terms = np.broadcast_to(result.pointwise.reshape(likelihood.shape[2:]), likelihood.shape)
+    one["log_likelihood"] = one["log_likelihood"].assign({name: likelihood.copy(data=terms.copy())})
+    return compat.make_idata(**one)
+
+
 def missing_nats(idata: Any) -> float:
-    r"""Lower bound :math:`-\sum_n \log c_n` on what the populations lack of the log likelihood; NaN if there is no certificate."""
+    r"""Lower bound :math:`-\sum_n \log c_n` on what the populations lack of the log likelihood; NaN if there is no certificate.
+
+    Of several guides, that of the best covered.
+    """
     data = get_dataset(idata, "truncated_posterior")
-    return float(-np.log(data["support_mass_bound"].values).sum()) if "support_mass_bound" in data else float("nan")
+    if "support_mass_bound" not in data:
+        return float("nan")
+    bound = data["support_mass_bound"].values.reshape(data.sizes.get("chain", 1), -1)
+    return float(-np.log(bound).sum(1).max())
 
 
 def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray:
@@ -158,8 +183,9 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
 
     :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})` with uniform :math:`v`, which serves
     counts and binary values too. :math:`\tilde y` are *new* data points (the group ``marginal_predictive``): repeated ones have seen
-    :math:`y_n` through their states. The weights of the draws are those of PSIS-LOO on the marginal likelihood. If the model is right, the
-    transforms of each feature are uniform on [0, 1]; those of different features depend on each other.
+    :math:`y_n` through their states. (Where states are global, no data point has any, and ``posterior_predictive`` serves.) The weights of
+    the draws are those of PSIS-LOO on the marginal likelihood. If the model is right, the transforms of each feature are uniform on
+    [0, 1]; those of different features depend on each other.
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
@@ -167,16 +193,17 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
         seed: of the uniform numbers.
 
     Returns:
-        ``(N, features)``.
+        ``(N, features)``; NaN where the observation is missing (NaN).
 
     Raises:
         ValueError: if a group is missing or the site is not clear.
     """
-    if "marginal_predictive" not in group_names(idata):
+    group = new_data_group(idata)
+    if group is None:
         raise ValueError("the data have no group marginal_predictive; call to_arviz with num_predictive > 0")
-    name = name or observed_name(idata, "marginal_predictive")
+    name = name or observed_name(idata, group)
     observed = get_dataset(idata, "observed_data")[name].values
-    drawn = get_dataset(idata, "marginal_predictive")[name].values
+    drawn = get_dataset(idata, group)[name].values
     drawn = drawn.reshape(-1, *drawn.shape[2:])
     likelihood = get_dataset(idata, "log_likelihood")[likelihood_name(idata)].values
     chains = len(likelihood)
@@ -189,7 +216,17 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
     below, equal = (weights * (drawn < observed)).sum(0), (weights * (drawn == observed)).sum(0)
     # As a rank among the draws, so that a finite number of them does not spoil uniformity.
     count, uniform = len(drawn), np.random.default_rng(seed).random(observed.shape)
-    return np.asarray((count * below + uniform * (count * equal + 1)) / (count + 1))
+    ranks = (count * below + uniform * (count * equal + 1)) / (count + 1)
+    return np.asarray(np.where(np.isnan(observed), np.nan, ranks))
+
+
+def new_data_group(idata: Any) -> str | None:
+    """The group of draws that have not seen the data point they go with, or ``None`` if there is none."""
+    groups = group_names(idata)
+    if "marginal_predictive" in groups:
+        return "marginal_predictive"
+    is_global = not set(get_dataset(idata, "truncated_posterior")["free_energy"].dims) - {"chain"}
+    return "posterior_predictive" if is_global and "posterior_predictive" in groups else None
 
 
 def observed_name(idata: Any, group: str) -> str:

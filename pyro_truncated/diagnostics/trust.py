@@ -53,13 +53,19 @@ def silently(call: Callable[[], Result]) -> Result:
         return call()
 
 
+def _at(position: np.intp, values: np.ndarray) -> int:
+    """The data point at a position of values ``(N,)``, or of ``(guides, N)``."""
+    return int(position % values.shape[-1])
+
+
 def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
-    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)``."""
+    """Findings from upper bounds on the covered mass and effective numbers of states, each ``(N,)`` or ``(guides, N)``."""
     found = []
     if covered.mean() < COVERED_LIMIT:
+        worst = _at(covered.argmin(), covered)
         found.append(
             Finding(
-                f"The populations cover at most {covered.mean():.0%} of the posterior mass on average (data point {covered.argmin()}: "
+                f"The populations cover at most {covered.mean():.0%} of the posterior mass on average (data point {worst}: "
                 f"at most {covered.min():.1%}), because states next to theirs are missing.",
                 "Search longer (more steps, search_steps), propose more (parents, children, generations), or keep more states.",
             )
@@ -76,7 +82,7 @@ def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, 
 
 
 def judge_growth(by_search: np.ndarray, by_size: np.ndarray) -> list[Finding]:
-    """Findings from what more search, and twice the states, gain; each ``(N,)`` in nats."""
+    """Findings from what more search, and twice the states, gain; each ``(N,)`` or ``(guides, N)`` in nats."""
     found = []
     if by_search.mean() > GROWTH_LIMIT:
         found.append(
@@ -96,12 +102,12 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray) -> list[Finding]:
 
 
 def judge_gap(gap: np.ndarray, reference: str) -> list[Finding]:
-    """A finding from the gap between the log evidence and the bound, ``(N,)`` in nats."""
+    """A finding from the gap between the log evidence and the bound, ``(N,)`` or ``(guides, N)`` in nats."""
     if gap.mean() <= GAP_LIMIT:
         return []
     return [
         Finding(
-            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {gap.argmax()}: {gap.max():.2f}).",
+            f"The bound is {gap.mean():.2f} nats per data point below {reference} (data point {_at(gap.argmax(), gap)}: {gap.max():.2f}).",
             "Keep more states, or search with more variety: posteriors this spread out need both.",
         )
     ]

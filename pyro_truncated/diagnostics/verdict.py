@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated._arviz_compat import get_dataset, group_names
 from pyro_truncated.diagnostics import figures, plots, trust
-from pyro_truncated.diagnostics.prediction import STATISTICS, CrossValidation, cross_validate, loo_pit, predictive_p_values
+from pyro_truncated.diagnostics.prediction import STATISTICS, CrossValidation, cross_validate, loo_pit, new_data_group, predictive_p_values
 from pyro_truncated.diagnostics.report import Section, write_page
 from pyro_truncated.diagnostics.trust import Finding, warn_of
 
@@ -75,10 +75,15 @@ def diagnose(
     Returns:
         The verdict that was printed.
 
+    Raises:
+        ValueError: if the data hold no truncated posterior.
+
     Warns:
         TruncationWarning: saying what is wrong with the truncation and what to change.
     """
     groups = set(group_names(idata))
+    if "truncated_posterior" not in groups:
+        raise ValueError(f"the data have no group truncated_posterior, only {sorted(groups)}; convert an AutoTruncated with to_arviz")
     findings, numbers = _judge_truncation(idata)
     remarks = _remarks_on_training(idata) if "training" in groups else []
     validation = _validated(idata, groups)
@@ -100,7 +105,8 @@ def diagnose(
 
 def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     data = get_dataset(idata, "truncated_posterior")
-    values = {str(name): data[name].values.ravel() for name in data.data_vars}
+    # Guides in rows, data points in columns.
+    values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
     kept = data.sizes["state"]
     bound, effective = values["support_mass_bound"], values["effective_states"]
     findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"))
@@ -114,7 +120,7 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
         numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
     for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
         if name in values:
-            gap = values[name] - values["free_energy"]
+            gap = values[name] - values.get("free_energy_checked", values["free_energy"])
             findings += trust.judge_gap(gap, reference)
             numbers[f"gap to {reference}"] = f"{gap.mean():.3g}"
             break
@@ -122,10 +128,16 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
 
 
 def _remarks_on_training(idata: Any) -> list[str]:
-    curves = get_dataset(idata, "training")["free_energy"].values if "free_energy" in get_dataset(idata, "training") else np.zeros((1, 1))
+    training = get_dataset(idata, "training")
+    curves = training["free_energy"].values if "free_energy" in training else np.zeros((1, 1))
+    started = np.isfinite(curves).any(1)
+    remarks = [] if started.all() else [f"{np.count_nonzero(~started)} of {len(curves)} restarts have no finite free energy."]
+    curves = curves[started]
+    if not len(curves):
+        return remarks
     ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
-    num_data = get_dataset(idata, "truncated_posterior")["free_energy"].size
-    remarks = []
+    bound = get_dataset(idata, "truncated_posterior")["free_energy"]
+    num_data = bound.size // bound.sizes.get("chain", 1)
     if len(ends) > 1:
         remarks.append(f"{len(ends)} restarts end within {np.ptp(ends) / num_data:.3g} nats per data point of each other.")
     best = curves[ends.argmax()]
@@ -201,7 +213,8 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
     if not validation.is_plug_in:
         text = "Tail indices of leave-one-out cross-validation on the marginal likelihood; above 0.7 it cannot be relied on."
         sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
-    if "marginal_predictive" in groups and len(get_dataset(idata, "marginal_predictive").data_vars) == 1:
+    unseen = new_data_group(idata)
+    if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
         features = loo_pit(idata).shape[1]
         shown = f" The first {_MOST_FEATURES} of {features} features." if features > _MOST_FEATURES else ""
         text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"

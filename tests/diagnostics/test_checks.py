@@ -10,9 +10,11 @@ import pyro.distributions as dist
 import pytest
 import torch
 from matplotlib.figure import Figure
+from pyro import poutine
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch
-from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated._arviz_compat import get_dataset, make_idata
 from pyro_truncated.diagnostics import TruncationWarning, check_truncation, compare_with_enumeration, covered_mass, diagnose, to_arviz
 from pyro_truncated.diagnostics import figures as pictures
 
@@ -136,3 +138,78 @@ def test_pictures_show_the_numbers(y):
         pictures.plot_forest(idata, axes[7])
     with pytest.raises(ValueError, match="no log evidence"):
         pictures.plot_gap(idata, axes[7])
+
+
+def shifted(y):
+    shift = pyro.sample("shift", dist.Normal(torch.zeros(3), 1.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.4)).to_event(1))
+        pyro.sample("y", dist.Normal(2 * s + shift, 0.5).to_event(1), obs=y)
+
+
+def test_the_gap_of_the_checks_is_that_at_the_medians_of_other_latents(y, tmp_path):
+    guide = AutoGuideList(shifted)
+    guide.append(AutoNormal(poutine.block(shifted, expose=["shift"]), init_scale=1.0))
+    guide.append(AutoTruncated(shifted, 8))
+    checks = check_truncation(guide, y, num_samples=50)
+    idata = to_arviz(shifted, guide, y, num_samples=20, num_predictive=0, seed=0, checks=checks)
+    data = get_dataset(idata, "truncated_posterior")
+    # The mean over draws of a latent this uncertain lies far below the bound at its median; nothing is missing from a full population.
+    assert float((data["free_energy_checked"] - data["free_energy"]).mean()) > 0.5
+    verdict = diagnose(idata, None)
+    assert verdict.is_trusted
+    assert abs(float(verdict.numbers["gap to the exact log evidence"])) < 1e-5
+    ax = Figure().subplots()
+    pictures.plot_gap(idata, ax)
+    np.testing.assert_allclose(ax.lines[-2].get_ydata(), 0, atol=1e-5)
+
+
+def test_diagnose_counts_data_points_of_restarts_once(y):
+    guides = [AutoTruncated(model, 4).infer(y, ExhaustiveSearch(), 1), AutoTruncated(model, 4)]
+    record = {"free_energy": np.array([np.arange(20.0), np.arange(20.0) - 40.0, np.full(20, np.nan)])}
+    idata = to_arviz(model, guides, y, num_samples=5, num_predictive=0, seed=0, training=record)
+    with pytest.warns(TruncationWarning, match="cover at most"):
+        verdict = diagnose(idata, None)
+    assert "1 of 3 restarts have no finite free energy." in verdict.remarks
+    assert "2 restarts end within 2 nats per data point of each other." in verdict.remarks
+    assert "The last tenth of the training gained 0.1 nats per data point." in verdict.remarks
+    worst = int(get_dataset(idata, "truncated_posterior")["support_mass_bound"].values[1].argmin())
+    assert f"(data point {worst}: " in verdict.findings[0].problem
+    pictures.plot_restarts(idata, Figure().subplots())
+
+
+def test_diagnose_refuses_what_holds_no_truncated_posterior(y):
+    idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=0)
+    with pytest.raises(ValueError, match="no group truncated_posterior, only"):
+        diagnose(make_idata(posterior=get_dataset(idata, "posterior")), None)
+
+
+def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
+    def counting(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.tensor(0.5)))
+            pyro.sample("y", dist.Poisson(0.5 + 2.0 * s), obs=y)
+
+    y = torch.poisson(torch.full((80,), 0.5), generator=generator)
+    idata = to_arviz(counting, AutoTruncated(counting, 2), y, num_samples=20, num_predictive=20, seed=0)
+    ax = Figure().subplots()
+    pictures.plot_predictive_check(idata, ax, group="marginal_predictive")
+    drawn = get_dataset(idata, "marginal_predictive")["y"].values
+    # Up to the largest drawn value, which the data do not reach.
+    assert drawn.max() > y.max()
+    values = np.arange(drawn.max() + 1)
+    for line, row in zip(ax.lines, [*drawn[0], y.numpy()], strict=True):
+        np.testing.assert_array_equal(line.get_xdata(), values)
+        np.testing.assert_allclose(line.get_ydata(), (row[:, None] == values).mean(0))
+
+
+def test_predictive_checks_leave_out_what_is_missing(y):
+    idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=5, seed=0)
+    observed, drawn = get_dataset(idata, "observed_data").copy(deep=True), get_dataset(idata, "posterior_predictive")
+    observed["y"].values[:, 0] = np.nan
+    # What the model says of missing values has nothing to be compared with.
+    far = drawn.copy(deep=True)
+    far["y"].values[..., 0] = 1e6
+    ax = Figure().subplots()
+    pictures.plot_predictive_check(make_idata(observed_data=observed, posterior_predictive=far), ax)
+    assert max(np.max(line.get_xdata()) for line in ax.lines if len(line.get_xdata())) < 100

@@ -71,7 +71,7 @@ def test_free_energy_shows_every_iteration(ax):
 def test_activations_counts_every_data_point(ax):
     marginals = torch.tensor([[0.0, 0.0, 0.0], [1.0, 0.5, 0.0], [1.0, 1.0, 1.0], [0.2, 0.1, 0.0]])
     plots.plot_activations(marginals, ax)
-    assert [patch.get_height() for patch in ax.patches] == [2, 1, 0, 1]
+    assert [patch.get_height() for patch in ax.patches] == [2, 0, 1, 1]
     assert ax.lines[0].get_xdata()[0] == pytest.approx(1.2)
 
 
@@ -123,3 +123,8 @@ def test_report_is_one_page_beside_its_pictures(tmp_path):
     assert "<td>3</td>" in text
     assert "<b>-1.5</b><span>nats</span>" in text
     assert "http" not in text
+
+
+def test_activations_of_nearly_whole_numbers_share_a_bin(ax):
+    plots.plot_activations(torch.tensor([[0.999, 0.0], [1.0, 0.001], [1.0, 0.0]]), ax)
+    assert [patch.get_height() for patch in ax.patches] == [0, 3]

@@ -9,11 +9,11 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 from pyro import poutine
-from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from scipy import stats
 
 from pyro_truncated import AutoTruncated
-from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated._arviz_compat import get_dataset, make_idata
 from pyro_truncated.diagnostics import (
     TruncationWarning,
     compare_models,
@@ -21,6 +21,7 @@ from pyro_truncated.diagnostics import (
     loo_pit,
     plot_comparison,
     plot_forest,
+    plot_loo_pit,
     plot_pareto_k,
     predictive_p_values,
     to_arviz,
@@ -184,3 +185,91 @@ def test_missing_groups_are_named(generator):
     idata = converted(fixed, draw(5, generator), num_predictive=0)
     with pytest.raises(ValueError, match="no group marginal_predictive; call to_arviz with num_predictive > 0"):
         loo_pit(idata)
+
+
+def test_transforms_where_observations_are_missing(generator):
+    y = draw(400, generator)
+    is_missing = torch.rand(y.shape, generator=generator) < 0.3
+    idata = converted(fixed, y)
+    observed = get_dataset(idata, "observed_data").copy(deep=True)
+    observed["y"].values[is_missing.numpy()] = np.nan
+    groups = {name: get_dataset(idata, name) for name in ("log_likelihood", "marginal_predictive", "truncated_posterior")}
+    idata = make_idata(**groups, observed_data=observed)
+    transforms = loo_pit(idata)
+    np.testing.assert_array_equal(np.isnan(transforms), is_missing.numpy())
+    for feature in range(2):
+        # False alarms at a rate of 2e-5 each.
+        assert stats.kstest(transforms[~is_missing[:, feature].numpy(), feature], "uniform").pvalue > 2e-5
+    ax = Figure().subplots()
+    plot_loo_pit(idata, ax)
+    seen = np.sort(transforms[~is_missing[:, 0].numpy(), 0])
+    np.testing.assert_allclose(ax.lines[0].get_ydata()[100], (seen <= 0.5).mean() - 0.5)
+
+
+def test_transforms_where_states_are_global(generator):
+    inputs = torch.randn(200, 2, generator=generator)
+
+    def model(y):
+        chosen = pyro.sample("chosen", dist.Bernoulli(torch.full((2,), 0.5)).to_event(1))
+        with pyro.plate("data", len(inputs)):
+            pyro.sample("y", dist.Normal((chosen * inputs).sum(-1), 1.0), obs=y)
+
+    y = inputs[:, 0] + torch.randn(200, generator=generator)
+    transforms = loo_pit(converted(model, y, AutoTruncated(model, 4)))
+    assert transforms.shape == (200, 1)
+    assert stats.kstest(transforms[:, 0], "uniform").pvalue > 2e-5
+
+
+def test_of_restarts_with_point_estimates_the_best_counts(generator):
+    y = draw(30, generator)
+
+    def noisy(y):
+        return fixed(y, noise=2.0)
+
+    both = converted([noisy, fixed], y, [AutoTruncated(noisy, 4), AutoTruncated(fixed, 4)])
+    alone = converted(fixed, y)
+    result = cross_validate(both)
+    np.testing.assert_allclose(result.pointwise, cross_validate(alone).pointwise)
+    assert (result.num_restarts, result.is_plug_in, result.p_loo) == (2, True, 0)
+    assert "best of 2 restarts" in result.caveats[1]
+    with pytest.warns(TruncationWarning, match="both: it is that of the best of 2 restarts"):
+        table = compare_models({"both": both, "alone": alone})
+    np.testing.assert_allclose(table["elpd_loo" if "elpd_loo" in table else "elpd"].astype(float), result.elpd)
+    np.testing.assert_allclose(table["missing_nats"], 0, atol=1e-4)
+
+
+def test_latents_of_data_points_make_no_posterior_of_the_parameters(generator):
+    y = draw(20, generator)
+
+    def model(y):
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((2,), 0.3)).to_event(1))
+            shift = pyro.sample("shift", dist.Normal(torch.zeros(2), 0.3).to_event(1))
+            pyro.sample("y", dist.Normal(s @ WEIGHT.mT + shift, 0.4).to_event(1), obs=y)
+
+    def conditional(states, y):
+        # Wider than the exact conditional by half: log joints are random, and unbiased as densities.
+        rest = (y - states["s"].float() @ WEIGHT.mT) / 0.16
+        precision = 1 / 0.16 + 1 / 0.09
+        pyro.sample("shift", dist.Normal(rest / precision, 1.5 * precision**-0.5).to_event(1))
+
+    idata = converted(model, y, AutoTruncated(model, 4, conditional=conditional), num_samples=200, num_predictive=0)
+    result = cross_validate(idata)
+    # y has the variance 0.16 + 0.09 = 0.25 given s: that of the other model.
+    exact = cross_validate(converted(fixed, y)).pointwise
+    assert result.is_plug_in
+    assert result.num_restarts == 1
+    # The relative variance of a weight is c^4 / (2 c^2 - 1) - 1 = 0.45 for c = 1.5 and two dimensions; six standard errors of the mean.
+    np.testing.assert_allclose(result.pointwise, exact, atol=6 * (0.45 / 200) ** 0.5)
+    likelihood = get_dataset(idata, "log_likelihood")["y"].values[0]
+    np.testing.assert_allclose(np.exp(result.pointwise), np.exp(likelihood).mean(0))
+
+
+def test_delta_guides_are_point_estimates(generator):
+    y = draw(10, generator)
+    guide = AutoGuideList(shifted)
+    guide.append(AutoDelta(poutine.block(shifted, expose=["shift"])))
+    guide.append(AutoTruncated(shifted, 4))
+    idata = converted(shifted, y, guide, num_samples=5, num_predictive=0)
+    assert get_dataset(idata, "posterior").attrs["point_estimates_only"] == 1
+    assert cross_validate(idata).is_plug_in
