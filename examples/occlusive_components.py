@@ -19,13 +19,15 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.datasets import DatasetNotFoundError
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.scenes import Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, SearchBatch
+from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
 from pyro_truncated.search.place_affinities import colour_maps
+from pyro_truncated.search.placement import PlaceAffinity
 
 SELECTIONS = {
     "scan": "hand-crafted scan",
     "gp": "GP",
     "gp-every-5": "GP, refitted every 5 iterations",
+    "gp-refined": "the same, moved within a pixel by the scan",
     "gp-low-rank": "GP, incomplete Cholesky",
 }
 
@@ -38,11 +40,12 @@ class Learned(NamedTuple):
     distances: torch.Tensor
 
 
-def affinity_of(selection: str, model: OcclusiveComponents) -> PlaceScan | PlaceRegression:
+def affinity_of(selection: str, model: OcclusiveComponents, scan: PlaceScan, selected: int) -> PlaceAffinity:
     if selection == "scan":
-        return PlaceScan(model.parameters_of_scene, model.canvas)
-    options = {"gp": {"refit_every": 1}, "gp-every-5": {"refit_every": 5}, "gp-low-rank": {"refit_every": 1, "rank": 100}}[selection]
-    return PlaceRegression(model.canvas, inputs=colour_maps(), fit_steps=10, **options)
+        return scan
+    options = {"gp": {"refit_every": 1}, "gp-low-rank": {"refit_every": 1, "rank": 100}}.get(selection, {"refit_every": 5})
+    regression = PlaceRegression(model.canvas, inputs=colour_maps(), fit_steps=10, **options)
+    return RefinedPlaces(regression, scan, selected) if selection == "gp-refined" else regression
 
 
 def learn(args: argparse.Namespace, name: str, scenes: Scenes, objects: Objects) -> Learned:
@@ -50,7 +53,8 @@ def learn(args: argparse.Namespace, name: str, scenes: Scenes, objects: Objects)
     pyro.set_rng_seed(args.seed)
     size, template = tuple(scenes.data.shape[1:3]), tuple(objects.masks.shape[1:])
     model = OcclusiveComponents(args.learned, size, template).initialize(scenes.data)
-    scan, affinity = PlaceScan(model.parameters_of_scene, model.canvas), affinity_of(name, model)
+    scan = PlaceScan(model.parameters_of_scene, model.canvas)
+    affinity = affinity_of(name, model, scan, args.selected)
     selection = PlacementSelection(scan, args.selected)
     # The likelihood allocates no image per state, so many states can go through the model together.
     guide = AutoTruncated(model, num_states=args.states, memory_budget=2**34)
@@ -166,7 +170,7 @@ def main(args: argparse.Namespace) -> None:
 
 def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--selections", default="scan,gp-every-5", help=f"some of {', '.join(SELECTIONS)}, comma between")
+    parser.add_argument("--selections", default="scan,gp-every-5,gp-refined", help=f"some of {', '.join(SELECTIONS)}, comma between")
     parser.add_argument("--images", type=int, default=1000)
     parser.add_argument("--size", type=int, default=30, help="side of an image")
     parser.add_argument("--objects", type=int, default=16)

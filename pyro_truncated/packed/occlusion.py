@@ -29,7 +29,6 @@ from pyro_truncated.packed.energy_cpu import _array
 
 MAX_OBJECTS = 62
 _MAX_BLOCKS = 16
-_SCAN_BYTES = 2**26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,22 +221,12 @@ def scan_places(
     Returns:
         ``(N, H, L)`` float32, to about 1e-4 per entry.
     """
-    channels, used, spread = images.shape[-1], masks >= min_mask, variance.double()
+    spread, used = variance.double(), masks >= min_mask
     energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
-    if images.device.type != "cpu" or channels > 3:
+    if images.device.type != "cpu" or images.shape[-1] > 3:
         return occlusion_dense.scan(images, energy, features, masks, spread, logits, used, canvas.pixels)
-    height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
-    root = (2 * spread).sqrt()
-    # Three planes whatever the number of colours, padded by what templates reach over.
-    colours = torch.nn.functional.pad((features.double() / root).float(), (0, 3 - channels)).contiguous()
-    planes = torch.nn.functional.pad((images.double() / root).float(), (0, 3 - channels)).mT.reshape(-1, 3, height, width)
-    full = rows + canvas.template_height - 1, columns + canvas.template_width - 1
-    reach = (0, full[1] - width, 0, full[0] - height)
-    planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy.float().reshape(-1, 1, height, width)))
-    out = torch.empty(len(images), len(features), rows, columns)
-    arrays = (t.contiguous().numpy() for t in (planes.flatten(2), padded.flatten(1), colours, logits.float()))
-    floors = torch.log1p(-masks.double()).float().contiguous().numpy()
-    _kernel(occlusion_scan_cpu.scan)(*arrays, floors, (canvas.template_width, full[1]), used.contiguous().numpy(), out.numpy())
+    out = torch.empty(len(images), len(features), *canvas.grid)
+    _kernel(occlusion_scan_cpu.scan)(*_scan_arrays(images, energy, features, masks, spread, logits, used, canvas), out.numpy())
     return out.flatten(2)
 
 
@@ -273,22 +262,15 @@ def scan_at(
     Returns:
         ``(N, K, P)`` float32.
     """
-    spread, pixels = variance.double(), canvas.pixels.to(images.device)
+    spread, used = variance.double(), masks >= min_mask
     energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
-    energy = energy.float()
-    chosen_masks, colours = masks.float()[objects].unsqueeze(2), features.float()[objects].unsqueeze(2)
-    logits, used = logits.float()[objects].unsqueeze(2), (masks >= min_mask)[objects].unsqueeze(2)
-    step = max(1, _SCAN_BYTES // (8 * places.shape[1] * places.shape[2] * pixels.shape[1] * images.shape[-1]))
-    found = []
-    for start in range(0, len(images), step):
-        rows = slice(start, start + step)
-        under = pixels[places[rows]]
-        number = torch.arange(len(under), device=images.device)[:, None, None, None]
-        distance = (images[rows].float()[number, under] - colours[rows]).square().sum(-1)
-        ratio = energy[rows][number, under] + logits[rows] - 0.5 * distance / spread.float()
-        terms = torch.log1p(-chosen_masks[rows]) + torch.nn.functional.softplus(ratio)
-        found.append((terms * used[rows]).sum(-1))
-    return torch.cat(found)
+    if images.device.type != "cpu" or images.shape[-1] > 3:
+        whole = occlusion_dense.scan(images, energy, features, masks, spread, logits, used, canvas.pixels)
+        return whole.gather(1, objects.unsqueeze(-1).expand(-1, -1, whole.shape[2])).gather(2, places)
+    arrays = _scan_arrays(images, energy, features, masks, spread, logits, used, canvas)
+    out = torch.empty(places.shape)
+    _kernel(occlusion_scan_cpu.scan_at)(*arrays, canvas.grid[1], objects.numpy(), places.contiguous().numpy(), out.numpy())
+    return out
 
 
 def _scan_terms(
@@ -298,6 +280,22 @@ def _scan_terms(
     behind = occlusion_dense.normal_log_density(images.double(), background.double(), background_variance.double())
     energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
     return energy, masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * variance).log()
+
+
+def _scan_arrays(
+    images: Tensor, energy: Tensor, features: Tensor, masks: Tensor, variance: Tensor, logits: Tensor, used: Tensor, canvas: Canvas
+) -> tuple[Any, ...]:
+    """What the compiled scans take: three planes whatever the number of colours, padded by what templates reach over, and the objects."""
+    height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
+    root, missing = (2 * variance).sqrt(), 3 - images.shape[-1]
+    colours = torch.nn.functional.pad((features.double() / root).float(), (0, missing))
+    planes = torch.nn.functional.pad((images.double() / root).float(), (0, missing)).mT.reshape(-1, 3, height, width)
+    full = rows + canvas.template_height - 1, columns + canvas.template_width - 1
+    reach = (0, full[1] - width, 0, full[0] - height)
+    planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy.float().reshape(-1, 1, height, width)))
+    floors = torch.log1p(-masks.double()).float()
+    tensors = planes.flatten(2), padded.flatten(1), colours, logits.float(), floors
+    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), used.contiguous().numpy()
 
 
 class _SceneLogProb(torch.autograd.Function):

@@ -49,3 +49,25 @@ def scan(planes, energy, colours, logits, floors, shape, is_used, out):
                     _add_entry(first, second, third, energy[n, low:high], colours[h, i], logits[h, i], floors[h, i], total)
             for r in range(rows):
                 out[n, h, r] = total[r * shape[1] : r * shape[1] + columns]
+
+
+@njit(cache=True, parallel=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+def scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
+    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only, ``columns`` of them in a row; the result ``out`` is ``(N, K, P)``."""
+    for n in prange(len(objects)):
+        for k in range(objects.shape[1]):
+            h = objects[n, k]
+            for p in range(places.shape[2]):
+                corner = places[n, k, p] // columns * shape[1] + places[n, k, p] % columns
+                total = _ZERO
+                for i in range(colours.shape[1]):
+                    if is_used[h, i]:
+                        at = corner + i // shape[0] * shape[1] + i % shape[0]
+                        x = energy[n, at] + logits[h, i]
+                        for c in range(3):
+                            x -= (planes[n, c, at] - colours[h, i, c]) ** 2
+                        t = min(abs(x), _FAR)
+                        q = _ONE + t * (_C1 + t * (_C2 + t * (_C3 + t * (_C4 + t * _C5))))
+                        q *= q
+                        total += floors[h, i] + max(x, _ZERO) + _LOG2 / (q * q)
+                out[n, k, p] = total
