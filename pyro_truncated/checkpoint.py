@@ -12,6 +12,8 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+from pyro_truncated.guide import AutoTruncated
+
 _FORMAT = "pyro_truncated checkpoint 1"
 
 
@@ -73,11 +75,12 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
 
     Raises:
         FileNotFoundError: if there is no such file.
-        ValueError: if the file is no checkpoint or one of other settings (the message names the settings that differ), or Pyro's parameter
-            store still holds parameters of an earlier model under the same names, which would take the place of those restored.
+        ValueError: if the file is no checkpoint, one of other settings (the message names the settings that differ) or of another model
+            (parameters of other shapes, populations of other sizes), or Pyro's parameter store still holds parameters of an earlier model
+            under the same names, which would take the place of those restored.
         KeyError: if a parameter of a plain function does not exist yet.
     """
-    content = torch.load(path, map_location="cpu", weights_only=True)
+    content = _read(path)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a checkpoint written by save_checkpoint, or of another version")
     if settings is not None:
@@ -86,6 +89,7 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
     params = _loose_params(svi)
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
+    _refuse_other_models(content, svi, params, path)
     for name, module in _modules(svi).items():
         module.load_state_dict(content["modules"][name])
     with torch.no_grad():
@@ -98,6 +102,33 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
         if name in content["generators"]:
             generator.set_state(content["generators"][name])
     return content["history"]
+
+
+def _read(path: str | Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        # Of a file that torch did not write, it says so in as many ways as there are files.
+        raise ValueError(f"{path} is not a checkpoint written by save_checkpoint: torch cannot read it ({error})") from error
+
+
+def _refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, Tensor], path: str | Path) -> None:
+    """Refuses states that do not fit the modules, before any of them is loaded."""
+    modules, saved = _modules(svi), content["modules"]
+    problems = [f"it holds the state of {sorted(saved)}, the run has {sorted(modules)}"] if saved.keys() != modules.keys() else []
+    pairs = {name: (value, params[name]) for name, value in content["params"].items()}
+    for name in saved.keys() & modules.keys():
+        state = saved[name]
+        pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
+        for prefix, part in modules[name].named_modules():
+            if isinstance(part, AutoTruncated):
+                words, cardinalities = (state.get(".".join(filter(None, (prefix, key)))) for key in ("words", "cardinalities"))
+                problems += filter(None, [part._mismatch(words, cardinalities)])
+    problems += [f"{name} has the shape {tuple(a.shape)}, here {tuple(b.shape)}" for name, (a, b) in pairs.items() if a.shape != b.shape]
+    if problems:
+        raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
 
 
 def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:

@@ -102,13 +102,18 @@ def fit(
         The record.
 
     Raises:
-        TypeError: if ``svi`` is not Pyro's SVI.
+        TypeError: if ``svi`` is not Pyro's SVI, a count is no integer, or ``callbacks`` is no sequence of functions.
         ValueError: if a count is out of range, the checkpoint does not fit, or a callback does not return the same names at every step.
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
-    if steps < 1 or (patience is not None and patience < 1):
-        raise ValueError(f"steps and patience must be at least 1; got steps={steps}, patience={patience}")
+    for name, count in (("steps", steps), ("patience", patience)):
+        if count is not None and not isinstance(count, int):
+            raise TypeError(f"{name} must be an integer; got {count!r}")
+    if steps < 1 or (patience is not None and patience < 1) or math.isnan(tolerance):
+        raise ValueError(f"steps and patience must be at least 1, tolerance a number; got {steps=}, {patience=}, {tolerance=}")
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     training = Training(svi)
     path = None if checkpoint is None else Path(checkpoint)
     if path is not None and path.exists():

@@ -115,6 +115,9 @@ def test_other_files_are_refused(y, tmp_path):
     torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="not a checkpoint"):
         load_checkpoint(tmp_path / "other.pt", fresh("closed form", y))
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(ValueError, match=r"not a checkpoint .* torch cannot read it"):
+        load_checkpoint(tmp_path / "text.pt", fresh("closed form", y))
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "missing.pt", fresh("closed form", y))
 
@@ -135,3 +138,23 @@ def test_interrupted_writing_leaves_the_last_checkpoint(y, tmp_path, monkeypatch
         save_checkpoint(path, svi, history=[1, 2])
     assert path.read_bytes() == content
     assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_checkpoints_of_other_models_are_refused_and_nothing_changes(y, tmp_path):
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+
+    def other(num_latents, num_states):
+        pyro.clear_param_store()
+        model = BinarySparseCoding(9, num_latents).initialize(y)
+        return SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=2)))
+
+    for sizes, message in (((6, 5), "8 states per data point, this guide num_states=5"), ((4, 8), r"shape \(9, 6\), here \(9, 4\)")):
+        svi = other(*sizes)
+        svi.step(y)
+        before = {name: value.clone() for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
+        with pytest.raises(ValueError, match=f"another model or guide: .*{message}"):
+            load_checkpoint(tmp_path / "run.pt", svi)
+        after = {name: value for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
