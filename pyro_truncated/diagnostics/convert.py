@@ -103,13 +103,17 @@ def to_arviz(
         that another guide draws has a prior that depends on the discrete ones.
 
     Raises:
-        TypeError: if the guide has no ``AutoTruncated`` part.
+        TypeError: if the guide has no ``AutoTruncated`` part, or ``training`` or ``checks`` are something else.
         ValueError: if the model subsamples, the guide has several such parts, guides do not go together, or dims or coords do not fit.
     """
     if num_samples < 1 or num_predictive < 0:
         raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {num_predictive}")
     if convert_itself := getattr(getattr(guide, "__self__", None), "to_arviz", None):
         return convert_itself(*args, num_samples=num_samples, seed=seed, **kwargs)
+    if checks is not None and not hasattr(checks, "arrays"):
+        raise TypeError(f"checks must be what check_truncation returned; got {type(checks).__name__}")
+    if training is not None and not isinstance(training, Mapping):
+        raise TypeError(f"training must hold records by name, as the attribute record of what fit returned; got {type(training).__name__}")
     several = isinstance(guide, list | tuple)
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
@@ -122,6 +126,8 @@ def to_arviz(
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
                 chains.append(_convert(its_model, one, args, kwargs, settings))
     datasets = _join(chains) if several else chains[0]
+    if unknown := set(coords or {}).difference(*(data.dims for data in datasets.values())):
+        raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if checks is not None:
         exact = datasets["truncated_posterior"]
         datasets["truncated_posterior"] = exact.merge(_named_like(checks.arrays(), exact))

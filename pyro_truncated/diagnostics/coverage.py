@@ -166,6 +166,8 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1; got {steps}")
+    if search is not None and not isinstance(search, Search):
+        raise TypeError(f"search must be a Search; got {type(search).__name__}")
     _, log_joint, population = scored_populations(guide, args, kwargs)
     search = search or EvolutionarySearch(parents=min(8, population.num_states), crossover=population.num_states > 1)
     observations = log_joint.observations()

@@ -74,6 +74,8 @@ def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: M
         TypeError: if the guide has no ``AutoTruncated`` part.
         ValueError: if the model subsamples, or the guide has several such parts.
     """
+    if not callable(guide):
+        raise TypeError(f"guide must be an AutoTruncated, or an AutoGuideList that holds one; got {type(guide).__name__}")
     if isinstance(guide, AutoTruncated) and guide.master is None:
         guide.setup(*args, **kwargs)
         if not guide.layout.other_latents and guide.layout.plates:

@@ -377,6 +377,14 @@ def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> 
         to_arviz(model, guide, data, num_samples=1, dims={"s": ["a", "b"]})
     with pytest.raises(ValueError, match=r"coords\['data'\] has 2 entries"):
         to_arviz(model, guide, data, num_samples=1, coords={"data": [1, 2]})
+    with pytest.raises(ValueError, match=r"coords names the dimensions \['pixels'\]"):
+        to_arviz(model, guide, data, num_samples=1, coords={"pixels": [1, 2]})
+    with pytest.raises(TypeError, match=r"training must hold records by name.*record of what fit returned; got list"):
+        to_arviz(model, guide, data, num_samples=1, training=[1.0])
+    with pytest.raises(TypeError, match="checks must be what check_truncation returned; got dict"):
+        to_arviz(model, guide, data, num_samples=1, checks={})
+    with pytest.raises(TypeError, match=r"guide must be an AutoTruncated, .* got NoneType"):
+        to_arviz(model, None, data)
     with pytest.raises(TypeError, match="AutoTruncated"):
         to_arviz(model, lambda y: pyro.sample("s", dist.Bernoulli(0.5).expand([6, 4]).to_event(2)), data)
 
