@@ -26,7 +26,8 @@ demo: $(INSTALLED)
 test: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
-# What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins.
+# What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins, and needs Python 3.12 or newer:
+# make arviz1 PYTHON=python3.13
 arviz1:
 	test -x $(ARVIZ1)/python || $(PYTHON) -m venv .venv-arviz1
 	grep -v '^arviz' constraints.txt > .venv-arviz1/constraints.txt

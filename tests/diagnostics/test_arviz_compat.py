@@ -1,4 +1,4 @@
-"""The tests of this folder hold for ArviZ 0.2x, which the pinned environment has, and for 1.x: `make arviz1`."""
+"""The tests of this folder hold for ArviZ 0.2x, which the pinned environment has, and for 1.x: `make arviz1 PYTHON=python3.13`."""
 
 from __future__ import annotations
 
