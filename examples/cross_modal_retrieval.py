@@ -15,7 +15,7 @@ import matplotlib
 import torch
 
 from pyro_truncated import datasets
-from pyro_truncated.gplvm import Posterior, SpikeSlabMRD, initialize, maximize_bound, update_switches
+from pyro_truncated.gplvm import Posterior, SpikeSlabMRD, initialize, maximize_bound, plot_switches, update_switches
 
 NAMES = ("image", "text")
 
@@ -95,11 +95,10 @@ def main(args: argparse.Namespace) -> None:
         print(f"{name} query: mean average precision {score:.3f}")
     chance = float((topics.bincount(minlength=10) / len(topics))[truth].mean())
     print(f"average {sum(scores) / 2:.3f}; a random ranking has about {chance:.3f}")
+    left.axhline(chance, color="0.5", linewidth=1, linestyle="dashed", label=f"random ranking, about {chance:.3f}")
     left.set(xlabel="recall", ylabel="precision", ylim=(0, 1))
     left.legend(frameon=False, fontsize=8)
-    image = right.imshow(model.probability.detach().numpy(), cmap="viridis", vmin=0, vmax=1, aspect="auto")
-    right.set(title="probability of the switches", xlabel="latent dimension", yticks=[0, 1], yticklabels=NAMES)
-    figure.colorbar(image, ax=right)
+    plot_switches(model, right, names=NAMES).set_title("probabilities of the switches", fontsize=10)
     args.output.mkdir(parents=True, exist_ok=True)
     figure.savefig(args.output / "cross_modal_retrieval.png", dpi=80, facecolor="white")
     print(f"picture: {args.output / 'cross_modal_retrieval.png'}")

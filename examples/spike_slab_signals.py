@@ -11,12 +11,11 @@ import argparse
 import math
 import time
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import torch
 
-from pyro_truncated.gplvm import Posterior, SpikeSlabMRD, fit, plot_relevance
+from pyro_truncated.gplvm import Posterior, SpikeSlabMRD, fit, plot_relevance, plot_switches
 
 NAMES = ("sin x", "-exp(-cos 2x)", "cos x")
 CONTENT = ((0, 2), (1, 2))
@@ -33,17 +32,6 @@ def make_views(args: argparse.Namespace) -> tuple[torch.Tensor, list[torch.Tenso
         clean = signals[:, content] @ torch.randn(2, 12, generator=generator, dtype=torch.float64)
         views.append(clean + args.noise * torch.randn(clean.shape, generator=generator, dtype=torch.float64))
     return signals, views
-
-
-def plot_switches(model: SpikeSlabMRD, ax: Any) -> None:
-    """Bars for the switches of every view."""
-    gamma = model.probability.detach().numpy()
-    positions = torch.arange(model.num_latents).numpy()
-    for view, row in enumerate(gamma):
-        ax.bar(positions + 0.4 * view - 0.2, row, width=0.4, color=f"C{view}", label=f"view {view + 1}")
-    ax.axhline(float(model.prior[0, 0]), color="0.5", linewidth=1, linestyle="dashed", label="prior")
-    ax.set(title="probabilities of the switches", xlabel="latent dimension", xticks=positions, ylim=(0, 1.3))
-    ax.legend(frameon=False, fontsize=8, ncols=3)
 
 
 def picture(signals: torch.Tensor, model: SpikeSlabMRD, shared: dict[str, list[int]], path: Path) -> None:
@@ -66,7 +54,7 @@ def picture(signals: torch.Tensor, model: SpikeSlabMRD, shared: dict[str, list[i
         kind = {"a": "private to view 1", "b": "private to view 2", "c": "shared"}[ax]
         found = ", ".join(f"dimension {q}, correlation {abs(float(row[q])):.3f}" for q in candidates)
         axes[ax].set(title=f"{name}: {kind}", xlabel=found or "not found", xticks=[])
-    plot_switches(model, axes["d"])
+    plot_switches(model, axes["d"]).set_title("probabilities of the switches")
     for view, ax in enumerate("ef"):
         plot_relevance(model, axes[ax], view=view).set_title(f"view {view + 1}: weights against switches")
     figure.savefig(path, dpi=80, facecolor="white")

@@ -7,7 +7,7 @@ from pyro_truncated.gplvm.inducing import InducingPosterior, Prediction
 from pyro_truncated.gplvm.inference import Latents, Posterior
 from pyro_truncated.gplvm.initialization import initialize
 from pyro_truncated.gplvm.latents import principal_components
-from pyro_truncated.gplvm.plots import plot_latents, plot_relevance
+from pyro_truncated.gplvm.plots import plot_latents, plot_relevance, plot_switches
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD
 from pyro_truncated.gplvm.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab import SpikeSlabGPLVM
@@ -34,6 +34,7 @@ __all__ = [
     "natural_step",
     "plot_latents",
     "plot_relevance",
+    "plot_switches",
     "principal_components",
     "switch_log_odds",
     "switch_moves",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -78,4 +79,33 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     ax.set_xticks(positions, [str(q) for q in order.tolist()])
     ax.set(xlabel="latent dimension", ylim=(0, 1.3))
     ax.legend(frameon=False, fontsize=8)
+    return ax
+
+
+@torch.no_grad()
+def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None = None) -> Any:
+    """Probabilities of the switches of every view, side by side for each dimension: what is shared and what is private.
+
+    Args:
+        model: the trained model.
+        ax: matplotlib axes.
+        names: names of the views; default: "view 1", "view 2", ...
+
+    Returns:
+        The axes.
+
+    Raises:
+        ValueError: if the number of names is not that of the views.
+    """
+    labels = [f"view {c + 1}" for c in range(model.num_views)] if names is None else list(names)
+    if len(labels) != model.num_views:
+        raise ValueError(f"names must name each of the {model.num_views} views; got {labels}")
+    positions = torch.arange(model.num_latents).numpy()
+    width = 0.8 / model.num_views
+    for c, (label, row) in enumerate(zip(labels, model.probability.cpu().numpy(), strict=True)):
+        ax.bar(positions + width * (c - (model.num_views - 1) / 2), row, width=width, color=f"C{c}", label=label)
+    if bool((model.prior == model.prior[0, 0]).all()):
+        ax.axhline(float(model.prior[0, 0]), color="0.5", linewidth=1, linestyle="dashed", label="prior")
+    ax.set(xlabel="latent dimension", xticks=positions, ylim=(0, 1.3))
+    ax.legend(frameon=False, fontsize=8, ncols=3)
     return ax

@@ -25,6 +25,7 @@ from pyro_truncated.gplvm import (
     natural_step,
     plot_latents,
     plot_relevance,
+    plot_switches,
 )
 from pyro_truncated.gplvm.training import _nearly_linear
 from tests.gplvm.test_bound import random_model, random_views
@@ -267,6 +268,18 @@ def test_pictures():
     heights = [bar.get_height() for bar in axes[1].patches]
     assert max(heights[:3]) == pytest.approx(1.0)
     assert sorted(heights[3:]) == pytest.approx(sorted(model.probability[0].tolist()))
+
+
+def test_picture_of_switches_shows_every_view():
+    model = random_model(6, (3, 2), 4)
+    axes = plot_switches(model, Figure().subplots(), names=("first", "second"))
+    assert [bar.get_height() for bar in axes.patches] == pytest.approx(model.probability.flatten().tolist())
+    # Bars of a dimension stand side by side around its tick.
+    centres = torch.tensor([bar.get_x() + bar.get_width() / 2 for bar in axes.patches]).view(2, 4)
+    torch.testing.assert_close(centres.mean(0), torch.arange(4, dtype=DOUBLE))
+    assert float((centres[1] - centres[0]).min()) >= axes.patches[0].get_width() - 1e-6
+    with pytest.raises(ValueError, match="each of the 2 views"):
+        plot_switches(model, Figure().subplots(), names=("one",))
 
 
 def test_impossible_arguments_are_named():
