@@ -31,7 +31,7 @@ MODELS = {"A: binary": BinarySparseCoding, "B: spike-and-slab": SpikeSlabSparseC
 SLAB_DEVIATION = {"A: binary": 0.0, "B: spike-and-slab": 0.5, "C: maximum": 0.3}
 SELECTIONS = ("hand-crafted", "linear", "rbf", "composition")
 AMPLITUDE, NOISE = 10.0, 2.0**0.5
-SHORT = 20  # iterations of a short run
+SHORT = 40  # iterations of a short run
 
 
 def make_data(args: argparse.Namespace, kind: str, components: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ Truncated EM learns the elements from overlapping patches, with two searches sid
 write searches of their own, and evolution. The result is the posterior mean of all patches, averaged where they overlap.
 
     python examples/denoising.py --noise 25
-    python examples/denoising.py --noise 5 --missing 0.5 --patch 8 --elements 8 --final-stride 2
+    python examples/denoising.py --noise 5 --missing 0.5 --patch 8 --elements 10 --stride 2 --final-stride 2
 
 writes denoising.png (or inpainting.png): the image, its damaged version, the result, and the dictionary.
 """
@@ -40,15 +40,15 @@ class Pursuit(Search):
         y = batch.observations["y"].nan_to_num(0.0)
         directions = F.normalize(self.model.weight.detach(), dim=0)
         similarity = y @ directions
-        gram, rows = directions.mT @ directions, torch.arange(len(y))
-        on = torch.zeros_like(similarity, dtype=torch.bool)
-        path = []
+        gram = directions.mT @ directions
+        # States of single elements, as the bits of integers: a state with one element more is "or".
+        single = batch.space.pack(torch.eye(len(gram), dtype=torch.uint8))
+        path = [single.new_zeros(len(y), single.shape[1])]
         for _ in range(self.length):
-            best = similarity.abs().argmax(1)
-            similarity = similarity - similarity[rows, best].unsqueeze(1) * gram[best]
-            on[rows, best] = True
-            path.append(batch.space.pack(on.byte()))
-        return batch.scored(torch.stack(path, 1))
+            best = similarity.abs().argmax(1, keepdim=True)
+            similarity -= similarity.gather(1, best) * gram[best.squeeze(1)]
+            path.append(path[-1] | single[best.squeeze(1)])
+        return batch.scored(torch.stack(path[1:], 1))
 
 
 def patches_of(image: Tensor, size: int, stride: int) -> Tensor:
@@ -175,15 +175,15 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--missing", type=float, default=0.0, help="share of the pixels that are missing")
     parser.add_argument("--crop", type=int, default=0, help="side of a corner of the image to work on; 0: all of it")
     parser.add_argument("--patch", type=int, default=12, help="side of a patch in pixels")
-    parser.add_argument("--stride", type=int, default=2, help="distance of neighbouring patches to learn from")
+    parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches to learn from; at 2, elements learn noise")
     parser.add_argument("--final-stride", type=int, default=1, help="distance of neighbouring patches in the result")
     parser.add_argument("--final-steps", type=int, default=4, help="search steps for patches that were not learned from")
-    parser.add_argument("--elements", type=int, default=16, help="square root of the number of dictionary elements H")
+    parser.add_argument("--elements", type=int, default=18, help="square root of the number of dictionary elements H")
     parser.add_argument("--states", type=int, default=10, help="states per patch, S")
     parser.add_argument("--path", type=int, default=8, help="length of the greedy path")
     parser.add_argument("--parents", type=int, default=3)
     parser.add_argument("--children", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=25)
+    parser.add_argument("--iterations", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("report"))
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")

@@ -99,7 +99,7 @@ def picture(y: Tensor, results: dict[str, tuple[list[Snapshot], float]], args: a
         for c, ax in enumerate(row[1:]):
             function = snapshot.functions[..., c].numpy()
             ax.imshow(function, origin="lower", extent=extent, cmap="viridis", vmin=-0.1, vmax=1.1, aspect="auto")
-            ax.contour(function, levels=[0.5], extent=extent, colors=COLOURS[c])
+            ax.contour(function, levels=[0.5], extent=extent, colors="white", linewidths=1.2)
             ax.set_title(f"function of class {c + 1}", color=COLOURS[c], fontsize=9)
         for ax in row:
             ax.set(xticks=[], yticks=[], xlim=extent[:2], ylim=extent[2:])
