@@ -27,7 +27,7 @@ SELECTIONS = {
     "scan": "hand-crafted scan",
     "gp": "GP",
     "gp-every-5": "GP, refitted every 5 iterations",
-    "gp-refined": "the same, moved within a pixel by the scan",
+    "gp-refined": "GP, then moved within a pixel by the scan",
     "gp-low-rank": "GP, incomplete Cholesky",
 }
 
