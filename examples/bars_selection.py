@@ -58,12 +58,10 @@ def learn(args: argparse.Namespace, kind: str, selection: str, y: Tensor) -> Ten
     pyro.set_rng_seed(args.seed)
     model = MODELS[kind](y.shape[1], 2 * args.size).initialize(y)
     num_states = 2**args.selected
-    if not isinstance(model, MaxSpikeSlabSparseCoding):
-        # Two bars may share an element for good; the best of a few short runs tells. Hot posteriors at first: then bars may still part.
-        part, hot = len(y) // 2, lambda step: max(1.0, 4.0 - 5.0 * step / SHORT)
-        start = make_search(args, kind, selection, model)
-        best_start(model, y, start, num_starts=args.starts, num_data=part, steps=SHORT, num_states=num_states, temperature=hot)
     search = make_search(args, kind, selection, model)
+    # Two bars may share an element for good; the best of a few short runs tells. Hot posteriors at first: then bars may still part.
+    options = {"num_starts": args.starts, "num_data": len(y), "steps": SHORT, "num_states": num_states}
+    best_start(model, y, search, temperature=lambda step: max(1.0, 4.0 - 5.0 * step / SHORT), **options)
     if isinstance(model, MaxSpikeSlabSparseCoding):
         # Its posterior has no closed form even for few bars: Gibbs sampling takes the place of the sum over states.
         svi = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))
@@ -110,7 +108,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--images", type=int, default=500)
     parser.add_argument("--size", type=int, default=5, help="side of an image; twice as many bars")
     parser.add_argument("--selected", type=int, default=5, help="bars considered for each image")
-    parser.add_argument("--starts", type=int, default=4, help="short runs to start A and B from the best of")
+    parser.add_argument("--starts", type=int, default=4, help="short runs to start from the best of")
     parser.add_argument("--iterations", type=int, default=25)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=Path("report"))

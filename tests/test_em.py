@@ -11,10 +11,11 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
-from pyro_truncated.datasets import linear_bars, noisy_or_bars
-from pyro_truncated.models import BinarySparseCoding, NoisyOr
+from pyro_truncated.datasets import bar_components, linear_bars, noisy_or_bars
+from pyro_truncated.gibbs import GibbsEM, GibbsGuide
+from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr
 from pyro_truncated.restarts import best_start
-from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search import Cosine, Preselection, SearchBatch
 from tests import zoo
 
 
@@ -198,6 +199,22 @@ def test_best_start_keeps_the_best_of_its_runs():
     loss = Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, bars.data)
     # What a start reached was measured before its last M-step.
     assert max(reached) <= -loss / 400 < max(reached) + 0.3
+
+
+def test_best_start_by_gibbs_sampling():
+    torch.manual_seed(3)
+    components = 8 * bar_components(3)
+    states = (torch.rand(200, 6) < 1 / 3).float()
+    y = (states.unsqueeze(1) * components).amax(-1) + torch.randn(200, 9)
+    model = MaxSpikeSlabSparseCoding(9, 6)
+    search = Preselection(Cosine(lambda: model.weight), 4, explore=0.0)
+    reached = best_start(model, y, search, num_starts=4, num_data=200, steps=12, temperature=lambda step: max(1.0, 3.0 - step / 3))
+    # The parameters are those of the best run: going on from there does as well at once, up to the noise of sampling.
+    loss = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search, burn_in=10)).step(y)
+    assert max(reached) - min(reached) > 1.0
+    assert abs(-loss / len(y) - max(reached)) < 0.5
+    with pytest.raises(TypeError, match="needs a search that selects latents"):
+        best_start(model, y, ExhaustiveSearch())
 
 
 def test_best_start_checks_its_arguments():
