@@ -111,8 +111,10 @@ def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -
 def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
     with torch.enable_grad():
         columns, square = basis.columns(), basis.square()
-        kept, triangle = independent_cholesky(square)
-        if not len(kept):
+        # Which inputs depend on others is no differentiable question; the factor of the rest is one.
+        kept, _ = independent_cholesky(square.detach())
+        triangle, info = torch.linalg.cholesky_ex(square[kept][:, kept])
+        if not len(kept) or int(info):
             return math.nan
         factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
         missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
