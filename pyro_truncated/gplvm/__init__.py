@@ -12,7 +12,15 @@ from pyro_truncated.gplvm.relevance import SpikeSlabMRD
 from pyro_truncated.gplvm.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab import SpikeSlabGPLVM
 from pyro_truncated.gplvm.stochastic import explicit_copy, fit_minibatches, natural_step
-from pyro_truncated.gplvm.training import Fit, fit, maximize_bound, switch_log_odds, switch_moves, update_switches
+from pyro_truncated.gplvm.training import (
+    Fit,
+    fit,
+    maximize_bound,
+    remove_dimensions,
+    switch_log_odds,
+    switch_moves,
+    update_switches,
+)
 
 __all__ = [
     "Analytic_ELBO",
@@ -36,6 +44,7 @@ __all__ = [
     "plot_relevance",
     "plot_switches",
     "principal_components",
+    "remove_dimensions",
     "switch_log_odds",
     "switch_moves",
     "update_switches",

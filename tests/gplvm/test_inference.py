@@ -26,6 +26,7 @@ from pyro_truncated.gplvm import (
     plot_latents,
     plot_relevance,
     plot_switches,
+    remove_dimensions,
 )
 from pyro_truncated.gplvm.training import _nearly_linear
 from tests.gplvm.test_bound import random_model, random_views
@@ -154,6 +155,23 @@ def test_long_length_scales_at_first_leave_kernels_as_they_were():
         torch.testing.assert_close(kernel.lengthscale.detach(), 3 * before["views.0.kernel.lengthscale_unconstrained"].exp())
         torch.testing.assert_close(kernel.variance.detach() / kernel.lengthscale.detach().square(), steep)
     torch.testing.assert_close(model.state_dict(), before, rtol=1e-12, atol=1e-12)
+
+
+def test_dimensions_that_stand_for_bends_are_removed():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(150, 2, generator=generator, dtype=DOUBLE)
+    bends = torch.cat([x, x.square(), x.prod(1, keepdim=True)], 1)
+    y = bends @ torch.randn(5, 8, generator=generator, dtype=DOUBLE)
+    y = y + 0.3 * torch.randn(y.shape, generator=generator, dtype=DOUBLE)
+    model = SpikeSlabGPLVM(150, 8, 5, num_inducing=15)
+    before = fit(model, y, warm_up=30, steps=20, rounds=1, generator=torch.Generator().manual_seed(0)).bound
+    used = int((model.probability > 0.5).sum())
+    reached = remove_dimensions(model, y, 40)
+    assert reached > before + 1
+    assert 1 <= int((model.probability > 0.5).sum()) < used
+    # What it returns is the bound of the model that it leaves, its switches fully on or off.
+    with model.holding((model.probability > 0.5).double()):
+        assert float(model.bound(y).detach()) == pytest.approx(reached, rel=1e-9)
 
 
 def test_every_start_begins_with_the_same_length_scales(monkeypatch):
