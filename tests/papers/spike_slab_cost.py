@@ -99,7 +99,7 @@ def run_minibatches(most: int = 12) -> dict[str, Any]:
     history, spent = [], 0.0
     for part in range(most):
         start = time.process_time()
-        fit_minibatches(explicit, y, 100, batch_size=200, learning_rate=0.05, switches_from=0.0 if part else 0.3)
+        fit_minibatches(explicit, y, 100, batch_size=200, learning_rate=0.05, rate=1.0, switches_from=0.0 if part else 0.3)
         natural_step(explicit, y)
         spent += time.process_time() - start
         reached = float(explicit.bound(y).detach())
