@@ -170,7 +170,7 @@ def kin40k(seed: int) -> Split:
 
 @functools.cache
 def snelson(seed: int) -> Split:
-    """Snelson's toy, 150 inputs to learn from; :func:`run` starts from the leftmost inputs."""
+    """Snelson's toy, 150 inputs to learn from; the leftmost ones are the first inducing inputs."""
     arrays = datasets.load("snelson1d")
     X, y = (torch.as_tensor(arrays[name]).double().flatten() for name in ("x_train", "y_train"))
     order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))
@@ -326,16 +326,17 @@ def jobs_of(names: list[str], splits: int) -> list[tuple[str, str, int, int]]:
     ]
 
 
-def _done(output: Path) -> list[dict[str, Any]]:
+def done(output: Path) -> list[dict[str, Any]]:
+    """Runs of an output file."""
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
 def run_all(jobs: list[tuple[str, str, int, int]], output: Path) -> None:
     """Makes all runs that the output file lacks; results are appended as they come."""
-    done = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in _done(output)}
+    known = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in done(output)}
     has_gpytorch = importlib.util.find_spec("gpytorch") is not None
     for job in jobs:
-        if job in done or (job[1] == "GPyTorch SGPR" and not has_gpytorch):
+        if job in known or (job[1] == "GPyTorch SGPR" and not has_gpytorch):
             continue
         result = run(*job)
         with output.open("a") as file:
@@ -386,8 +387,8 @@ def write_tables(results: list[dict[str, Any]], file: Path, machine: str, remark
     lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.sparse_gp", ""]
     lines += [remark, ""] if remark else []
     planned = jobs_of(list(EXPERIMENTS), 3)
-    done = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in results}
-    if missing := [job for job in planned if job not in done]:
+    known = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in results}
+    if missing := [job for job in planned if job not in known]:
         lines += [f"**Incomplete: {len(missing)} of {len(planned)} planned runs have not been made;** see column `runs`.", ""]
     for name in EXPERIMENTS:
         if any(r["experiment"] == name for r in results):
@@ -411,7 +412,7 @@ def main() -> None:
     if not args.only_table:
         jobs = jobs_of(args.experiment, args.splits)
         run_all([job for job in jobs if job[1] in (args.method or METHODS) and job[2] in (args.inducing or {job[2]})], args.output)
-    write_tables(_done(args.output), args.table, args.machine, args.remark)
+    write_tables(done(args.output), args.table, args.machine, args.remark)
 
 
 if __name__ == "__main__":
