@@ -89,6 +89,10 @@ class RefinedPlaces:
             raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
         self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
 
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
+        getattr(self.affinity, "forget", lambda: None)()
+
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""
         found = self.affinity(batch)
@@ -120,7 +124,8 @@ class PlaceRegression:
     Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
     the places beside, and a quarter of those on the diagonals.
 
-    It learns from batches that hold all data in order; for any other batch, such as new images, it predicts from what it has learned.
+    It learns from batches that hold all data in order, anew when these are other data; for minibatches, and for new images
+    (``batch.is_new``, as in ``guide.infer``), it predicts from what it has learned.
 
     Args:
         canvas: sizes.
@@ -166,6 +171,10 @@ class PlaceRegression:
         self.canvas, self.kernel, self.refit_every, self.rank = canvas, kernel, refit_every, rank
         self.num_candidates, self.smooth, self.inputs, self.leave_out = num_candidates, smooth, inputs, leave_out
         self.fit_steps, self.max_fit, self.site, self.generator = fit_steps, max_fit, site, generator
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all images and what was learned of them; the kernel keeps its parameters."""
         self.regression: LeaveOneOutRegression | None = None
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
@@ -181,7 +190,9 @@ class PlaceRegression:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         images = batch.observations[self.site]
-        if batch.population.indices is None and (self._images is None or self._images is images or torch.equal(self._images, images)):
+        if batch.population.indices is None and not (batch.is_new and self.regression is not None):
+            if self._images is not None and self._images is not images and not torch.equal(self._images, images):
+                self.forget()
             self._learn(batch, images)
             influence = self._influence
         elif self.regression is None:

@@ -121,17 +121,22 @@ class PlacementSelection(Search):
             raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
         generator = torch.Generator(found.scores.device).manual_seed(packed.draw_seed(self.generator))
         options: Any = {"generator": generator, "device": found.scores.device}
-        # Objects selected by chance are the best of random numbers, which exceed no score.
-        number = min(self.num_selected, math.floor(self.explore * self.num_selected + float(torch.rand((), **options))))
-        keys = found.scores[..., 0].double()
-        best = keys.topk(self.num_selected - number, 1).indices
-        keys = torch.rand(keys.shape, **options).scatter(1, best, -1.0)
-        objects = torch.cat([best, keys.topk(number, 1).indices], 1)
+        scores = found.scores[..., 0]
+        number = (self.explore * self.num_selected + torch.rand(len(scores), 1, **options)).floor()
+        best = scores.topk(self.num_selected, 1).indices
+        is_kept = torch.arange(self.num_selected, device=scores.device) < self.num_selected - number
+        # Kept ones are out of the lottery, and its winners take the places that are left.
+        lottery = torch.rand(scores.shape, **options).scatter(1, best, torch.where(is_kept, -1.0, torch.rand(best.shape, **options)))
+        objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
         places = found.places.gather(1, objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])).clone()
         is_random = torch.rand(objects.shape, **options) < self.explore_places
         random_places = torch.randint(num_places, objects.shape, **options)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
         return objects, places
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
+        getattr(self.affinity, "forget", lambda: None)()
 
     def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""

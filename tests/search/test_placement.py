@@ -105,6 +105,18 @@ def test_selection_gives_objects_and_places_to_chance() -> None:
     assert abs(share - expected) < 5 * (0.25 / 4000) ** 0.5
 
 
+def test_chance_rounds_for_each_image_on_its_own() -> None:
+    batch = make_batch(num_data=2000)
+    scores = torch.arange(NUM_OBJECTS, 0, -1.0).reshape(1, -1, 1).expand(2000, -1, -1)
+    search = PlacementSelection(fixed(scores, torch.zeros(2000, NUM_OBJECTS, 1).long()), 2, explore=0.15, explore_places=0.0)
+    objects, _ = search.select(batch)
+    assert bool((objects[:, 0] == 0).all())
+    assert bool((objects[:, 1] != 0).all())
+    # 0.3 of the images give one place to chance, which goes to one of three objects; five standard deviations: once in two million seeds.
+    share = float((objects[:, 1] != 1).double().mean())
+    assert abs(share - 0.2) < 5 * (0.16 / 2000) ** 0.5
+
+
 @pytest.mark.parametrize("in_depth", [False, True])
 @pytest.mark.parametrize("wrap", [False, True])
 def test_each_move_does_what_it_says(in_depth: bool, wrap: bool) -> None:
@@ -241,6 +253,21 @@ def test_regression_serves_new_images_and_refuses_to_start_with_a_part() -> None
     found = fresh(part)
     expected = fresh.regression.predict(batch.observations["y"][:5].flatten(1), targets)[0].reshape(5, NUM_OBJECTS, NUM_PLACES)
     torch.testing.assert_close(found.scores[..., 0].double(), expected.max(-1).values, rtol=1e-3, atol=1e-4)
+
+
+def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() -> None:
+    batch, canvas = scene_batch()
+    affinity = PlaceRegression(canvas, generator=torch.Generator().manual_seed(0))
+    affinity(batch)
+    learned = affinity.regression
+    shuffled = {"y": batch.observations["y"].flip(0)}
+    affinity(SearchBatch(batch.population, batch.score, shuffled, is_new=True))
+    assert affinity.regression is learned
+    affinity(SearchBatch(batch.population, batch.score, shuffled))
+    assert affinity.regression is not learned
+    assert torch.equal(affinity._images, shuffled["y"])
+    PlacementSelection(RefinedPlaces(affinity, PlaceScan(lambda: None, canvas), 2), 2).forget()
+    assert affinity.regression is None
 
 
 def test_in_sample_predictions_mostly_repeat_the_posteriors() -> None:
