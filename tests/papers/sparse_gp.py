@@ -356,7 +356,8 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
     for m in EXPERIMENTS[name].seconds:
         groups = {method: [r for r in rows if r["m"] == m and r["method"] == method] for method in METHODS}
         groups = {method: group for method, group in groups.items() if group}
-        means = {method: statistics.mean(r["smse"] for r in group) for method, group in groups.items()}
+        shared = set.intersection(*({r["seed"] for r in group} for group in groups.values())) if groups else set()
+        means = {method: statistics.mean(r["smse"] for r in group if r["seed"] in shared) for method, group in groups.items()}
         for method, group in groups.items():
             mark = "**" if means[method] == min(means.values()) else ""
             cells = (_cell([r[key] for r in group], digits) for key, digits in (("smse", 4), ("snlp", 3), ("objective", 0), ("seconds", 1)))
@@ -373,7 +374,7 @@ All methods start from noise 0.5 (of standardised targets), unit variance and, f
 2 sqrt(D), minimise the variational free energy unless they say otherwise, and get the same CPU seconds, one thread each; those that took
 fewer had converged. Kernel matrices of molecules and histograms are computed before, once for all methods. The objective is in nats of
 standardised targets without its constant (that of "PP" and "FITC" is another one, that of "subset of data" is one of fewer data). Means ±
-standard deviations over splits, the smallest mean SMSE of each m in bold.
+standard deviations over splits; in bold, the smallest mean SMSE of each m over the splits that all methods have been run on.
 
 *CholQR* is this library's implementation of the paper's algorithm, *exchange* its default; on *samples of rows*, each alternation looks at
 2000 data points or more. *Free* means that inducing inputs leave the training set and follow gradients; this includes GPyTorch's SGPR
