@@ -203,7 +203,8 @@ probability 0.2, at a random position inside the image, in random depth order, w
 mentions none). H=20 objects with exclusive masks are learned, at all 900 places (so 18000 regression outputs), H'=5 of them selected per
 image with one candidate place each; populations of 32 states; 20 evolutionary moves per image and iteration. Every variant starts from
 the same objects (`OcclusiveComponents.initialize`), and the first two iterations of every variant select by the scan; from the third on
-GP variants never look at the objects again to select. Seeds are those of data and training.
+GP variants never look at the objects again to select (the one that moves places compares the five selected objects with the image at nine
+places each, where the scan compares twenty at 900). Seeds are those of data and training.
 
 *Recovered*: normalised correlation of features times masks with the object, up to translation, of at least 0.9, by a learned object that
 resembles no other more. *Location errors*: distance of an object to the best place of the learned object that matches it, as the selector
@@ -282,7 +283,11 @@ def histograms(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-def write_tables(results: list[dict[str, Any]], file: Path, machine: str, remarks: Path | None) -> None:
+# What is written by hand from this heading on is kept.
+REMARKS = "## What this shows"
+
+
+def write_tables(results: list[dict[str, Any]], file: Path, machine: str) -> None:
     lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.occlusive_components", ""]
     lines += [
         "## Recovery, accuracy and time",
@@ -295,8 +300,9 @@ def write_tables(results: list[dict[str, Any]], file: Path, machine: str, remark
         "",
     ]
     lines += ["## Location errors in pixels, per cent of all objects in all images", "", *histograms(results), ""]
-    if remarks is not None and remarks.exists():
-        lines += [remarks.read_text().strip(), ""]
+    written = file.read_text() if file.exists() else ""
+    if REMARKS in written:
+        lines += [written[written.index(REMARKS) :].strip(), ""]
     file.write_text("\n".join(lines))
 
 
@@ -310,9 +316,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--num-data", type=int, default=2000)
     parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--output", type=Path, default=Path("occlusive_components.jsonl"))
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "occlusive_components.jsonl")
     parser.add_argument("--table", type=Path, default=Path(__file__).parent / "results" / "occlusive_components.md")
-    parser.add_argument("--remarks", type=Path, default=None, help="a text to put under the tables")
     parser.add_argument("--machine", default=f"a machine of {os.cpu_count()} CPU cores", help="the machine in words")
     parser.add_argument("--only-table", action="store_true", help="write the table of the results already in the output file")
     args = parser.parse_args()
@@ -324,7 +329,7 @@ def main() -> None:
             result = run(variant, seed, args.num_data, args.iterations)
             with args.output.open("a") as file:
                 file.write(json.dumps(result) + "\n")
-    write_tables(_done(args.output), args.table, args.machine, args.remarks)
+    write_tables(_done(args.output), args.table, args.machine)
 
 
 if __name__ == "__main__":
