@@ -139,13 +139,17 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
         return math.nan
     with torch.enable_grad():
         fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
-        if first is not None:
-            torch.autograd.backward([fixed, first], [None, terms.columns])
-        else:
-            fixed.backward()
-            for rows in blocks:
-                basis.columns(rows).backward(terms.columns[rows])
+        _backward([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
+        for rows in blocks if first is None else ():
+            _backward([(basis.columns(rows), terms.columns[rows])])
     return terms.value
+
+
+def _backward(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Differentiates outputs with their gradients, but for those that depend on nothing that is learned (a frozen kernel)."""
+    learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+    if learned:
+        torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
 
 
 class _Terms(NamedTuple):

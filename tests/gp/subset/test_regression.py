@@ -14,6 +14,7 @@ from pyro.contrib.gp import models
 from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.subset import evidence
 from pyro_truncated.gp.subset.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
 from pyro_truncated.gp.subset.evidence import Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
@@ -47,6 +48,20 @@ def test_value_and_gradient(objective, H):
     assert backward(Basis(kernel, index), Y, log_noise, objective) == pytest.approx(float(value.detach()), rel=1e-11)
     for leaf, slope in zip(leaves, expected, strict=True):
         torch.testing.assert_close(leaf.grad, slope, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("objective", ["vfe", "pp", "fitc"])
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_frozen_kernels_leave_the_slope_of_the_noise(objective, in_blocks, monkeypatch):
+    kernel, Y = toy(60)
+    for parameter in kernel.parameters():
+        parameter.requires_grad_(False)
+    index, log_noise = torch.arange(0, 60, 5), torch.tensor(-3.0, dtype=torch.float64, requires_grad=True)
+    expected = torch.autograd.grad(dense_value(kernel, index, Y, log_noise, objective), log_noise)[0]
+    if in_blocks:
+        monkeypatch.setattr(evidence, "_CHUNK", 12 * 25)
+    backward(Basis(kernel, index), Y, log_noise, objective)
+    torch.testing.assert_close(log_noise.grad, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("objective", ["vfe", "pp"])
