@@ -107,7 +107,7 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
 def _read(path: str | Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
+    except (OSError, MemoryError):
         raise
     except Exception as error:
         # Of a file that torch did not write, it says so in as many ways as there are files.
@@ -122,6 +122,7 @@ def _refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str,
     for name in saved.keys() & modules.keys():
         state = saved[name]
         pairs |= {f"{name}.{key}": (state[key], value) for key, value in modules[name].named_parameters() if key in state}
+        problems += _other_names(modules[name], state, name)
         for prefix, part in modules[name].named_modules():
             if isinstance(part, AutoTruncated):
                 words, cardinalities = (state.get(".".join(filter(None, (prefix, key)))) for key in ("words", "cardinalities"))
@@ -129,6 +130,18 @@ def _refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str,
     problems += [f"{name} has the shape {tuple(a.shape)}, here {tuple(b.shape)}" for name, (a, b) in pairs.items() if a.shape != b.shape]
     if problems:
         raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")
+
+
+def _other_names(module: torch.nn.Module, state: Mapping[str, Any], name: str) -> list[str]:
+    """Names that either state has alone, but for those of parts that decide themselves what they load."""
+    standard = torch.nn.Module._load_from_state_dict
+    own = tuple(prefix for prefix, part in module.named_modules() if type(part)._load_from_state_dict is not standard)
+    if "" in own:
+        return []
+    here = module.state_dict()
+    alone = sorted(key for key in state.keys() ^ here.keys() if not key.startswith(tuple(f"{prefix}." for prefix in own)))
+    places = ("here" if key in here else "in the checkpoint" for key in alone)
+    return [f"{name}.{key} is only {place}" for key, place in zip(alone, places, strict=True)]
 
 
 def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) -> None:

@@ -12,7 +12,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, checkpoint
 from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
 
 
 @pytest.fixture
@@ -145,12 +145,16 @@ def test_checkpoints_of_other_models_are_refused_and_nothing_changes(y, tmp_path
     svi.step(y)
     save_checkpoint(tmp_path / "run.pt", svi)
 
-    def other(num_latents, num_states):
+    def other(num_latents, num_states, kind=BinarySparseCoding):
         pyro.clear_param_store()
-        model = BinarySparseCoding(9, num_latents).initialize(y)
+        model = kind(9, num_latents).initialize(y)
         return SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=2)))
 
-    for sizes, message in (((6, 5), "8 states per data point, this guide num_states=5"), ((4, 8), r"shape \(9, 6\), here \(9, 4\)")):
+    for sizes, message in (
+        ((6, 5), "8 states per data point, this guide num_states=5"),
+        ((4, 8), r"shape \(9, 6\), here \(9, 4\)"),
+        ((6, 8, SpikeSlabSparseCoding), "slab_mean_?[a-z]* is only here"),
+    ):
         svi = other(*sizes)
         svi.step(y)
         before = {name: value.clone() for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
