@@ -175,7 +175,9 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     searched, doubled = [], []
     for rows in log_joint.row_blocks(3 * size):
         known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
-        batch = SearchBatch(known, log_joint.scorer(rows), {name: value[rows] for name, value in observations.items()})
+        shown = {name: value[rows] for name, value in observations.items()}
+        # A search that has learned from its training data keeps what it knows.
+        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True)
         spare = batch.scored(initial_population(known.space, len(known), size, device=known.words.device))
         small = _improved(batch, search, steps)
         large = _improved(dataclasses.replace(batch, population=known.merge(spare, size)), search, steps)

@@ -62,6 +62,11 @@ class Search(abc.ABC):
         return CombinedSearch((self, other))
 
 
+def forget(affinity: object) -> None:
+    """Lets an affinity forget what it has learned of data, if it has a method ``forget``."""
+    getattr(affinity, "forget", lambda: None)()
+
+
 class CombinedSearch(Search):
     """Several searches that propose for the same populations; written ``a + b``.
 

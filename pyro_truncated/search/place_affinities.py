@@ -13,7 +13,7 @@ from pyro_truncated import packed
 from pyro_truncated.gp.leave_one_out import DenseCovariance
 from pyro_truncated.gp.regression import LeaveOneOutRegression
 from pyro_truncated.packed.occlusion import Canvas, scan_at, scan_places
-from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.base import SearchBatch, forget
 from pyro_truncated.search.placement import Candidates, PlaceAffinity, place_probabilities, scene_sizes
 
 Scene = Callable[[], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
@@ -90,8 +90,8 @@ class RefinedPlaces:
         self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
 
     def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
-        getattr(self.affinity, "forget", lambda: None)()
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""
@@ -180,6 +180,7 @@ class PlaceRegression:
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
         self._visits = 0
+        self._is_of_new_images = False
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points.
@@ -190,9 +191,13 @@ class PlaceRegression:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
         images = batch.observations[self.site]
-        if batch.population.indices is None and not (batch.is_new and self.regression is not None):
+        # With nothing learned yet, new images must do to learn from.
+        knows = self.regression is not None and not self._is_of_new_images
+        if batch.population.indices is None and not (batch.is_new and knows):
+            self._is_of_new_images = batch.is_new
             if self._images is not None and self._images is not images and not torch.equal(self._images, images):
                 self.forget()
+                self._is_of_new_images = batch.is_new
             self._learn(batch, images)
             influence = self._influence
         elif self.regression is None:

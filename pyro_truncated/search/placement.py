@@ -19,7 +19,7 @@ from torch import Tensor
 from pyro_truncated import packed
 from pyro_truncated.distributions.occlusion import depth_code, depth_rank
 from pyro_truncated.population import Population
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, forget
 from pyro_truncated.states import StateSpace
 
 _MAX_STATES = 2**16
@@ -135,8 +135,8 @@ class PlacementSelection(Search):
         return objects, places
 
     def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
-        getattr(self.affinity, "forget", lambda: None)()
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
 
     def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""

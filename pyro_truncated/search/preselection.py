@@ -12,7 +12,7 @@ from pyro_truncated import packed
 from pyro_truncated.packed.combination import combine
 from pyro_truncated.population import Population
 from pyro_truncated.search.affinities import Affinity, Options, options_of
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, forget
 
 
 class Preselection(Search):
@@ -127,8 +127,8 @@ class Preselection(Search):
         return chosen
 
     def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data, if it has a method ``forget``."""
-        getattr(self.affinity, "forget", lambda: None)()
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
         scores = self.affinity(batch)

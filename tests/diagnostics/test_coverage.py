@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import itertools
 
+import pyro
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pyro.infer import SVI
 
-from pyro_truncated import AutoTruncated, ExhaustiveSearch
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import covered_mass, effective_states, population_growth
 from pyro_truncated.diagnostics.coverage import Moves
+from pyro_truncated.search import Preselection, RegressionAffinity
 from pyro_truncated.states import StateSpace
 from tests import zoo
 from tests.diagnostics.tables import table_guide
@@ -101,6 +104,19 @@ def test_moves_reach_every_neighbour_once(cardinalities, generator):
         own = levels[point, parent]
         assert all(int((torch.tensor(state) != own).sum()) == 1 for state in states)
         assert bool((torch.tensor(sorted(states)) < space.cardinality).all())
+
+
+def test_growth_leaves_what_a_search_has_learned(generator):
+    affinity = RegressionAffinity(kernel="linear")
+    search = Preselection(affinity, 3)
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, 4)
+    svi = SVI(case.model, guide, pyro.optim.Adam({"lr": 0.01}), Truncated_ELBO(search))
+    svi.step(*case.args)
+    learned = affinity.regression
+    assert learned is not None
+    population_growth(guide, *case.args, search=search, steps=2)
+    assert affinity.regression is learned
 
 
 def test_growth_is_that_of_the_best_states(generator):

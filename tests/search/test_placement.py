@@ -270,6 +270,16 @@ def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() ->
     assert affinity.regression is None
 
 
+def test_regression_goes_on_learning_from_new_images_if_it_knows_no_others() -> None:
+    batch, canvas = scene_batch()
+    new = SearchBatch(batch.population, batch.score, batch.observations, is_new=True)
+    affinity = PlaceRegression(canvas, generator=torch.Generator().manual_seed(0))
+    affinity(new)
+    emptied = Population(batch.space, torch.zeros_like(batch.population.words), batch.population.log_joint)
+    affinity(SearchBatch(emptied, batch.score, batch.observations, is_new=True))
+    assert affinity._targets._nnz() == 0
+
+
 def test_in_sample_predictions_mostly_repeat_the_posteriors() -> None:
     batch, canvas = scene_batch()
     own = PlaceRegression(canvas, leave_out=False, smooth=False)
