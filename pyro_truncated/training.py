@@ -108,7 +108,7 @@ def fit(
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
     for name, count in (("steps", steps), ("patience", patience)):
-        if count is not None and not isinstance(count, int):
+        if count is not None and not hasattr(count, "__index__"):
             raise TypeError(f"{name} must be an integer; got {count!r}")
     if steps < 1 or (patience is not None and patience < 1) or math.isnan(tolerance):
         raise ValueError(f"steps and patience must be at least 1, tolerance a number; got {steps=}, {patience=}, {tolerance=}")
@@ -119,7 +119,8 @@ def fit(
     if path is not None and path.exists():
         _resume(training, path, settings, args, kwargs)
     for callback in callbacks:
-        getattr(callback, "start", _nothing)(training)
+        if callable(start := getattr(callback, "start", None)):
+            start(training)
     saved = time.monotonic()
     with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
@@ -131,10 +132,6 @@ def fit(
                 _save(training, path, settings)
                 saved = time.monotonic()
     return training
-
-
-def _nothing(training: Training) -> None:
-    """What most callbacks do before the first step."""
 
 
 def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -109,6 +109,9 @@ def to_arviz(
     if num_samples < 1 or num_predictive < 0:
         raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {num_predictive}")
     if convert_itself := getattr(getattr(guide, "__self__", None), "to_arviz", None):
+        options = {"training": training, "checks": checks, "stores": stores, "dims": dims, "coords": coords}
+        if given := [name for name, value in options.items() if value is not None]:
+            raise TypeError(f"{type(guide.__self__).__name__} converts itself and takes num_samples and seed only; got also {given}")
         return convert_itself(*args, num_samples=num_samples, seed=seed, **kwargs)
     if checks is not None and not hasattr(checks, "arrays"):
         raise TypeError(f"checks must be what check_truncation returned; got {type(checks).__name__}")
