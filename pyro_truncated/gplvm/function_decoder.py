@@ -75,8 +75,7 @@ class SASFunctionDecoder(SASDecoder):
     def initialize(self, x: Tensor, steps: int = 300) -> SASFunctionDecoder:
         """Starts latents or encoder from the principal components of the pseudo-targets; the functions start at mean zero."""
         with torch.no_grad():
-            targets = self.sites(x)
-            scores = principal_components(targets - targets.mean(0), self.latent_dim).to(self.loc)
+            scores = principal_components(self.sites(x), self.latent_dim).to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = torch.tensor(2.0).to(self.loc)  # type: ignore[assignment]
             if self.encoder is None:

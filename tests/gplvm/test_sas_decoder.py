@@ -234,6 +234,52 @@ def test_principal_components(generator):
     assert bool(principal_components(torch.zeros(6, 3), 2).isfinite().all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(50, 100), (100, 50)])
+@pytest.mark.parametrize("offset", [0.0, 30.0])
+def test_columns_beyond_the_rank_are_standard_normal(shape, dtype, offset, generator):
+    num_data, num_outputs = shape
+    factors = torch.randn(num_data, 2, generator=generator, dtype=torch.float64)
+    data = (factors @ torch.randn(2, num_outputs, generator=generator, dtype=torch.float64) + offset).to(dtype)
+    first, again, other = (principal_components(data, 5, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
+    assert first.dtype == dtype
+    torch.testing.assert_close(first, again, rtol=0, atol=0)
+    torch.testing.assert_close(first[:, :2], other[:, :2], rtol=0, atol=0)
+    # The span of the two components is that of the centred factors.
+    basis, _ = torch.linalg.qr(factors - factors.mean(0))
+    torch.testing.assert_close(basis @ (basis.mT @ first[:, :2].double()), first[:, :2].double(), rtol=0, atol=1e-4)
+    # Six columns of at least 50 independent numbers: the limits are over 4.5 standard deviations away, false alarms rarer than 1e-4 a case.
+    filled = torch.cat([first[:, 2:], other[:, 2:]], 1).double()
+    assert bool((filled.mean(0).abs() < 0.8).all())
+    assert bool(((filled.var(0) > 0.3) & (filled.var(0) < 2.2)).all())
+    correlations = torch.corrcoef(filled.mT) - torch.eye(6, dtype=torch.float64)
+    assert float(correlations.abs().max()) < 0.75
+
+
+def test_principal_components_centre_and_join_views(generator):
+    data = torch.randn(30, 8, generator=generator, dtype=torch.float64)
+    shifted = data + 5 * torch.randn(8, generator=generator, dtype=torch.float64)
+    U, _, _ = torch.linalg.svd(data - data.mean(0), full_matrices=False)
+    for given in (shifted, [shifted[:, :3], shifted[:, 3:]]):
+        scores = principal_components(given, 3)
+        torch.testing.assert_close(scores.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-10)
+        torch.testing.assert_close((scores * U[:, :3]).sum(0).abs(), torch.full((3,), 30**0.5, dtype=torch.float64))
+    # A constant is rounding once it is centred.
+    constant = torch.full((30, 8), 0.1, dtype=torch.float64)
+    one, two = (principal_components(constant, 2, torch.Generator().manual_seed(seed)) for seed in (1, 2))
+    assert bool((one != two).all())
+
+
+def test_principal_components_refuse_bad_data():
+    with pytest.raises(TypeError, match="floating point"):
+        principal_components(torch.ones(4, 3, dtype=torch.long), 2)
+    for data in (torch.ones(4), torch.ones(0, 3), torch.full((4, 3), math.nan)):
+        with pytest.raises(ValueError, match="finite matrix"):
+            principal_components(data, 2)
+    with pytest.raises(ValueError, match="num must be positive"):
+        principal_components(torch.ones(4, 3), 0)
+
+
 def test_wrong_arguments_are_refused(generator):
     x = torch.randn(10, 3, generator=generator)
     decoder = make("free", False, 10, 3)
