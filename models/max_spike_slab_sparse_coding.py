@@ -237,6 +237,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         weight = self.weight.double()
 
         def won(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """What the latents win under a dictionary: sums of the data, of squared coefficients, and the errors that are left."""
             return packed.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
 
         products, wins, before = won(weight)

@@ -68,6 +68,7 @@ class MaximalCauses(SparseCoding):
         active, _, wins, sums = packed.maximum_statistics(population.words, weights, rows, weight)
 
         def errors_of(weight: Tensor) -> Tensor:
+            """Expected squared residuals under a dictionary, with the winners that it has."""
             return _errors(weight, *packed.maximum_statistics(population.words, weights, rows, weight)[2:], squares)
 
         before = _errors(weight, wins, sums, squares)
