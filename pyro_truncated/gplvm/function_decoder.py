@@ -15,7 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_set import ActiveSet
 from pyro_truncated.gp.splits import Split
-from pyro_truncated.gplvm.latents import principal_components
+from pyro_truncated.gplvm.latents import Predictor, principal_components
 from pyro_truncated.gplvm.sas_decoder import SASDecoder
 
 Observation = Callable[[Tensor], Any]
@@ -72,10 +72,12 @@ class SASFunctionDecoder(SASDecoder):
         self.noise = PyroParam(torch.tensor(0.05), constraints.positive)
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
-    def initialize(self, x: Tensor, steps: int = 300) -> SASFunctionDecoder:
-        """Starts latents or encoder from the principal components of the pseudo-targets; the functions start at mean zero."""
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASFunctionDecoder:
+        """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
+        self._check_data(x)
+        self._check_latents(latents)
         with torch.no_grad():
-            scores = principal_components(self.sites(x), self.latent_dim).to(self.loc)
+            scores = principal_components(self.sites(x), self.latent_dim).to(self.loc) if latents is None else latents.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = torch.tensor(2.0).to(self.loc)  # type: ignore[assignment]
             if self.encoder is None:
@@ -132,21 +134,26 @@ class SASFunctionDecoder(SASDecoder):
         Starts are the kept latents under which a data point is most probable.
         """
         posterior = self.posterior()
-
-        def log_joint(z: Tensor) -> Tensor:
-            found: Tensor = self.observe(posterior.predict(z)[0]).log_prob(x) - 0.5 * z.square().sum(-1)
-            return found
-
         with torch.no_grad():
-            candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]
-            # One candidate at a time: all at once would need a tensor of candidates by data points by functions.
-            values = torch.stack([log_joint(z.expand(len(x), -1)) for z in candidates])
-            z = candidates[values.topk(min(starts, len(candidates)), 0).indices]
+            z = self._best_candidates(posterior, x, starts)
         z = z.clone().requires_grad_()
         optimizer = torch.optim.Adam([z], lr)
         for _ in range(steps):
-            (z.grad,) = torch.autograd.grad(-log_joint(z).sum(), z)
+            (z.grad,) = torch.autograd.grad(-self._log_joint(posterior, x, z).sum(), z)
             optimizer.step()
         with torch.no_grad():
-            best = log_joint(z).argmax(0)
+            best = self._log_joint(posterior, x, z).argmax(0)
         return z.detach().gather(0, best[None, :, None].expand(1, *z.shape[1:])).squeeze(0)
+
+    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+        return ActiveSet(self.kernel, (self.noise_variance + self.width).detach(), latents, self.sites(x).detach())
+
+    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+        found: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
+        return found
+
+    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+        candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]
+        # One candidate at a time: all at once would need a tensor of candidates by data points by functions.
+        values = torch.stack([self._log_joint(posterior, x, z.expand(len(x), -1)) for z in candidates])
+        return candidates[values.topk(min(num, len(candidates)), 0).indices]

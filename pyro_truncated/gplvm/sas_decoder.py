@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
-from pyro_truncated.gp.active_set import ActiveSet
+from pyro_truncated.gp.active_set import ActiveSet, conditional_log_prob
 from pyro_truncated.gp.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.splits import Choose, Split, least_variance
-from pyro_truncated.gplvm.latents import infer_latents, principal_components
+from pyro_truncated.gplvm.latents import Predictor, best_candidates, infer_latents, principal_components
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = ("kernel.", "noise")
@@ -51,6 +51,8 @@ class SASDecoder(PyroModule):
         svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())
         splits = UniformSplits(len(x), 1000, 200)
         for epoch in range(100):
+            if epoch < 60 and epoch % 2:
+                decoder.relocate_(x)
             for split in splits.epoch(epoch):
                 svi.step(x, split)
         decoder.condition_(x)
@@ -113,15 +115,19 @@ class SASDecoder(PyroModule):
 
     # --- set-up ---
 
-    def initialize(self, x: Tensor, steps: int = 300) -> SASDecoder:
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASDecoder:
         """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
 
-        An encoder learns to imitate the principal components for a number of steps; 0 leaves it as it is.
+        Args:
+            x: the training data.
+            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
+            latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
 
         Raises:
-            ValueError: if the data have another shape or an output is never observed.
+            ValueError: if the data or the latents have another shape, or an output is never observed.
         """
         self._check_data(x)
+        self._check_latents(latents)
         observed = ~x.isnan()
         if not bool(observed.any(0).all()):
             raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
@@ -132,12 +138,16 @@ class SASDecoder(PyroModule):
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = principal_components(deviation, self.latent_dim).to(self.loc)
+            scores = principal_components(deviation, self.latent_dim).to(self.loc) if latents is None else latents.to(self.loc)
             if self.encoder is None:
                 self.z_loc = scores
         if self.encoder is not None and steps:
             self._imitate(x, scores, steps)
         return self
+
+    def _check_latents(self, latents: Tensor | None) -> None:
+        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
+            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
 
     def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
         assert self.encoder is not None
@@ -162,6 +172,61 @@ class SASDecoder(PyroModule):
     def _check_data(self, x: Tensor) -> None:
         if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
             raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
+
+    def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
+        r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
+
+        Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
+
+        .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
+
+        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by just the sum of their gains; a
+        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
+        principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
+
+        Args:
+            x: the training data ``(N, D)``.
+            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
+            generator: source of the random active set.
+
+        Returns:
+            The share of data points that moved.
+
+        Raises:
+            ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
+        """
+        self._check_data(x)
+        if self.encoder is not None:
+            raise ValueError("latents that come from an encoder cannot be moved; give initialize(x, latents=...) those of a free decoder")
+        if num_active < 1:
+            raise ValueError(f"num_active must be positive; got {num_active}")
+        order = torch.randperm(len(x), generator=generator).to(x.device)
+        # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
+        order = order[x[order].flatten(1).isnan().any(1).byte().argsort(stable=True)]
+        active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
+        with torch.no_grad():
+            z = self.z_loc.detach().clone()
+            posterior = self._given(x[active], z[active])
+            moved = 0
+            for rows in others.split(5000):
+                there = self._best_candidates(posterior, x[rows], 1)[0]
+                better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
+                z[rows[better]] = there[better]
+                moved += int(better.sum())
+            self.z_loc = z
+        return moved / len(x)
+
+    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+        """The posterior given data points at their latents; it predicts deviations from ``loc``."""
+        return ActiveSet(self.kernel, self.noise_variance.detach(), latents, x - self.loc)
+
+    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+        """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
+        return conditional_log_prob(x - self.loc, *posterior.predict(latents)) - 0.5 * latents.square().sum(-1)
+
+    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+        """The ``num`` latents of the posterior that explain each data point best, ``(num, M, Q)``."""
+        return best_candidates(posterior, x - self.loc, posterior.latents, num)
 
     # --- the Pyro program ---
 

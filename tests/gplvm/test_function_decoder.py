@@ -14,7 +14,7 @@ from pyro.optim import Adam
 from torch import nn
 
 from pyro_truncated.distributions import ActiveSetGaussianProcess, ActiveSetPosterior
-from pyro_truncated.gp import UniformSplits
+from pyro_truncated.gp import ActiveSet, UniformSplits
 from pyro_truncated.gplvm import SASFunctionDecoder
 
 
@@ -154,3 +154,21 @@ def test_wrong_arguments_are_refused(generator):
     with pyro.poutine.trace() as trace:
         decoder.guide(x, next(UniformSplits(10, 6, 2, generator).epoch()))
     assert trace.trace.nodes["f"]["value"].shape == (6, 3)
+
+
+def test_relocation_of_binary_data_raises_their_log_density(generator):
+    angle = 2 * math.pi * torch.rand(60, 1, generator=generator)
+    phase = 2 * math.pi * torch.rand(6, generator=generator)
+    x = torch.bernoulli((3 * (angle + phase).sin()).sigmoid(), generator=generator)
+    decoder = SASFunctionDecoder(60, 6, lambda f: dist.Bernoulli(logits=f).to_event(1)).initialize(x)
+    before = decoder.z_loc.detach().clone()
+    active = torch.randperm(60, generator=torch.Generator().manual_seed(0))[:20]
+    share = decoder.relocate_(x, 20, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(decoder.z_loc[active], before[active])
+    assert share > 0.2
+    posterior = ActiveSet(decoder.kernel, decoder.noise_variance + decoder.width, before[active], decoder.sites(x[active]))
+    own, moved = (
+        dist.Bernoulli(logits=posterior.predict(z)[0]).log_prob(x).sum(-1) - 0.5 * z.square().sum(-1) for z in (before, decoder.z_loc)
+    )
+    changed = (decoder.z_loc != before).any(1)
+    assert bool((moved > own)[changed].all())

@@ -108,6 +108,67 @@ def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, 
     assert (mean - new).square().mean() < 0.3 * new.var()
 
 
+@pytest.mark.parametrize("bayesian", [False, True])
+def test_relocation_takes_the_best_of_own_and_active_latents_and_raises_the_objective(bayesian, generator):
+    x = circle(25, 4, generator)
+    decoder = make("free", bayesian, 25, 4)
+    decoder.z_loc = torch.randn(25, 2, generator=generator)
+    decoder.noise = torch.tensor(0.05)
+    before, seed = decoder.z_loc.detach().clone(), torch.Generator().manual_seed(3)
+    active = torch.randperm(25, generator=torch.Generator().manual_seed(3))[:8]
+    objective = objective_by_hand(decoder, x, active.tolist())
+    share = decoder.relocate_(x, 8, generator=seed)
+    gain, expected = 0.0, before.clone()
+    posterior = ActiveSet(decoder.kernel, decoder.noise_variance.detach(), before[active], x[active] - decoder.loc)
+    for n in set(range(25)) - set(active.tolist()):
+        places = torch.cat([before[n : n + 1], before[active]])
+        mean, variance = posterior.predict(places)
+        values = dist.Normal(mean + decoder.loc, variance.sqrt()).log_prob(x[n]).sum(-1) + dist.Normal(0.0, 1.0).log_prob(places).sum(-1)
+        expected[n] = places[values.argmax()]
+        gain += float((values.max() - values[0]).detach())
+    assert torch.equal(decoder.z_loc, expected)
+    assert share == (expected != before).any(1).double().mean()
+    assert 0.3 < share < 1
+    assert objective_by_hand(decoder, x, active.tolist()) - objective == pytest.approx(gain, rel=1e-4)
+
+
+def test_relocation_untangles_what_gradients_cannot(generator):
+    """Latents start in random order along a circle of waves, so every point is among strangers."""
+    x = circle(200, 8, generator)
+    errors = []
+    for relocated in (False, True):
+        pyro.set_rng_seed(0)
+        decoder = make("free", False, 200, 8).initialize(x, latents=torch.randn(200, 2, generator=torch.Generator().manual_seed(1)))
+        for _ in range(8):
+            if relocated:
+                decoder.relocate_(x, 60)
+            train(decoder, x, 3, UniformSplits(200, 100, 40, generator), optimizer=Adam({"lr": 0.05}))
+        mean, _ = decoder.condition_(x).predict(decoder.latents(x))
+        errors.append(float((mean - x).square().mean()))
+    assert errors[1] < 0.5 * errors[0]
+
+
+def test_relocation_with_missing_data_conditions_on_complete_points(generator):
+    x = circle(30, 4, generator)
+    x[:15, 0] = math.nan
+    decoder = make("free", False, 30, 4).initialize(x)
+    before = decoder.z_loc.detach().clone()
+    decoder.relocate_(x, 10)
+    assert int((decoder.z_loc[:15] != before[:15]).any(1).sum()) > 0
+    complete = (decoder.z_loc[15:] == before[15:]).all(1)
+    assert int(complete.sum()) >= 10
+
+
+def test_an_encoder_starts_from_latents_given(generator):
+    x = circle(60, 5, generator)
+    latents = torch.randn(60, 2, generator=generator) @ torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+    free = make("free", False, 60, 5).initialize(x, latents=latents)
+    assert torch.equal(free.latents(x), latents)
+    linear = x @ torch.randn(5, 2, generator=generator)
+    encoded = make("point", False, 60, 5).initialize(x, steps=800, latents=linear)
+    assert (encoded.latents(x) - linear).square().mean() < 0.05 * linear.var()
+
+
 @pytest.mark.parametrize("kind", ["free", "point"])
 def test_a_step_moves_every_parameter(kind, generator):
     x = circle(30, 4, generator)
@@ -300,3 +361,9 @@ def test_wrong_arguments_are_refused(generator):
     wrong = SASDecoder(10, 3, encoder=nn.Linear(3, 5))
     with pytest.raises(ValueError, match="encoder must return shape"):
         wrong.latents(x)
+    with pytest.raises(ValueError, match="come from an encoder cannot be moved"):
+        wrong.relocate_(x)
+    with pytest.raises(ValueError, match="num_active must be positive; got 0"):
+        decoder.relocate_(x, 0)
+    with pytest.raises(ValueError, match=r"latents must have shape \(10, 2\); got \(9, 2\)"):
+        decoder.initialize(x, latents=torch.zeros(9, 2))

@@ -205,7 +205,7 @@ class Experiment:
 EXPERIMENTS = {
     "lipophilicity": Experiment(lipophilicity, DISCRETE, {16: 1.0, 32: 2.0, 64: 3.0, 128: 4.0, 256: 6.0, 512: 10.0}, THOROUGH),
     "esol": Experiment(esol, DISCRETE, {16: 0.5, 32: 0.5, 64: 1.0, 128: 1.5, 256: 2.0, 512: 3.0}, THOROUGH),
-    "thrombin": Experiment(thrombin, DISCRETE[:-1], {32: 4.0, 128: 8.0}),
+    "thrombin": Experiment(thrombin, DISCRETE, {16: 3.0, 32: 4.0, 64: 6.0, 128: 8.0, 256: 12.0, 512: 20.0}, THOROUGH),
     "hog": Experiment(
         hog, DISCRETE, {16: 0.5, 32: 1.0, 64: 1.5, 128: 2.0, 256: 3.0, 512: 4.0}, THOROUGH | {128: [*THOROUGH[128], *VARIANTS]}
     ),
