@@ -180,7 +180,7 @@ class SASDecoder(PyroModule):
 
         .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
 
-        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by just the sum of their gains; a
+        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains; a
         Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
         principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
 
