@@ -49,6 +49,9 @@ def learn(args: argparse.Namespace, x: torch.Tensor) -> SASDecoder:
     splits = UniformSplits(len(x), min(args.batch, len(x)), args.active)
     start = time.monotonic()
     for epoch in range(args.epochs):
+        if epoch < 0.6 * args.epochs and epoch % 2:
+            # Gradients only slide the images about; this lets each jump to where it fits best.
+            decoder.relocate_(x)
         loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
         if epoch % max(1, args.epochs // 5) == 0 or epoch == args.epochs - 1:
             batches = -(-len(x) // splits.batch_size)
