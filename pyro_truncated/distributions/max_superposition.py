@@ -10,11 +10,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
-from pyro_truncated.distributions.missing import or_missing
+from pyro_truncated.distributions.missing import in_blocks, or_missing
 from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.maximum_dense import largest
-
-_BLOCK_BYTES = 2**28
 
 
 class MaximumSuperposition(Superposition):
@@ -68,13 +66,11 @@ class MaximumSuperposition(Superposition):
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
         if self._validate_args:
             self._validate_sample(value)
-        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
-        num_blocks = -(-16 * batch_shape.numel() * math.prod(self.weight.shape[-2:]) // _BLOCK_BYTES)
-        if num_blocks <= 1 or torch.is_grad_enabled() or not self.has_packed_log_prob:
+        if not self.has_packed_log_prob:
             return self._log_prob(self.states, value)
-        states, value = self.states.expand(batch_shape + self.states.shape[-1:]), value.expand(batch_shape + value.shape[-1:])
-        pieces = zip(states.tensor_split(num_blocks), value.tensor_split(num_blocks), strict=True)
-        return torch.cat([self._log_prob(*piece) for piece in pieces if len(piece[0])])
+        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
+        # A product of every state with the dictionary, and which of them is largest.
+        return in_blocks(self._log_prob, self.states, value, batch_shape, 2 * math.prod(self.weight.shape))
 
     @property
     def has_packed_log_prob(self) -> bool:

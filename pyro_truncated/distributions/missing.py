@@ -44,22 +44,25 @@ biject_to.register(or_missing, lambda constraint: biject_to(constraint.base_cons
 transform_to.register(or_missing, lambda constraint: transform_to(constraint.base_constraint))
 
 
-def in_blocks(function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size) -> Tensor:
+def in_blocks(
+    function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size, numbers_each: int | None = None
+) -> Tensor:
     """Evaluates ``function(states, value) -> batch_shape`` on slices of the leading batch dimension, under a memory budget.
 
     Intermediate results of a slice are recomputed for its gradient instead of being kept.
 
     Args:
-        function: elementwise in the batch; it may use tensors as large as ``(*batch_shape, D)``.
+        function: elementwise in the batch.
         states: states ``(*batch, H)``.
         value: observations ``(*batch, D)``.
         batch_shape: the shape both broadcast to.
+        numbers_each: how many numbers the function needs at a time for one element of the batch; default ``max(H, D)``.
 
     Returns:
         The values of the function, ``batch_shape``.
     """
-    width = max(states.shape[-1], value.shape[-1])
-    num_blocks = -(-8 * batch_shape.numel() * width // _BLOCK_BYTES)
+    numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
+    num_blocks = -(-8 * batch_shape.numel() * numbers_each // _BLOCK_BYTES)
     if num_blocks <= 1:
         return function(states, value)
     states = states.expand(batch_shape + states.shape[-1:])

@@ -11,12 +11,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
-from pyro_truncated.distributions.missing import or_missing
+from pyro_truncated.distributions.missing import in_blocks, or_missing
 from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.packed.energy_dense import product
 from pyro_truncated.packed.spike_slab_dense import collapse
-
-_BLOCK_BYTES = 2**28
 
 
 class SpikeSlabSuperposition(Superposition):
@@ -97,16 +95,15 @@ class SpikeSlabSuperposition(Superposition):
         """Log density of observations ``(*batch, D)`` under the indicators, over their observed entries."""
         if self._validate_args:
             self._validate_sample(value)
-        constant = self._constant(value)
-        dtype = torch.promote_types(self.weight.dtype, value.dtype)
+        if not self.has_packed_log_prob:
+            return self._log_prob(self.states, value)
         batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
-        num_latents = self.weight.shape[-1]
-        num_blocks = -(-32 * batch_shape.numel() * num_latents**2 // _BLOCK_BYTES)
-        if num_blocks <= 1 or torch.is_grad_enabled() or not self.has_packed_log_prob:
-            return (constant + self._collapse(self.states, value)[0]).to(dtype)
-        states, value = self.states.expand(*batch_shape, num_latents), value.expand(batch_shape + value.shape[-1:])
-        pieces = zip(states.tensor_split(num_blocks), value.tensor_split(num_blocks), strict=True)
-        return (constant + torch.cat([self._collapse(*piece)[0] for piece in pieces if len(piece[0])])).to(dtype)
+        # A precision matrix of the slabs for every state, its factor, and what these are made from.
+        return in_blocks(self._log_prob, self.states, value, batch_shape, 4 * self.weight.shape[-1] ** 2)
+
+    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
+        log_prob = self._constant(value) + self._collapse(states, value)[0]
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     @property
     def has_packed_log_prob(self) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributions import MaximumSuperposition, max_superposition
+from pyro_truncated.distributions import MaximumSuperposition, missing
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
@@ -60,13 +60,14 @@ def test_dense_and_packed_are_a_normal(dtype: torch.dtype, scale_dim: int, with_
     torch.testing.assert_close(slope, torch.einsum("cn,cnh->h", weights, states), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
 
 
-def test_log_prob_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     states, parameters, value = draw()
-    likelihood = MaximumSuperposition(states, *parameters)
-    expected = likelihood.log_prob(value).detach()
-    monkeypatch.setattr(max_superposition, "_BLOCK_BYTES", 16 * NUM_DATA * NUM_LATENTS * NUM_OBSERVED)
-    with torch.no_grad():
-        torch.testing.assert_close(likelihood.log_prob(value), expected, rtol=1e-13, atol=1e-13)
+    results = []
+    for budget in (2**28, NUM_DATA * 8 * 2 * NUM_LATENTS * NUM_OBSERVED):
+        monkeypatch.setattr(missing, "_BLOCK_BYTES", budget)
+        log_prob = MaximumSuperposition(states, *parameters).log_prob(value)
+        results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
 def test_batched_parameters() -> None:

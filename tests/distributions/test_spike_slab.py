@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributions import SpikeSlabSuperposition, spike_slab
+from pyro_truncated.distributions import SpikeSlabSuperposition, missing
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
@@ -102,13 +102,14 @@ def test_slabs_that_are_off_keep_their_prior() -> None:
     torch.testing.assert_close(posterior.covariance_matrix, deviation.square().diag().expand_as(posterior.covariance_matrix))
 
 
-def test_log_prob_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     states, parameters, value = draw()
-    likelihood = SpikeSlabSuperposition(states, *parameters)
-    expected = likelihood.log_prob(value).detach()
-    monkeypatch.setattr(spike_slab, "_BLOCK_BYTES", 32 * NUM_DATA * NUM_LATENTS**2)
-    with torch.no_grad():
-        torch.testing.assert_close(likelihood.log_prob(value), expected, rtol=1e-13, atol=1e-13)
+    results = []
+    for budget in (2**28, NUM_DATA * 8 * 4 * NUM_LATENTS**2):
+        monkeypatch.setattr(missing, "_BLOCK_BYTES", budget)
+        log_prob = SpikeSlabSuperposition(states, *parameters).log_prob(value)
+        results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 
 def test_batched_parameters() -> None:
