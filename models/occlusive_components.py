@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
 from pyro_truncated.models.binary_causes import best_prior, rows_of
-from pyro_truncated.packed.occlusion import Canvas, SceneStatistics, scene_statistics, squared_errors
+from pyro_truncated.packed.occlusion import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
 from pyro_truncated.population import Population
 
 _NEVER_SEEN = 1e-8
@@ -200,17 +200,16 @@ class OcclusiveComponents(PyroModule):
         return torch.where(presence > 0, position, -1), rank
 
     @torch.no_grad()
-    def parameters_of_scene(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Features ``(H, T, F)``, masks ``(H, T)``, variance, background and its variance, as :mod:`.packed.occlusion` takes them."""
-        variances = (value.detach().double().square() for value in (self.scale, self.background_scale))
-        variance, background_variance = variances
-        return (
+    def parameters_of_scene(self) -> SceneParameters:
+        """Objects and background at their present values, without gradients."""
+        variance, background_variance = (value.detach().double().square() for value in (self.scale, self.background_scale))
+        return SceneParameters(
             self.features.detach().flatten(1, 2), self.masks.detach().flatten(1), variance,
             self.background.detach(), background_variance,
         )  # fmt: skip
 
     def _statistics(self, places: Tensor, weights: Tensor, images: Tensor, rank: Tensor | None) -> SceneStatistics:
-        return scene_statistics(places, weights, images, *self.parameters_of_scene(), self.canvas, rank)
+        return scene_statistics(places, weights, images, self.parameters_of_scene(), self.canvas, rank)
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels

@@ -10,7 +10,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.packed.occlusion import Canvas, scene_log_prob
+from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scene_log_prob
 
 
 class _OfPresent(TorchDistribution):
@@ -229,7 +229,7 @@ class OccludedScene(TorchDistribution):
         images = value.expand(own + self.event_shape).flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
         places = self._by_image(torch.where(self.presence > 0, self.position.long(), -1), batch, len(own))
         rank = None if self.order is None else self._by_image(depth_rank(self.order.long(), self.presence), batch, len(own))
-        log_prob = scene_log_prob(places, images, *self._parameters(), self.canvas, rank)
+        log_prob = scene_log_prob(places, images, self._scene(), self.canvas, rank)
         dtype = torch.promote_types(self.features.dtype, value.dtype)
         return log_prob.mT.reshape(batch).to(dtype)
 
@@ -243,8 +243,8 @@ class OccludedScene(TorchDistribution):
     def _state_shape(self) -> torch.Size:
         return self.features.shape[:1]
 
-    def _parameters(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return (
+    def _scene(self) -> SceneParameters:
+        return SceneParameters(
             self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
             self.background, self.background_scale.double().square(),
         )  # fmt: skip

@@ -112,17 +112,25 @@ class SceneStatistics(NamedTuple):
     background: Tensor
 
 
-def scene_log_prob(
-    places: Tensor,
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    canvas: Canvas,
-    rank: Tensor | None = None,
-) -> Tensor:
+class SceneParameters(NamedTuple):
+    r"""Objects and background.
+
+    Attributes:
+        features: colours of the objects :math:`w`, ``(H, T, F)``.
+        masks: mask probabilities :math:`\alpha` in (0, 1), ``(H, T)``.
+        variance: :math:`\sigma^2`, a scalar.
+        background: mean colour of the background, ``(F,)``.
+        background_variance: variance of the background, a scalar.
+    """
+
+    features: Tensor
+    masks: Tensor
+    variance: Tensor
+    background: Tensor
+    background_variance: Tensor
+
+
+def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None) -> Tensor:
     r"""Log densities of images under states, the masks summed out.
 
     On the CPU an object at a place costs :math:`O(T)` per image, and a state only the pixels where its objects overlap. Differentiable
@@ -131,11 +139,7 @@ def scene_log_prob(
     Args:
         places: ``(N, C, H)`` integers, -1 for absent objects.
         images: ``(N, D, F)``.
-        features: colours of the objects :math:`w`, ``(H, T, F)``.
-        masks: mask probabilities :math:`\alpha` in (0, 1), ``(H, T)``.
-        variance: :math:`\sigma^2`, a scalar.
-        background: mean colour of the background, ``(F,)``.
-        background_variance: variance of the background, a scalar.
+        scene: objects and background.
         canvas: sizes.
         rank: depth of the objects, ``(N, C, H)`` integers, of which the smallest lies in front; ``None`` without depth.
 
@@ -145,57 +149,35 @@ def scene_log_prob(
     Raises:
         ValueError: if shapes do not fit, or there are more than 62 objects.
     """
-    _check(places, images, features, masks, background, canvas, rank)
-    inputs = features, masks, variance, background, background_variance
-    return _SceneLogProb.apply(places, rank, images, canvas, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    _check(places, images, scene, canvas, rank)
+    return _SceneLogProb.apply(places, rank, images, canvas, *scene)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def scene_statistics(
-    places: Tensor,
-    weights: Tensor,
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    canvas: Canvas,
-    rank: Tensor | None = None,
+    places: Tensor, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None
 ) -> SceneStatistics:
     """Who owns the pixels, summed over states with weights ``(N, C)``; the other arguments are those of :func:`scene_log_prob`.
 
     States of weight zero are skipped.
     """
-    _check(places, images, features, masks, background, canvas, rank)
+    _check(places, images, scene, canvas, rank)
     if weights.shape != places.shape[:2]:
         raise ValueError(f"weights must have shape (N, C) = {tuple(places.shape[:2])}; got {tuple(weights.shape)}")
-    inputs = features, masks, variance, background, background_variance
     if places.device.type != "cpu":
-        doubles = [tensor.double() for tensor in (weights, images, *inputs)]
+        doubles = [tensor.double() for tensor in (weights, images, *scene)]
         return SceneStatistics(*_kernel(occlusion_dense.statistics)(places, rank, *doubles, canvas.pixels))
-    (num_objects, num_entries, channels), num_blocks = features.shape, min(max(1, len(places)), _MAX_BLOCKS)
+    (num_objects, num_entries, channels), num_blocks = scene.features.shape, min(max(1, len(places)), _MAX_BLOCKS)
     owned = torch.zeros(num_blocks, num_objects, num_entries, channels + 2, dtype=torch.float64)
     on = torch.zeros(num_blocks, num_objects, num_entries, dtype=torch.float64)
     present, rest = torch.zeros(num_blocks, num_objects, dtype=torch.float64), torch.zeros(num_blocks, channels + 2, dtype=torch.float64)
-    states, model = _arguments(places, rank, inputs, canvas)
+    states, model = _arguments(places, rank, scene, canvas)
     sums = (owned, on, present, rest)
     _kernel(occlusion_cpu.statistics)(*states, _array(weights), _array(images), *model, *(total.numpy() for total in sums))
     return SceneStatistics(*(total.sum(0) for total in sums))
 
 
 @torch.no_grad()
-def scan_places(
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    canvas: Canvas,
-    *,
-    clutter: float = 0.0,
-    min_mask: float = 0.0,
-) -> Tensor:
+def scan_places(images: Tensor, scene: SceneParameters, canvas: Canvas, *, clutter: float = 0.0, min_mask: float = 0.0) -> Tensor:
     r"""How well each object fits at each place, for every image.
 
     .. math:: f_{nh}(l) = \sum_i \log\bigl[1 - \alpha_{hi}
@@ -209,11 +191,7 @@ def scan_places(
 
     Args:
         images: ``(N, D, F)``.
-        features: ``(H, T, F)``.
-        masks: ``(H, T)``.
-        variance: scalar.
-        background: ``(F,)``.
-        background_variance: scalar.
+        scene: objects and background.
         canvas: sizes.
         clutter: :math:`\epsilon`, in [0, 1).
         min_mask: entries of smaller mask probability are left out ("representative features").
@@ -221,81 +199,71 @@ def scan_places(
     Returns:
         ``(N, H, L)`` float32, to about 1e-4 per entry.
     """
-    spread, used = variance.double(), masks >= min_mask
-    energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
+    terms = _scan_terms(images, scene, clutter, min_mask)
     if images.device.type != "cpu" or images.shape[-1] > 3:
-        return occlusion_dense.scan(images, energy, features, masks, spread, logits, used, canvas.pixels)
-    out = torch.empty(len(images), len(features), *canvas.grid)
-    _kernel(occlusion_scan_cpu.scan)(*_scan_arrays(images, energy, features, masks, spread, logits, used, canvas), out.numpy())
+        return _scan_dense(images, scene, terms, canvas)
+    out = torch.empty(len(images), len(scene.features), *canvas.grid)
+    _kernel(occlusion_scan_cpu.scan)(*_scan_arrays(images, scene, terms, canvas), out.numpy())
     return out.flatten(2)
 
 
+@torch.no_grad()
 def scan_at(
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    canvas: Canvas,
-    objects: Tensor,
-    places: Tensor,
-    *,
-    clutter: float = 0.0,
-    min_mask: float = 0.0,
+    images: Tensor, scene: SceneParameters, canvas: Canvas, objects: Tensor, places: Tensor, *, clutter: float = 0.0, min_mask: float = 0.0
 ) -> Tensor:
-    """What :func:`scan_places` would say of a few objects at a few places.
+    """What :func:`scan_places` would say of a few objects ``(N, K)`` at a few places ``(N, K, P)``: ``(N, K, P)`` float32.
 
-    Args:
-        images: ``(N, D, F)``.
-        features: as for :func:`scan_places`, like all others that are not listed here.
-        masks: see there.
-        variance: see there.
-        background: see there.
-        background_variance: see there.
-        canvas: see there.
-        objects: ``(N, K)``.
-        places: ``(N, K, P)``.
-        clutter: see there.
-        min_mask: see there.
-
-    Returns:
-        ``(N, K, P)`` float32.
+    All other arguments are those of :func:`scan_places`. On the CPU it costs only these places, elsewhere the whole scan.
     """
-    spread, used = variance.double(), masks >= min_mask
-    energy, logits = _scan_terms(images, masks, spread, background, background_variance, clutter)
+    terms = _scan_terms(images, scene, clutter, min_mask)
     if images.device.type != "cpu" or images.shape[-1] > 3:
-        whole = occlusion_dense.scan(images, energy, features, masks, spread, logits, used, canvas.pixels)
+        whole = _scan_dense(images, scene, terms, canvas)
         return whole.gather(1, objects.unsqueeze(-1).expand(-1, -1, whole.shape[2])).gather(2, places)
-    arrays = _scan_arrays(images, energy, features, masks, spread, logits, used, canvas)
+    arrays = _scan_arrays(images, scene, terms, canvas)
     out = torch.empty(places.shape)
     _kernel(occlusion_scan_cpu.scan_at)(*arrays, canvas.grid[1], objects.numpy(), places.contiguous().numpy(), out.numpy())
     return out
 
 
-def _scan_terms(
-    images: Tensor, masks: Tensor, variance: Tensor, background: Tensor, background_variance: Tensor, clutter: float
-) -> tuple[Tensor, Tensor]:
-    """Minus the log density of what else pixels may show, and the log-odds of the masks with the constant of the objects' densities."""
-    behind = occlusion_dense.normal_log_density(images.double(), background.double(), background_variance.double())
+class _ScanTerms(NamedTuple):
+    """What scans add up.
+
+    Attributes:
+        energy: minus the log density of what else pixels may show, ``(N, D)``.
+        logits: log-odds of the masks, with the constant of the objects' densities, ``(H, T)``.
+        used: which entries of the templates are compared, ``(H, T)``.
+    """
+
+    energy: Tensor
+    logits: Tensor
+    used: Tensor
+
+
+def _scan_terms(images: Tensor, scene: SceneParameters, clutter: float, min_mask: float) -> _ScanTerms:
+    behind = occlusion_dense.normal_log_density(images.double(), scene.background.double(), scene.background_variance.double())
     energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
-    return energy, masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * variance).log()
+    logits = scene.masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * scene.variance.double()).log()
+    return _ScanTerms(energy, logits, scene.masks >= min_mask)
 
 
-def _scan_arrays(
-    images: Tensor, energy: Tensor, features: Tensor, masks: Tensor, variance: Tensor, logits: Tensor, used: Tensor, canvas: Canvas
-) -> tuple[Any, ...]:
+def _scan_dense(images: Tensor, scene: SceneParameters, terms: _ScanTerms, canvas: Canvas) -> Tensor:
+    objects = scene.features, scene.masks, scene.variance.double()
+    return occlusion_dense.scan(images, terms.energy, *objects, terms.logits, terms.used, canvas.pixels)
+
+
+def _scan_arrays(images: Tensor, scene: SceneParameters, terms: _ScanTerms, canvas: Canvas) -> tuple[Any, ...]:
     """What the compiled scans take: three planes whatever the number of colours, padded by what templates reach over, and the objects."""
     height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
-    root, missing = (2 * variance).sqrt(), 3 - images.shape[-1]
-    colours = torch.nn.functional.pad((features.double() / root).float(), (0, missing))
+    root, missing = (2 * scene.variance.double()).sqrt(), 3 - images.shape[-1]
+    colours = torch.nn.functional.pad((scene.features.double() / root).float(), (0, missing))
     planes = torch.nn.functional.pad((images.double() / root).float(), (0, missing)).mT.reshape(-1, 3, height, width)
     full = rows + canvas.template_height - 1, columns + canvas.template_width - 1
     reach = (0, full[1] - width, 0, full[0] - height)
-    planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy.float().reshape(-1, 1, height, width)))
-    floors = torch.log1p(-masks.double()).float()
-    tensors = planes.flatten(2), padded.flatten(1), colours, logits.float(), floors
-    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), used.contiguous().numpy()
+    energy = terms.energy.float().reshape(-1, 1, height, width)
+    planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy))
+    floors = torch.log1p(-scene.masks.double()).float()
+    tensors = planes.flatten(2), padded.flatten(1), colours, terms.logits.float(), floors
+    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), terms.used.contiguous().numpy()
 
 
 class _SceneLogProb(torch.autograd.Function):
@@ -306,7 +274,7 @@ class _SceneLogProb(torch.autograd.Function):
         if places.device.type != "cpu":
             features, masks, variance, background, spread = (tensor.double() for tensor in inputs)
             return occlusion_dense.log_prob(places, rank, images.double(), features, masks, variance, background, spread, canvas.pixels)
-        states, model = _arguments(places, rank, inputs, canvas)
+        states, model = _arguments(places, rank, SceneParameters(*inputs), canvas)
         out = torch.empty(places.shape[:2], dtype=torch.float64)
         _kernel(occlusion_cpu.log_prob)(*states, _array(images), *model, out.numpy())
         return out
@@ -318,8 +286,9 @@ class _SceneLogProb(torch.autograd.Function):
         places, rank, images, *inputs = ctx.saved_tensors
         if ctx.needs_input_grad[2]:
             raise NotImplementedError("scene_log_prob is not differentiable in the images")
-        features, masks, variance, background, background_variance = (tensor.double() for tensor in inputs)
-        sums = scene_statistics(places, grad, images, features, masks, variance, background, background_variance, ctx.canvas, rank)
+        scene = SceneParameters(*(tensor.double() for tensor in inputs))
+        sums = scene_statistics(places, grad, images, scene, ctx.canvas, rank)
+        features, masks, variance, background, background_variance = scene
         gradients = (
             (sums.owned[..., 1:-1] - sums.owned[..., :1] * features) / variance,
             (sums.on - masks * sums.present.unsqueeze(-1)) / (masks * (1 - masks)),
@@ -347,14 +316,14 @@ def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
-def _arguments(places: Tensor, rank: Tensor | None, inputs: tuple[Tensor, ...], canvas: Canvas) -> tuple[Any, Any]:
+def _arguments(places: Tensor, rank: Tensor | None, scene: SceneParameters, canvas: Canvas) -> tuple[Any, Any]:
     """States and model as the kernels take them."""
-    features, masks, variance, background, background_variance = inputs
     states = places.to(torch.int32).contiguous().numpy()
     ranks = states if rank is None else rank.to(torch.int32).contiguous().numpy()
-    nodes, weights = _quadrature(len(masks)) if rank is None else (np.empty(0), np.empty(0))
-    behind = _array(background), float(background_variance)
-    return (states, ranks), (_array(features), _array(masks), float(variance), *behind, np.array(canvas.shape), nodes, weights)
+    nodes, weights = _quadrature(len(scene.masks)) if rank is None else (np.empty(0), np.empty(0))
+    objects = _array(scene.features), _array(scene.masks), float(scene.variance)
+    behind = _array(scene.background), float(scene.background_variance)
+    return (states, ranks), (*objects, *behind, np.array(canvas.shape), nodes, weights)
 
 
 def _kernel(compiled: Any) -> Any:
@@ -362,9 +331,8 @@ def _kernel(compiled: Any) -> Any:
     return compiled
 
 
-def _check(
-    places: Tensor, images: Tensor, features: Tensor, masks: Tensor, background: Tensor, canvas: Canvas, rank: Tensor | None
-) -> None:
+def _check(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None) -> None:
+    features, masks, background = scene.features, scene.masks, scene.background
     if places.dim() != 3 or places.is_floating_point() or places.shape[-1] != len(features):
         raise ValueError(f"places must be integers (N, C, {len(features)}); got shape {tuple(places.shape)} of type {places.dtype}")
     expected = (len(places), canvas.num_pixels, features.shape[-1])

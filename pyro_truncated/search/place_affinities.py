@@ -12,11 +12,11 @@ from torch import Tensor
 from pyro_truncated import packed
 from pyro_truncated.gp.leave_one_out import DenseCovariance
 from pyro_truncated.gp.regression import LeaveOneOutRegression
-from pyro_truncated.packed.occlusion import Canvas, scan_at, scan_places
+from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scan_at, scan_places
 from pyro_truncated.search.base import SearchBatch, forget
 from pyro_truncated.search.placement import Candidates, PlaceAffinity, place_probabilities, scene_sizes
 
-Scene = Callable[[], tuple[Tensor, Tensor, Tensor, Tensor, Tensor]]
+Scene = Callable[[], SceneParameters]
 
 _BLOCK_BYTES = 2**25
 _NEGLIGIBLE = 1e-4
@@ -30,8 +30,7 @@ class PlaceScan:
     two of them next to each other.
 
     Args:
-        scene: returns the current features ``(H, T, F)``, masks ``(H, T)``, variance, background and its variance, such as
-            ``model.parameters_of_scene``.
+        scene: returns the current :class:`~pyro_truncated.packed.occlusion.SceneParameters`, such as ``model.parameters_of_scene``.
         canvas: sizes.
         num_candidates: places per object.
         clutter: share of the pixels that other objects cover.
@@ -57,16 +56,16 @@ class PlaceScan:
         """Candidates of the batch's data points."""
         if self.site not in batch.observations:
             raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
-        images, parameters = batch.observations[self.site].flatten(1, 2), self.scene()
-        step = max(1, _BLOCK_BYTES // (4 * len(parameters[0]) * self.canvas.num_places))
-        options: Any = {"canvas": self.canvas, "clutter": self.clutter, "min_mask": self.min_mask}
-        found = (scan_places(block, *parameters, **options) for block in images.split(step))
+        images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
+        step = max(1, _BLOCK_BYTES // (4 * len(scene.features) * self.canvas.num_places))
+        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
+        found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
         return _join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
 
     def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
         """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
         images = batch.observations[self.site].flatten(1, 2)
-        return scan_at(images, *self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
+        return scan_at(images, self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
 
 
 class RefinedPlaces:

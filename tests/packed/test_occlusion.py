@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated.packed import occlusion_dense
-from pyro_truncated.packed.occlusion import Canvas, scan_at, scan_places, scene_log_prob, scene_statistics
+from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scan_at, scan_places, scene_log_prob, scene_statistics
 
 
-def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Canvas, Tensor, Tensor, Tensor, tuple]:
+def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Any, ...]:
     canvas = Canvas(4, 5, 2, 3, wrap)
     places = torch.randint(canvas.num_places, (num_data, num_states, num_objects))
     places[torch.rand(places.shape) < 0.25] = -1
@@ -24,7 +25,7 @@ def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states
     masks = 0.05 + 0.9 * torch.rand(num_objects, canvas.num_entries, dtype=torch.float64)
     scales = torch.tensor([0.3, 0.2], dtype=torch.float64).square()
     background = torch.rand(2, dtype=torch.float64)
-    return canvas, places, rank, images, (features, masks, scales[0], background, scales[1])
+    return canvas, places, rank, images, SceneParameters(features, masks, scales[0], background, scales[1])
 
 
 def normal(value: Tensor, mean: Tensor, variance: Tensor) -> float:
@@ -72,7 +73,7 @@ def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> N
         ],
         dtype=torch.float64,
     )
-    torch.testing.assert_close(scene_log_prob(places, images, *parameters, canvas, given), expected, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(scene_log_prob(places, images, parameters, canvas, given), expected, rtol=1e-12, atol=1e-10)
     dense = occlusion_dense.log_prob(places, given, images, *parameters, canvas.pixels)
     torch.testing.assert_close(dense, expected, rtol=1e-12, atol=1e-10)
 
@@ -99,7 +100,7 @@ def test_statistics_are_posterior_owners_and_mask_bits(in_depth: bool) -> None:
                 on[entry] += weights[n, c] * value
     given = rank if in_depth else None
     for got in (
-        scene_statistics(places, weights, images, *parameters, canvas, given),
+        scene_statistics(places, weights, images, parameters, canvas, given),
         occlusion_dense.statistics(places, given, weights, images, *parameters, canvas.pixels),
     ):
         for mine, expected in zip(got, (owned, on, present, rest), strict=True):
@@ -110,12 +111,12 @@ def test_statistics_are_posterior_owners_and_mask_bits(in_depth: bool) -> None:
 def test_without_depth_is_the_average_over_depths_pixel_by_pixel(num_objects: int) -> None:
     canvas = Canvas(1, 1, 1, 1)
     _, _, _, _, parameters = make_problem(wrap=True, num_objects=num_objects)
-    parameters = (parameters[0][:, :1], parameters[1][:, :1], *parameters[2:])
+    parameters = SceneParameters(parameters[0][:, :1], parameters[1][:, :1], *parameters[2:])
     images = torch.rand(1, 1, 2, dtype=torch.float64)
     orders = torch.tensor(list(itertools.permutations(range(num_objects)))).unsqueeze(0)
     places = torch.zeros_like(orders)
-    every = scene_log_prob(places, images, *parameters, canvas, orders)
-    without = scene_log_prob(places[:, :1], images, *parameters, canvas)
+    every = scene_log_prob(places, images, parameters, canvas, orders)
+    without = scene_log_prob(places[:, :1], images, parameters, canvas)
     torch.testing.assert_close(without[0, 0], every.logsumexp(1)[0] - math.log(orders.shape[1]), rtol=1e-12, atol=1e-12)
 
 
@@ -124,7 +125,7 @@ def test_gradient_is_that_of_the_dense_form(in_depth: bool) -> None:
     canvas, places, rank, images, parameters = make_problem(wrap=True)
     given, weights = rank if in_depth else None, torch.randn(places.shape[:2], dtype=torch.float64)
     inputs = [value.clone().requires_grad_() for value in parameters]
-    fast = torch.autograd.grad((weights * scene_log_prob(places, images, *inputs, canvas, given)).sum(), inputs)
+    fast = torch.autograd.grad((weights * scene_log_prob(places, images, SceneParameters(*inputs), canvas, given)).sum(), inputs)
     slow = torch.autograd.grad((weights * occlusion_dense.log_prob(places, given, images, *inputs, canvas.pixels)).sum(), inputs)
     for mine, expected in zip(fast, slow, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-9)
@@ -135,7 +136,7 @@ def test_log_ratios_of_hundreds_are_exact() -> None:
     narrow = (parameters[0], parameters[1], torch.tensor(1e-4).double(), parameters[3], torch.tensor(2e-4).double())
     images = images.clone()
     images[:, ::2] = parameters[0][0, 0]  # some pixels fit perfectly, the others not at all
-    got = scene_log_prob(places, images, *narrow, canvas)
+    got = scene_log_prob(places, images, SceneParameters(*narrow), canvas)
     expected = occlusion_dense.log_prob(places, None, images, *narrow, canvas.pixels)
     assert float(expected.max() - expected.min()) > 700
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-8)
@@ -148,12 +149,13 @@ def test_scan_is_the_log_likelihood_ratio_of_single_objects(wrap: bool, channels
     images, features = torch.rand(4, 42, channels), torch.rand(3, 6, channels)
     masks, background = 0.01 + 0.98 * torch.rand(3, 6), torch.rand(channels)
     spread = torch.tensor(0.05), torch.tensor(0.1)
-    got = scan_places(images, features, masks, spread[0], background, spread[1], canvas)
+    scene = SceneParameters(features, masks, spread[0], background, spread[1])
+    got = scan_places(images, scene, canvas)
     singles = torch.full((3, canvas.num_places, 3), -1)
     for h in range(3):
         singles[h, :, h] = torch.arange(canvas.num_places)
     places = torch.cat([torch.full((1, 3), -1), singles.flatten(0, 1)]).expand(4, -1, -1)
-    scores = scene_log_prob(places, images, features, masks, spread[0], background, spread[1], canvas)
+    scores = scene_log_prob(places, images, scene, canvas)
     expected = (scores[:, 1:] - scores[:, :1]).reshape(4, 3, -1)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-3)
     energy = -occlusion_dense.normal_log_density(images.double(), background.double(), spread[1].double())
@@ -164,15 +166,15 @@ def test_scan_is_the_log_likelihood_ratio_of_single_objects(wrap: bool, channels
 
 def test_representative_features_leave_entries_out() -> None:
     canvas, _, _, images, (features, masks, *rest) = make_problem(wrap=True)
-    got = scan_places(images, features, masks, *rest, canvas, min_mask=0.5)
+    got = scan_places(images, SceneParameters(features, masks, *rest), canvas, min_mask=0.5)
     # An entry whose mask is never on has a log likelihood ratio of zero.
     kept = torch.where(masks >= 0.5, masks, 1e-12)
-    torch.testing.assert_close(got, scan_places(images, features, kept, *rest, canvas), rtol=1e-5, atol=2e-3)
+    torch.testing.assert_close(got, scan_places(images, SceneParameters(features, kept, *rest), canvas), rtol=1e-5, atol=2e-3)
 
 
 def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     canvas, _, _, images, parameters = make_problem(wrap=True)
-    bare, cluttered = (scan_places(images, *parameters, canvas, clutter=clutter) for clutter in (0.0, 0.3))
+    bare, cluttered = (scan_places(images, parameters, canvas, clutter=clutter) for clutter in (0.0, 0.3))
     behind = occlusion_dense.normal_log_density(images, parameters[3], parameters[4])
     energy = -torch.log(0.7 * behind.exp() + 0.3)
     features, masks, variance = parameters[:3]
@@ -186,11 +188,11 @@ def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
 def test_scan_of_a_few_places_is_part_of_the_whole(wrap: bool) -> None:
     canvas, _, _, images, parameters = make_problem(wrap=wrap)
     options = {"clutter": 0.2, "min_mask": 0.3}
-    whole = scan_places(images, *parameters, canvas, **options)
+    whole = scan_places(images, parameters, canvas, **options)
     objects = torch.stack([torch.randperm(whole.shape[1])[:2] for _ in images])
     places = torch.randint(canvas.num_places, (*objects.shape, 5))
     expected = whole.gather(1, objects.unsqueeze(-1).expand(-1, -1, whole.shape[2])).gather(2, places)
-    got = scan_at(images, *parameters, canvas, objects, places, **options)
+    got = scan_at(images, parameters, canvas, objects, places, **options)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=2e-3)
 
 
@@ -207,7 +209,7 @@ def test_misshapen_input_is_refused(change: dict[str, Tensor], message: str) -> 
     canvas, places, rank, images, parameters = make_problem(wrap=True)
     given = {"places": places, "images": images, "rank": rank} | change
     with pytest.raises(ValueError, match=message):
-        scene_log_prob(given["places"], given["images"], *parameters, canvas, given["rank"])
+        scene_log_prob(given["places"], given["images"], parameters, canvas, given["rank"])
 
 
 def test_templates_must_fit() -> None:

@@ -42,7 +42,7 @@ EPOCHS = {
 }
 METHODS = tuple(EPOCHS)
 COMMAND = "python -m tests.papers.stochastic_active_sets --data mnist fashion cifar10 --seeds 3"
-SIZES = {"sas-encoder": [200], "bayesian-sas-encoder": [200], "gplvm": [100], "gpytorch-gplvm": [100], "vae": [0]}
+SIZES = {"sas-encoder": [200], "bayesian-sas-encoder": [200], "gplvm": [100], "gpytorch-gplvm": [50], "vae": [0]}
 
 
 def errors(x: Tensor, mean: Tensor, variance: Tensor) -> dict[str, float]:
@@ -211,7 +211,7 @@ start from principal components, with an RBF kernel of length-scale 0.4 in units
   with the decoder for 50 epochs (learning rate 0.001).
 - `gplvm`: `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning
   rate 0.05 falling to a tenth.
-- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 100 inducing inputs for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
+- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
   seconds.
 - `vae`: two hidden layers of 256 units on each side and a learned noise, Adam at 0.001, batches of 100.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.packed.occlusion import Canvas, scan_places
+from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scan_places
 from pyro_truncated.population import Population
 from pyro_truncated.scenes import generated_objects, occluded_scenes
 from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
@@ -190,12 +190,13 @@ def test_refined_places_are_the_best_of_the_neighbourhood(wrap: bool) -> None:
     images = torch.rand(3, 6, 7, 2)
     canvas = Canvas(6, 7, 2, 2, wrap)
     count = canvas.num_places
-    scene = torch.rand(4, 4, 2), torch.rand(4, 4).clamp(0.1, 0.9), torch.tensor(0.1), torch.zeros(2), torch.tensor(0.5)
+    masks = torch.rand(4, 4).clamp(0.1, 0.9)
+    scene = SceneParameters(torch.rand(4, 4, 2), masks, torch.tensor(0.1), torch.zeros(2), torch.tensor(0.5))
     batch = SearchBatch(make_batch().population, lambda words: words, {"y": images})
     scan = PlaceScan(lambda: scene, canvas)
     scores, places = torch.rand(3, 4, 2).sort(-1, descending=True).values, torch.randint(count, (3, 4, 2))
     found = RefinedPlaces(fixed(scores, places), scan, 2)(batch)
-    whole = scan_places(images.flatten(1, 2), *scene, canvas, clutter=scan.clutter).reshape(3, 4, *canvas.grid)
+    whole = scan_places(images.flatten(1, 2), scene, canvas, clutter=scan.clutter).reshape(3, 4, *canvas.grid)
     assert torch.equal(found.scores, scores)
     for n, h, c in itertools.product(range(3), range(4), range(2)):
         row, column = divmod(int(places[n, h, c]), canvas.grid[1])
