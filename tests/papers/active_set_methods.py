@@ -62,17 +62,12 @@ class Fit:
 
 
 def fit_sas(data: Images, method: str, active: int, epochs: int) -> Fit:
-    """Stochastic active sets: free latents with jumps or without, or an encoder that starts from free latents with jumps."""
+    """Stochastic active sets: free latents with jumps or without, or an encoder."""
     start = time.process_time()
     bayesian = method.startswith("bayesian")
-    if method.endswith("encoder"):
-        first = train_sas(data.x, active, epochs // 2, bayesian=bayesian, jumps=True)
-        encoder = mlp(data.x.shape[1], 256, 4 if bayesian else 2)
-        decoder = train_sas(data.x, active, epochs // 2, bayesian=bayesian, encoder=encoder, teacher=first)
-    else:
-        decoder = train_sas(data.x, active, epochs, bayesian=bayesian, jumps=method.endswith("jumps"))
-    seconds = time.process_time() - start
-    return evaluated(decoder, data, seconds)
+    encoder = mlp(data.x.shape[1], 256, 4 if bayesian else 2) if method.endswith("encoder") else None
+    decoder = train_sas(data.x, active, epochs, bayesian=bayesian, encoder=encoder, jumps=method.endswith("jumps"))
+    return evaluated(decoder, data, time.process_time() - start)
 
 
 def train_sas(
@@ -83,15 +78,11 @@ def train_sas(
     bayesian: bool,
     jumps: bool = False,
     encoder: nn.Module | None = None,
-    teacher: SASDecoder | None = None,
     watch: Callable[[int, SASDecoder], None] | None = None,
 ) -> SASDecoder:
     """A decoder trained on minibatches of 500 images, or 2.5 active sets if that is more; jumps in every other of the first 60 % epochs."""
     kernel = kernels.RBF(2, torch.tensor(1.0), torch.full((2,), 0.4))
-    decoder = SASDecoder(len(x), x.shape[1], bayesian=bayesian, encoder=encoder, kernel=kernel)
-    decoder.initialize(x, 2000, latents=None if teacher is None else teacher.latents(x))
-    if teacher is not None:
-        decoder.kernel, decoder.noise = teacher.kernel, teacher.noise.detach()
+    decoder = SASDecoder(len(x), x.shape[1], bayesian=bayesian, encoder=encoder, kernel=kernel).initialize(x)
     rates = decoder.learning_rates(0.05 if encoder is None else 1e-3, 2e-2)
     schedule = pyro.optim.ExponentialLR({"optimizer": torch.optim.Adam, "optim_args": rates, "gamma": 0.1 ** (1 / epochs)})
     svi = SVI(decoder.model, decoder.guide, schedule, TraceMeanField_ELBO() if bayesian else Trace_ELBO())

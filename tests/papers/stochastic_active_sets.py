@@ -34,8 +34,8 @@ EPOCHS = {
     "sas-jumps": 100,
     "bayesian-sas": 100,
     "bayesian-sas-jumps": 100,
-    "sas-encoder": 100,
-    "bayesian-sas-encoder": 100,
+    "sas-encoder": 150,
+    "bayesian-sas-encoder": 150,
     "gplvm": 400,
     "gpytorch-gplvm": 200,
     "vae": 100,
@@ -207,8 +207,8 @@ start from principal components, with an RBF kernel of length-scale 0.4 in units
 - `sas`, `bayesian-sas`: free latents, point masses or normals, trained as in the paper: minibatches of 500 images, or 2.5 A if that is
   more, A of them active; Adam with learning rate 0.05 for latents, 0.02 for kernel and noise, falling to a tenth.
 - `…-jumps`: the same, and before every other one of the first 60 epochs `relocate_` lets data points jump.
-- `…-encoder`: 50 epochs of `…-jumps`, then an encoder of two hidden layers of 256 units learns these latents (2000 steps) and is trained
-  with the decoder for 50 epochs (learning rate 0.001).
+- `…-encoder`: an encoder of two hidden layers of 256 units, which first learns the principal components, trained with the decoder at
+  learning rate 0.001.
 - `gplvm`: `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning
   rate 0.05 falling to a tenth.
 - `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
