@@ -81,7 +81,7 @@ class GatedDecoder(PyroModule):
         width: hidden units of the network that guides poses.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        ValueError: if the shapes do not fit, or a switch is neither zero nor one.
     """
 
     active_outputs: Tensor
@@ -96,6 +96,8 @@ class GatedDecoder(PyroModule):
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
+        if not bool(((switches == 0) | (switches == 1)).all()):
+            raise ValueError("switches of the examples must be zeros and ones")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]
         variance = outputs.square().mean() / switches.sum(1).mean().clamp(min=1.0)
         parts: list[kernels.Kernel] = [

@@ -52,7 +52,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         validate_args: whether to check parameters and values.
 
     Raises:
-        ValueError: if the sizes do not fit, or a minibatch has no point beside the active set.
+        ValueError: if the sizes do not fit, the noise is not a scalar, or a minibatch has no point beside the active set.
 
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022, equation 6.
@@ -80,8 +80,12 @@ class ActiveSetGaussianProcess(TorchDistribution):
     ) -> None:
         if latents.dim() < 2:
             raise ValueError(f"latents must have shape (*batch, B, Q); got {tuple(latents.shape)}")
+        if max(kernel.active_dims) >= latents.shape[-1]:
+            raise ValueError(f"the kernel looks at dimension {max(kernel.active_dims)} of latents; got shape {tuple(latents.shape)}")
         self.latents, self.kernel = latents, kernel
         self.noise = torch.as_tensor(noise, dtype=latents.dtype, device=latents.device)
+        if self.noise.numel() != 1:
+            raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
         self.num_active, self.num_data = num_active, num_data
         # Computed here, so that impossible sizes are refused before any work.

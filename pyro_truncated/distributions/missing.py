@@ -13,7 +13,7 @@ _BLOCK_BYTES = 2**28
 
 
 class or_missing(constraints.Constraint):
-    """Values that satisfy ``base`` or are NaN, which marks a missing entry.
+    """Values that are finite and satisfy ``base``, or are NaN, which marks a missing entry.
 
     Args:
         base: constraint on the entries that are not missing.
@@ -36,7 +36,8 @@ class or_missing(constraints.Constraint):
     def check(self, value: Tensor) -> Tensor:
         """True where the entry is valid or missing."""
         valid: Tensor = self.base_constraint.check(value)
-        return valid | value.isnan()
+        # Infinity is a real number to torch.
+        return (valid & value.isfinite()) | value.isnan()
 
 
 # A value that is not observed is not missing either: it is inferred where the base constraint says.

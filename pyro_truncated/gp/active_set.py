@@ -8,7 +8,6 @@ noise variance :math:`\sigma^2`, so one Cholesky factor of :math:`C = K_{AA} + \
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -34,36 +33,24 @@ def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
     return squares.clamp(min=0.0).to(X.dtype)
 
 
-@functools.singledispatch
 def _profile(kernel: kernels.Kernel) -> Callable[[Tensor], Tensor] | None:
     """A stationary kernel as a function of the squared scaled distance, if it is one that is known."""
-    return None
-
-
-@_profile.register(kernels.RBF)
-def _(kernel: kernels.RBF) -> Callable[[Tensor], Tensor]:
-    return lambda r2: (-0.5 * r2).exp()
-
-
-@_profile.register(kernels.Exponential)
-def _(kernel: kernels.Exponential) -> Callable[[Tensor], Tensor]:
-    return lambda r2: (-_root(r2)).exp()
-
-
-@_profile.register(kernels.Matern32)
-def _(kernel: kernels.Matern32) -> Callable[[Tensor], Tensor]:
-    return lambda r2: (1 + _root(3 * r2)) * (-_root(3 * r2)).exp()
-
-
-@_profile.register(kernels.Matern52)
-def _(kernel: kernels.Matern52) -> Callable[[Tensor], Tensor]:
-    return lambda r2: (1 + _root(5 * r2) + 5 / 3 * r2) * (-_root(5 * r2)).exp()
+    # By the exact type: a subclass may compute something else.
+    return _PROFILES.get(type(kernel))
 
 
 def _root(squares: Tensor) -> Tensor:
     # At distance zero the root has no derivative, but the squared distance has one, which is zero.
     positive = squares > 0
     return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
+
+
+_PROFILES: dict[type, Callable[[Tensor], Tensor]] = {
+    kernels.RBF: lambda r2: (-0.5 * r2).exp(),
+    kernels.Exponential: lambda r2: (-_root(r2)).exp(),
+    kernels.Matern32: lambda r2: (1 + _root(3 * r2)) * (-_root(3 * r2)).exp(),
+    kernels.Matern52: lambda r2: (1 + _root(5 * r2) + 5 / 3 * r2) * (-_root(5 * r2)).exp(),
+}
 
 
 def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:

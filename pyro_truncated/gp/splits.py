@@ -141,6 +141,8 @@ class StratifiedSplits(Splits):
 
     def __init__(self, strata: Tensor, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
         super().__init__(len(strata), batch_size, num_active, generator)
+        if self._size(0) < 1:
+            raise ValueError("a stratified active set must hold a point at least; got num_active 0")
         self.strata = strata.cpu()
 
     def epoch(self, number: int = 0) -> Iterator[Split]:
@@ -215,7 +217,7 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
     return torch.cat([found, others.nonzero().squeeze(-1)[: size - len(found)]])
 
 
-def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float = 1e-2, num_targets: int = 500) -> Tensor:
+def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | float | None = None, num_targets: int = 500) -> Tensor:
     r"""Positions ``(size,)`` of the latents that leave the least predictive variance on average over all of them, chosen greedily.
 
     With :math:`E` the posterior covariance given the points chosen so far, the next one is the ``j`` of largest
@@ -227,7 +229,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         kernel: the kernel.
         latents: candidates ``(N, Q)``.
         size: how many to choose.
-        noise: noise variance of an observation.
+        noise: noise variance of an observation; default: a hundredth of the mean prior variance.
         num_targets: largest number ``T`` of the candidates, evenly spaced, over which variances are summed.
 
     Raises:
@@ -239,7 +241,9 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
         points = latents.detach().double()
         which = torch.arange(0, len(points), -(-len(points) // num_targets), device=points.device)
         prior = covariance(kernel, points[which], points).double()
-        spread = prior_variance(kernel, points).double() + noise
+        spread = prior_variance(kernel, points).double()
+        noise = 1e-2 * spread.mean() if noise is None else noise
+        spread = spread + noise
         # E is never formed: it is the prior less the outer products of these rows, and the sums of squares are updated with it.
         rows = points.new_empty(size, len(points))
         squares = prior.square().sum(0)

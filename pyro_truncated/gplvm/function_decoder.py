@@ -14,8 +14,9 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_set import ActiveSet
-from pyro_truncated.gp.splits import Split
-from pyro_truncated.gplvm.latents import Predictor, principal_components
+from pyro_truncated.gp.splits import Choose, Split
+from pyro_truncated.gplvm.kept_points import keep_points
+from pyro_truncated.gplvm.latents import Predictor
 from pyro_truncated.gplvm.sas_decoder import SASDecoder
 
 Observation = Callable[[Tensor], Any]
@@ -58,7 +59,8 @@ class SASFunctionDecoder(SASDecoder):
         sites: maps data points ``(B, ...)`` to pseudo-targets ``(B, F)``, a module; default :class:`PointwiseSites`.
         options: as for :class:`SASDecoder`.
 
-    The noise of :class:`SASDecoder` is that of the functions here, and small at the start.
+    The noise of :class:`SASDecoder` is that of the functions here, and small at the start. Data must be complete. Where starts or places to
+    jump to are looked for, no more than 200 latents are tried: the observation distribution is evaluated for one at a time.
     """
 
     width: Any
@@ -76,8 +78,9 @@ class SASFunctionDecoder(SASDecoder):
         """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
         self._check_data(x)
         self._check_latents(latents)
+        self._kept = None
         with torch.no_grad():
-            scores = principal_components(self.sites(x), self.latent_dim).to(self.loc) if latents is None else latents.to(self.loc)
+            scores = self._first_latents(self.sites(x), latents)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = torch.tensor(2.0).to(self.loc)  # type: ignore[assignment]
             if self.encoder is None:
@@ -89,6 +92,11 @@ class SASFunctionDecoder(SASDecoder):
     def _check_data(self, x: Tensor) -> None:
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
+        self._check_points(x)
+
+    def _check_points(self, x: Tensor) -> None:
+        if not bool(x.isfinite().all()):
+            raise ValueError("data of a decoder with its own observation distribution must be complete and finite; got NaN or infinity")
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)
@@ -99,51 +107,46 @@ class SASFunctionDecoder(SASDecoder):
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of latents and functions of a minibatch."""
         split = self._split(split)
+        self._check_points(x[split.indices])
         with self._plate(split):
             z = self._sample_latents(x, split)
             targets = self.sites(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
-    def condition_(self, x: Tensor, size: int | None = None, **options: Any) -> SASFunctionDecoder:
-        """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones; see :meth:`SASDecoder.condition_`."""
+    def condition_(
+        self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None
+    ) -> SASFunctionDecoder:
+        """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones (default: at most 1000).
+
+        Raises:
+            ValueError: if a projection is asked for: pseudo-targets of points that are not active have not been learned together.
+        """
         self._check_data(x)
+        if projected:
+            raise ValueError("pseudo-targets cannot be projected; leave projected out")
         with torch.no_grad():
-            targets = self.sites(x)
-            latents = self.latents(x)
-            size = min(len(latents), 1000 if size is None else size)
-            choose = options.pop("choose", None) or self._least_variance
-            chosen = torch.arange(len(x)) if size == len(x) else choose(self.kernel, latents, size)
-            self._cache = {"latents": latents[chosen].clone(), "outputs": targets[chosen].clone()}
+            size = min(len(x), 1000) if size is None else size
+            kept, _ = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            self._kept = self._sealed(kept, x)
         return self
 
     def posterior(self) -> ActiveSet:
         """The posterior of the functions given the pseudo-targets that are kept.
 
         Raises:
-            RuntimeError: before :meth:`condition_`.
+            RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        if self._cache is None:
-            raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        cache = {name: value.to(self.loc.device) for name, value in self._cache.items()}
+        kept = self._kept_points()
         with torch.no_grad():
-            return ActiveSet(self.kernel, (self.noise_variance + self.width).detach(), cache["latents"], cache["outputs"])
+            found = kept.posterior(self.kernel, (self.noise_variance + self.width).detach())
+        assert isinstance(found, ActiveSet)
+        return found
 
-    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05) -> Tensor:
-        r"""Latents ``(M, Q)`` that maximise :math:`\log p(x \mid f = m(z)) + \log \mathcal N(z; 0, I)`, the functions at their means.
-
-        Starts are the kept latents under which a data point is most probable.
-        """
-        posterior = self.posterior()
+    def sample(self, num: int) -> Tensor:
+        """New data points ``(num, ...)``: latents from the prior, functions given the kept points, observations given these."""
         with torch.no_grad():
-            z = self._best_candidates(posterior, x, starts)
-        z = z.clone().requires_grad_()
-        optimizer = torch.optim.Adam([z], lr)
-        for _ in range(steps):
-            (z.grad,) = torch.autograd.grad(-self._log_joint(posterior, x, z).sum(), z)
-            optimizer.step()
-        with torch.no_grad():
-            best = self._log_joint(posterior, x, z).argmax(0)
-        return z.detach().gather(0, best[None, :, None].expand(1, *z.shape[1:])).squeeze(0)
+            found: Tensor = self.observe(super().sample(num)).sample()
+        return found
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
         return ActiveSet(self.kernel, (self.noise_variance + self.width).detach(), latents, self.sites(x).detach())

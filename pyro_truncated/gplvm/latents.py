@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -96,43 +97,72 @@ def infer_latents(
     lr: float = 0.05,
     extra_start: Tensor | None = None,
     num_candidates: int = 2000,
+    block: int = 5000,
 ) -> Tensor:
     r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
 
-    Adam runs from several starts at once, the candidates among the posterior's own latents that explain a point best, and the best value
-    on the way is kept. Points do not influence each other.
+    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_latents`. Points do not
+    influence each other.
 
     Args:
         posterior: predicts outputs at latents.
         x: data points.
         starts: number of starts per point.
         steps: steps of Adam; 0 returns the best start.
-        lr: its learning rate, in units of the latent space; it falls to a tenth.
+        lr: its learning rate, in units of the latent space.
         extra_start: one more start for each point, ``(M, Q)``.
         num_candidates: largest number of candidates to consider.
+        block: data points at a time.
 
     Returns:
         ``(M, Q)``.
     """
-    if starts < 1 or steps < 0:
-        raise ValueError(f"starts must be positive and steps not negative; got {starts}, {steps}")
-    with torch.no_grad():
-        candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
-        begin = best_candidates(posterior, x, candidates, min(starts, len(candidates)))
-        if extra_start is not None:
-            begin = torch.cat([begin, extra_start.unsqueeze(0)])
-        best = begin.clone()
-        value = torch.full(begin.shape[:-1], -math.inf, dtype=x.dtype, device=x.device)
+    candidates = posterior.latents[:: -(-len(posterior.latents) // num_candidates)]
+    found = []
+    for rows in torch.arange(len(x), device=x.device).split(block):
+        value = x[rows]
+        with torch.no_grad():
+            begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
+        begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
+        found.append(maximize_latents(functools.partial(log_joint, posterior, value), begin, steps, lr))
+    return torch.cat(found)
+
+
+def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+    r""":math:`\log p(x_n \mid z_n) + \log \mathcal N(z_n; 0, I)`, up to a constant, of data points at latents ``(*batch, M, Q)``."""
+    return conditional_log_prob(x, *posterior.predict(latents)) - 0.5 * latents.square().sum(-1)
+
+
+def maximize_latents(objective: Callable[[Tensor], Tensor], begin: Tensor, steps: int, lr: float) -> Tensor:
+    """The best latents ``(M, Q)`` that Adam finds from several starts ``(S, M, Q)`` at once.
+
+    The best value on the way is kept for each data point; the learning rate falls to a tenth.
+
+    Args:
+        objective: values ``(S, M)`` of latents ``(S, M, Q)``, of which each depends on its own latent only.
+        begin: starts.
+        steps: steps of Adam; 0 returns the best start.
+        lr: learning rate at first.
+
+    Raises:
+        ValueError: if there is no start, or ``steps`` is negative.
+    """
+    if not len(begin) or steps < 0:
+        raise ValueError(f"starts must be positive and steps not negative; got {len(begin)}, {steps}")
+    best = begin.clone()
+    value = torch.full(begin.shape[:-1], -math.inf, dtype=begin.dtype, device=begin.device)
     z = begin.clone().requires_grad_()
     optimizer = torch.optim.Adam([z], lr)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / max(steps, 1)))
     for step in range(steps + 1):
-        log_joint = conditional_log_prob(x, *posterior.predict(z)) - 0.5 * z.square().sum(-1)
+        with torch.enable_grad():
+            now = objective(z)
+            loss = -now.sum()
         with torch.no_grad():
-            better = log_joint > value
-            value, best = torch.where(better, log_joint, value), torch.where(better.unsqueeze(-1), z, best)
+            better = now > value
+            value, best = torch.where(better, now, value), torch.where(better.unsqueeze(-1), z, best)
         if step < steps:
-            (z.grad,) = torch.autograd.grad(-log_joint.sum(), z)
+            (z.grad,) = torch.autograd.grad(loss, z)
             optimizer.step()
             schedule.step()
     return best.gather(0, value.argmax(0)[None, :, None].expand(1, *best.shape[1:])).squeeze(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, cast
 
@@ -16,13 +18,14 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
-from pyro_truncated.gp.active_set import ActiveSet, conditional_log_prob
-from pyro_truncated.gp.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
-from pyro_truncated.gp.splits import Choose, Split, least_variance
-from pyro_truncated.gplvm.latents import Predictor, best_candidates, infer_latents, principal_components
+from pyro_truncated.gp.active_set import ActiveSet
+from pyro_truncated.gp.projected_set import ProjectedSet
+from pyro_truncated.gp.splits import Choose, Split, least_variance, split_weights
+from pyro_truncated.gplvm.kept_points import KeptPoints, checksum, is_same, keep_points
+from pyro_truncated.gplvm.latents import Predictor, best_candidates, log_joint, maximize_latents, principal_components
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
-_HYPERPARAMETERS = ("kernel.", "noise")
+_HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
 class SASDecoder(PyroModule):
@@ -47,6 +50,7 @@ class SASDecoder(PyroModule):
 
     Example::
 
+        pyro.clear_param_store()
         decoder = SASDecoder(len(x), x.shape[1], num_active=200, batch_size=1000).initialize(x)
         svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())
         splits = UniformSplits(len(x), 1000, 200)
@@ -62,16 +66,17 @@ class SASDecoder(PyroModule):
         num_data: number of data points ``N``.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
-        num_active: size of the active set where a training step is not given a split.
+        num_active: size of the active set where a training step is not given a split; default: 200, but at most half of the minibatch.
         batch_size: size of the minibatch where a training step is not given a split; default: all data.
         bayesian: whether ``q`` is a normal distribution rather than a point mass.
         encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
             ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
-        encoder_sees_active: call the encoder as ``encoder(x, x_active)``.
+        encoder_sees_active: call the encoder as ``encoder(x, x_active)``. Outside training it is shown the first ``num_active`` complete
+            data points.
         kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
 
     Raises:
-        ValueError: if sizes are not positive, or the kernel is over another number of inputs.
+        ValueError: if sizes are not positive or do not fit, or the kernel is over another number of inputs.
 
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
@@ -89,7 +94,7 @@ class SASDecoder(PyroModule):
         num_outputs: int,
         latent_dim: int = 2,
         *,
-        num_active: int = 200,
+        num_active: int | None = None,
         batch_size: int | None = None,
         bayesian: bool = False,
         encoder: nn.Module | None = None,
@@ -102,7 +107,9 @@ class SASDecoder(PyroModule):
         if kernel is not None and kernel.input_dim != latent_dim:
             raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.num_active, self.batch_size = num_active, num_data if batch_size is None else batch_size
+        self.batch_size = num_data if batch_size is None else batch_size
+        self.num_active = min(200, self.batch_size // 2) if num_active is None else num_active
+        split_weights(self.batch_size, self.num_active, num_data)
         self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
         self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
         self.noise = PyroParam(torch.tensor(0.5), constraints.positive)
@@ -111,7 +118,7 @@ class SASDecoder(PyroModule):
             self.z_loc = PyroParam(torch.randn(num_data, latent_dim), event_dim=1)
             if bayesian:
                 self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
-        self._cache: dict[str, Tensor] | None = None
+        self._kept: KeptPoints | None = None
 
     # --- set-up ---
 
@@ -124,10 +131,11 @@ class SASDecoder(PyroModule):
             latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
 
         Raises:
-            ValueError: if the data or the latents have another shape, or an output is never observed.
+            ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
         self._check_data(x)
         self._check_latents(latents)
+        self._kept = None
         observed = ~x.isnan()
         if not bool(observed.any(0).all()):
             raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
@@ -135,15 +143,21 @@ class SASDecoder(PyroModule):
             self.loc.copy_(x.nanmean(0))
             deviation = torch.where(observed, x - self.loc, 0.0)
             variance = deviation.square().sum() / observed.sum()
+            if not float(variance) > 0:
+                raise ValueError("the data do not vary: there is nothing to learn")
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = principal_components(deviation, self.latent_dim).to(self.loc) if latents is None else latents.to(self.loc)
+            scores = self._first_latents(deviation, latents)
             if self.encoder is None:
                 self.z_loc = scores
         if self.encoder is not None and steps:
             self._imitate(x, scores, steps)
         return self
+
+    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
+        # A copy, or training would move the latents of whom they came from.
+        return principal_components(features, self.latent_dim).to(self.loc) if given is None else given.detach().to(self.loc).clone()
 
     def _check_latents(self, latents: Tensor | None) -> None:
         if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
@@ -167,11 +181,22 @@ class SASDecoder(PyroModule):
 
         The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
         """
-        return lambda name: {"lr": hyperparameters if name.startswith(_HYPERPARAMETERS) else latents}
+        return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
+        """Refuses training data of another shape, integers, and infinity."""
         if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
             raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
+        self._check_points(x)
+
+    def _check_points(self, x: Tensor) -> None:
+        """Refuses data points, new or not, that the model cannot take."""
+        if x.dim() != 2 or x.shape[1] != self.num_outputs:
+            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"data must be floating point; got {x.dtype}")
+        if bool(x.isinf().any()):
+            raise ValueError("data must be finite, or NaN where missing; got infinity")
 
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
         r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
@@ -200,6 +225,7 @@ class SASDecoder(PyroModule):
             raise ValueError("latents that come from an encoder cannot be moved; give initialize(x, latents=...) those of a free decoder")
         if num_active < 1:
             raise ValueError(f"num_active must be positive; got {num_active}")
+        self._kept = None
         order = torch.randperm(len(x), generator=generator).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
         order = order[x[order].flatten(1).isnan().any(1).byte().argsort(stable=True)]
@@ -222,11 +248,12 @@ class SASDecoder(PyroModule):
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
         """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
-        return conditional_log_prob(x - self.loc, *posterior.predict(latents)) - 0.5 * latents.square().sum(-1)
+        return log_joint(posterior, x - self.loc, latents)
 
     def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
-        """The ``num`` latents of the posterior that explain each data point best, ``(num, M, Q)``."""
-        return best_candidates(posterior, x - self.loc, posterior.latents, num)
+        """Of up to 2000 latents of the posterior, the ``num`` that explain each data point best, ``(num, M, Q)``."""
+        candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
+        return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
     # --- the Pyro program ---
 
@@ -287,7 +314,7 @@ class SASDecoder(PyroModule):
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
         assert self.encoder is not None
-        filled = [torch.where(part.isnan(), self.loc, part) for part in (x, active)]
+        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in (x, active)]
         output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
         expected = (2 if self.bayesian else 1) * self.latent_dim
         if output.shape != (len(x), expected):
@@ -300,72 +327,85 @@ class SASDecoder(PyroModule):
     # --- after training ---
 
     def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data, means if Bayesian."""
+        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy."""
         with torch.no_grad():
             if self.encoder is None:
                 found: Tensor = self.z_loc
-                return found.detach()
-            return self.encode(x)
+                return found.detach().clone()
+            return self._encode(x, self._examples(x))[0]
+
+    def _examples(self, x: Tensor) -> Tensor:
+        """The training data that an encoder which looks at an active set is shown outside training."""
+        order = x.flatten(1).isnan().any(1).byte().argsort(stable=True)
+        return x[order[: max(1, self.num_active)]]
 
     def encode(self, x: Tensor) -> Tensor:
-        """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``; one that looks at an active set is shown the one kept.
+        """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``.
 
         Raises:
             ValueError: if there is no encoder; :meth:`infer` needs none.
+            RuntimeError: if the encoder looks at an active set, before :meth:`condition_`.
         """
         if self.encoder is None:
             raise ValueError("a decoder with free latents has no encoder; use infer(x)")
-        active = x[: self.num_active]
-        if self.encoder_sees_active and self._cache is not None and "outputs" in self._cache:
-            active = self._cache["outputs"][: self.num_active] + self.loc
+        self._check_points(x)
+        active = x[:1]
+        if self.encoder_sees_active:
+            examples = self._kept_points().examples
+            assert examples is not None
+            active = examples.to(x)
         with torch.no_grad():
             return self._encode(x, active)[0]
 
     def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> SASDecoder:
         """Keeps what predictions condition on: all training data ``(N, D)``, or ``size`` of them chosen to leave the least variance.
 
+        Call it again after more training. Incomplete data points cost a factorisation for each pattern of missing entries, so complete
+        ones come first; where these are fewer than ``size``, the most complete others fill up.
+
         Args:
             x: the training data.
-            size: number of points to choose; default: all if there are at most 2000, otherwise 1000.
+            size: number of points to keep; default: all if there are at most 2000 and all are complete, otherwise the complete ones, no
+                more than 1000, filled up to 300.
             projected: condition on *all* complete data points, through their projection on the chosen ones
-                (:class:`~pyro_truncated.gp.projected_set.ProjectedSet`); default: where ``size`` was not given and not all are kept.
+                (:class:`~pyro_truncated.gp.projected_set.ProjectedSet`); default: where ``size`` was not given and more than 2000 are
+                complete.
             choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.splits.least_variance`.
+
+        Raises:
+            ValueError: if the data have another shape, ``size`` is not positive, or no data point is complete for a projection.
         """
         self._check_data(x)
-        complete = (~x.isnan().any(-1)).nonzero().squeeze(-1)
-        rows = complete if len(complete) else torch.arange(len(x), device=x.device)
-        if projected is None:
-            projected = size is None and len(rows) > 2000
-        size = min(len(rows), (len(rows) if len(rows) <= 2000 else 1000) if size is None else size)
         with torch.no_grad():
-            z, outputs = self.latents(x)[rows], x[rows] - self.loc
-            chosen = torch.arange(len(z), device=z.device)
-            if size < len(rows):
-                chosen = (choose or self._least_variance)(self.kernel, z, size)
-            if projected:
-                found = projected_statistics(self.kernel, z[chosen], z, outputs)
-                self._cache = {"latents": found.latents, "gram": found.gram, "moment": found.moment}
-            else:
-                self._cache = {"latents": z[chosen].clone(), "outputs": outputs[chosen].clone()}
+            kept, _ = keep_points(self.kernel, self.latents(x), x - self.loc, size, projected, choose or self._least_variance)
+            self._kept = self._sealed(kept, x)
         return self
+
+    def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+        """With what an encoder needs, and a checksum of the parameters that it belongs to."""
+        examples = self._examples(x).clone() if self.encoder_sees_active else None
+        return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
 
     def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
         return least_variance(kernel, latents, size, self.noise_variance.detach())
+
+    def _kept_points(self) -> KeptPoints:
+        if self._kept is None:
+            raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
+        assert self._kept.checksum is not None
+        if not is_same(self._kept.checksum, checksum(self)):
+            raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
+        return self._kept
 
     def posterior(self) -> ActiveSet | ProjectedSet:
         """The Gaussian process posterior that predictions are made from; it predicts deviations from ``loc``.
 
         Raises:
-            RuntimeError: before :meth:`condition_`.
+            RuntimeError: before :meth:`condition_`, or if parameters have changed since.
         """
-        if self._cache is None:
-            raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
-        cache = {name: value.to(self.loc.device) for name, value in self._cache.items()}
+        kept = self._kept_points()
         with torch.no_grad():
-            noise = self.noise_variance.detach()
-            if "outputs" in cache:
-                return ActiveSet(self.kernel, noise, cache["latents"], cache["outputs"])
-            return ProjectedSet(self.kernel, noise, ProjectedStatistics(cache["latents"], cache["gram"], cache["moment"]))
+            return kept.posterior(self.kernel, self.noise_variance.detach())
 
     def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
@@ -374,15 +414,28 @@ class SASDecoder(PyroModule):
             pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
         return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
 
-    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05) -> Tensor:
-        """Most probable latents ``(M, Q)`` of data points ``(M, D)``, new or not, from whatever entries of them are not NaN.
+    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05, block: int = 2000) -> Tensor:
+        r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 
-        Every point starts from the kept latents that explain it best, and from the encoder's if there is one and no entry is missing.
+        Entries that are NaN are left out. Every point starts from the kept latents that explain it best, and from the encoder's if there is
+        one and no entry is missing.
+
+        Args:
+            x: data points ``(M, D)``.
+            starts: number of kept latents to start from.
+            steps: steps of Adam.
+            lr: its learning rate, which falls to a tenth.
+            block: data points at a time.
         """
-        if x.dim() != 2 or x.shape[1] != self.num_outputs:
-            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+        self._check_points(x)
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
-        return infer_latents(self.posterior(), x - self.loc, starts=starts, steps=steps, lr=lr, extra_start=own)
+        posterior, found = self.posterior(), []
+        for rows in torch.arange(len(x), device=x.device).split(block):
+            with torch.no_grad():
+                begin = self._best_candidates(posterior, x[rows], starts)
+            begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
+            found.append(maximize_latents(functools.partial(self._log_joint, posterior, x[rows]), begin, steps, lr))
+        return torch.cat(found)
 
     def sample(self, num: int) -> Tensor:
         """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
@@ -392,8 +445,8 @@ class SASDecoder(PyroModule):
 
     def get_extra_state(self) -> dict[str, Tensor]:
         """What :meth:`condition_` kept, for ``state_dict()``."""
-        return dict(self._cache or {})
+        return {} if self._kept is None else self._kept.state()
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores what :meth:`condition_` kept."""
-        self._cache = dict(state) or None
+        self._kept = KeptPoints(**state) if state else None

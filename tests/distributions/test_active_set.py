@@ -295,6 +295,30 @@ def test_a_pyro_model_trains_with_either_elbo(generator):
         assert all(math.isfinite(svi.step()) for _ in range(3))
 
 
+def test_a_subclass_of_a_known_kernel_is_evaluated_by_its_own_forward(generator):
+    class Doubled(kernels.RBF):
+        def forward(self, X, Z=None, diag=False):
+            return 2 * super().forward(X, Z, diag)
+
+    z = torch.randn(5, 2, dtype=torch.float64, generator=generator)
+    torch.testing.assert_close(covariance(Doubled(2), z, z), 2 * covariance(kernels.RBF(2), z, z))
+
+
+def test_noise_and_kernel_must_fit():
+    with pytest.raises(ValueError, match="noise must be one variance"):
+        ActiveSetGaussianProcess(torch.zeros(4, 2), kernels.RBF(2), torch.ones(3), 2, 3)
+    with pytest.raises(ValueError, match="looks at dimension 2"):
+        ActiveSetGaussianProcess(torch.zeros(4, 2), kernels.RBF(3), 0.1, 2, 3)
+
+
+def test_infinite_observations_are_refused(generator):
+    likelihood = ActiveSetGaussianProcess(torch.randn(4, 2, generator=generator), kernels.RBF(2), 0.1, 2, 3, validate_args=True)
+    value = torch.zeros(4, 3)
+    value[3, 1] = math.inf
+    with pytest.raises(ValueError, match="within the support"):
+        likelihood.log_prob(value)
+
+
 def test_bad_sizes_are_refused():
     z, kernel = torch.zeros(4, 2), kernels.RBF(2)
     with pytest.raises(ValueError, match="num_active <= batch"):

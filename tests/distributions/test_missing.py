@@ -13,6 +13,7 @@ from pyro_truncated.distributions import or_missing
 def test_check_accepts_valid_and_missing_entries() -> None:
     value = torch.tensor([0.0, 1.0, 0.5, math.nan, math.inf])
     assert or_missing(constraints.boolean).check(value).tolist() == [True, True, False, True, False]
+    assert or_missing(constraints.real).check(value).tolist() == [True, True, True, True, False]
     assert constraints.independent(or_missing(constraints.boolean), 1).check(value[[0, 1, 3]]).item()
 
 

@@ -107,3 +107,14 @@ def test_rest_is_even_given_the_active_set(generator):
         split = Split(torch.tensor(order[:3]), 1)
         counts[split.active, split.rest] += 1
     assert torch.equal(counts, 12 * (1 - torch.eye(5)))
+
+
+def test_stratified_sets_are_not_empty():
+    with pytest.raises(ValueError, match="got num_active 0"):
+        StratifiedSplits(torch.zeros(10, dtype=torch.int64), 5, 0)
+
+
+def test_default_noise_of_least_variance_follows_the_scale_of_the_kernel(generator):
+    z = torch.randn(40, 2, generator=generator)
+    small, large = (least_variance(kernels.RBF(2, torch.tensor(variance)), z, 8) for variance in (1e-4, 1e4))
+    assert torch.equal(small, large)

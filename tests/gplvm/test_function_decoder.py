@@ -172,3 +172,27 @@ def test_relocation_of_binary_data_raises_their_log_density(generator):
     )
     changed = (decoder.z_loc != before).any(1)
     assert bool((moved > own)[changed].all())
+
+
+def test_amortised_categorical_decoders_and_their_samples(generator):
+    observe, sites, num_functions = FAMILIES["categorical"]
+    x = torch.randint(3, (40, 6), generator=generator).float()
+    encoder = nn.Linear(6, 4)
+    decoder = SASFunctionDecoder(40, num_functions, observe, sites=sites, bayesian=True, encoder=encoder).initialize(x, steps=20)
+    assert math.isfinite(SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO()).step(x))
+    draws = decoder.condition_(x, 20).sample(9)
+    assert draws.shape == (9, 6)
+    assert set(draws.unique().tolist()) <= {0.0, 1.0, 2.0}
+
+
+def test_missing_data_and_projections_are_refused(generator):
+    x = torch.bernoulli(torch.full((10, 3), 0.5), generator=generator)
+    decoder = SASFunctionDecoder(10, 3, lambda f: dist.Bernoulli(logits=f).to_event(1)).initialize(x)
+    with pytest.raises(ValueError, match="cannot be projected"):
+        decoder.condition_(x, projected=True)
+    decoder.condition_(x)
+    missing = x.masked_fill(torch.eye(10, 3) > 0, math.nan)
+    svi = SVI(decoder.model, decoder.guide, Adam({"lr": 0.01}), Trace_ELBO())
+    for call in (decoder.initialize, decoder.condition_, decoder.infer, svi.step):
+        with pytest.raises(ValueError, match="must be complete and finite"):
+            call(missing)

@@ -221,6 +221,100 @@ def test_conditioning_on_everything_on_chosen_points_and_on_projections(generato
     assert decoder.sample(7).shape == (7, 4)
 
 
+def test_latents_are_copies(generator):
+    x = circle(40, 4, generator)
+    first = make("free", False, 40, 4).initialize(x)
+    given = first.latents(x)
+    before = given.clone()
+    second = make("free", False, 40, 4).initialize(x, latents=given)
+    train(second, x, 2, UniformSplits(40, 20, 8, generator))
+    assert torch.equal(given, before)
+    assert torch.equal(first.latents(x), before)
+    assert not torch.equal(second.latents(x), before)
+
+
+def test_predictions_after_more_training_are_refused_until_conditioned_again(generator):
+    x = circle(40, 4, generator)
+    decoder = make("free", False, 40, 4).initialize(x).condition_(x)
+    decoder.predict(torch.zeros(1, 2))
+    train(decoder, x, 1, UniformSplits(40, 20, 8, generator), optimizer=Adam({"lr": 1e-3}))
+    with pytest.raises(RuntimeError, match="has changed since condition_"):
+        decoder.predict(torch.zeros(1, 2))
+    decoder.condition_(x).predict(torch.zeros(1, 2))
+    for change in (lambda: decoder.relocate_(x, 10), lambda: decoder.initialize(x + 1)):
+        decoder.condition_(x)
+        change()
+        with pytest.raises(RuntimeError, match="call condition_"):
+            decoder.predict(torch.zeros(1, 2))
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_what_is_kept_follows_the_type(projected, generator):
+    x = circle(60, 4, generator)
+    decoder = make("free", True, 60, 4).initialize(x).condition_(x, 20, projected=projected)
+    z = torch.randn(5, 2, generator=generator)
+    single = decoder.predict(z)[0]
+    double = decoder.double().predict(z.double())[0]
+    assert double.dtype == torch.float64
+    torch.testing.assert_close(single.double(), double, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(decoder.float().predict(z)[0], single, rtol=1e-3, atol=1e-3)
+
+
+def test_incomplete_points_fill_up_what_complete_ones_lack(generator):
+    x = circle(60, 6, generator)
+    hidden = torch.rand(60, 6, generator=generator) < 0.2
+    hidden[:4] = False
+    decoder = make("free", False, 60, 6).initialize(x.masked_fill(hidden, math.nan))
+    gaps = hidden.sum(1)
+    complete = int((gaps == 0).sum())
+    kept = decoder.condition_(x.masked_fill(hidden, math.nan)).posterior()
+    assert kept.size == 60
+    some = decoder.condition_(x.masked_fill(hidden, math.nan), complete + 10).posterior()
+    assert some.size == complete + 10
+    assert int((some.outputs.isnan().any(1)).sum()) == 10
+    assert some.outputs.isnan().sum() == gaps.sort().values[: complete + 10].sum()
+    few = decoder.condition_(x.masked_fill(hidden, math.nan), 3).posterior()
+    assert not bool(few.outputs.isnan().any())
+    hidden[:, 0] = torch.arange(60) > 0
+    hidden[0] = torch.arange(6) > 0
+    with pytest.raises(ValueError, match="every one has missing entries"):
+        decoder.condition_(x.masked_fill(hidden, math.nan), 5, projected=True)
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_encoders_that_see_the_active_set_are_shown_the_same_one_for_every_point(projected, generator):
+    x, new = circle(50, 4, generator).split(40)
+    decoder = make("active", True, 40, 4, num_active=8).initialize(x, steps=20)
+    with pytest.raises(RuntimeError, match="call condition_"):
+        decoder.encode(new)
+    decoder.condition_(x, 15, projected=projected)
+    together, alone = decoder.encode(new), torch.cat([decoder.encode(new[n : n + 1]) for n in range(10)])
+    torch.testing.assert_close(together, alone)
+    with torch.no_grad():
+        torch.testing.assert_close(together, decoder._encode(new, x[:8])[0])
+        torch.testing.assert_close(decoder.latents(x), decoder.encode(x))
+    buffer = io.BytesIO()
+    torch.save(decoder.state_dict(), buffer)
+    buffer.seek(0)
+    other = make("active", True, 40, 4, num_active=8)
+    other.load_state_dict(torch.load(buffer))
+    torch.testing.assert_close(other.encode(new), together)
+
+
+def test_inference_in_blocks_and_without_gradients(generator):
+    x, new = circle(70, 4, generator).split(50)
+    decoder = make("free", False, 50, 4).initialize(x).condition_(x)
+    whole = decoder.infer(new, steps=5)
+    with torch.no_grad():
+        torch.testing.assert_close(decoder.infer(new, steps=5, block=6), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_learning_rates_find_hyperparameters_inside_other_modules():
+    rates = SASDecoder(10, 3).learning_rates(0.5, 0.1)
+    assert [rates(name)["lr"] for name in ("z_loc", "decoder.z_scale", "encoder.0.weight")] == [0.5] * 3
+    assert [rates(name)["lr"] for name in ("noise", "kernel.variance", "decoder.kernel.lengthscale", "decoder.noise")] == [0.1] * 4
+
+
 def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
     kernel, noise = kernels.Matern32(2).double(), torch.tensor(0.1, dtype=torch.float64)
     z, x = (torch.randn(30, size, dtype=torch.float64, generator=generator) for size in (2, 3))
@@ -361,6 +455,21 @@ def test_wrong_arguments_are_refused(generator):
     wrong = SASDecoder(10, 3, encoder=nn.Linear(3, 5))
     with pytest.raises(ValueError, match="encoder must return shape"):
         wrong.latents(x)
+    with pytest.raises(ValueError, match="sizes must satisfy"):
+        SASDecoder(10, 3, num_active=11)
+    with pytest.raises(ValueError, match="the data do not vary"):
+        decoder.initialize(torch.ones(10, 3))
+    with pytest.raises(TypeError, match="must be floating point"):
+        decoder.initialize(torch.ones(10, 3, dtype=torch.uint8))
+    infinite = x.clone()
+    infinite[2, 1] = math.inf
+    for call in (decoder.initialize, decoder.condition_, decoder.infer, decoder.relocate_):
+        with pytest.raises(ValueError, match="got infinity"):
+            call(infinite)
+    with pytest.raises(ValueError, match="within the support"):
+        SVI(decoder.model, decoder.guide, Adam({"lr": 0.1}), Trace_ELBO()).step(infinite)
+    with pytest.raises(ValueError, match="size must be positive; got 0"):
+        decoder.condition_(x, 0)
     with pytest.raises(ValueError, match="come from an encoder cannot be moved"):
         wrong.relocate_(x)
     with pytest.raises(ValueError, match="num_active must be positive; got 0"):

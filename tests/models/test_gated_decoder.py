@@ -97,3 +97,5 @@ def test_parts_of_new_signals_are_found(generator):
 def test_shapes_must_fit():
     with pytest.raises(ValueError, match="must fit"):
         GatedDecoder(torch.zeros(4, 5), torch.zeros(4, 2), torch.zeros(4, 3, 1))
+    with pytest.raises(ValueError, match="zeros and ones"):
+        GatedDecoder(torch.rand(4, 5), torch.full((4, 2), 0.3), torch.zeros(4, 2, 1))
