@@ -67,17 +67,17 @@ def estimator_table(found: dict[str, Any]) -> list[str]:
 
 def kept(num_train: int = 5000, epochs: int = 60) -> dict[str, Any]:
     """Errors on test images, at the same latents, by the training images that are conditioned on."""
-    from tests.papers.stochastic_active_sets import errors, given
+    from tests.papers.stochastic_active_sets import errors, errors_given
 
     data = images("mnist", num_train, 1000, 0)
     decoder = train_sas(data.x, 100, epochs, bayesian=True, jumps=True)
     fit = evaluated(decoder, data, 0.0)
     rows: dict[str, dict[str, float]] = {}
     for size in (100, 300, 1000):
-        draws = [given(fit, data, torch.randperm(num_train)[:size]) for _ in range(5)]
+        draws = [errors_given(fit, data, torch.randperm(num_train)[:size]) for _ in range(5)]
         rows[f"{size} at random (mean of five draws)"] = {key: statistics.mean(draw[key] for draw in draws) for key in draws[0]}
-        rows[f"{size} of largest remaining variance (pivoted Cholesky)"] = given(fit, data, pivots(fit.kernel, fit.latents, size))
-        rows[f"{size} that leave the least variance on average"] = given(
+        rows[f"{size} of largest remaining variance (pivoted Cholesky)"] = errors_given(fit, data, pivots(fit.kernel, fit.latents, size))
+        rows[f"{size} that leave the least variance on average"] = errors_given(
             fit, data, least_variance(fit.kernel, fit.latents, size, fit.noise)
         )
     for size in (100, 300, 1000):
@@ -96,22 +96,22 @@ def kept_table(found: dict[str, Any]) -> list[str]:
 
 
 def all_of_mnist(epochs: int = 100, active: int = 400) -> dict[str, Any]:
-    """Trains on all 60 000 images, and after each epoch takes the error of 3000 of them given three random active sets without them."""
+    """Trains on all 60 000 images; after each epoch takes the NLPD of 3000 of them given three random active sets without them."""
     x = images("mnist", 60_000, 0, 0).x
     start, curve, watching = (time.process_time(), time.perf_counter()), [], [0.0]
 
     def watch(epoch: int, decoder: SASDecoder) -> None:
         now = time.process_time()
         cpu, wall = now - start[0] - watching[0], time.perf_counter() - start[1]
-        curve.append({"epoch": epoch, "cpu": cpu, "wall": wall, "nlpd": held_out(decoder, x, active)})
+        curve.append({"epoch": epoch, "cpu": cpu, "wall": wall, "nlpd": conditional_nlpd(decoder, x, active)})
         watching[0] += time.process_time() - now
 
     train_sas(x, active, epochs, bayesian=True, jumps=True, watch=watch)
     return {"active": active, "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, "curve": curve}
 
 
-def held_out(decoder: SASDecoder, x: Tensor, active: int) -> float:
-    """Negative log predictive density per pixel of a thousand data points given an active set, mean of three."""
+def conditional_nlpd(decoder: SASDecoder, x: Tensor, active: int) -> float:
+    """Negative log predictive density per pixel of a thousand data points, at their latents, given others; mean of three active sets."""
     values = []
     with torch.no_grad():
         z = decoder.latents(x)
@@ -131,7 +131,8 @@ def all_of_mnist_table(found: dict[str, Any]) -> list[str]:
     lines = [
         "## All 60 000 images of MNIST", "",
         f"Bayesian decoder with jumps, A = {found['active']}, minibatches of {5 * found['active'] // 2}, {len(curve)} epochs, one thread.",
-        "NLPD per pixel of images given random active sets that they are not in. It is within 2 % of its final value after",
+        "NLPD per pixel of training images, at their latents, given random active sets that they are not in. It comes within 2 % of its",
+        "final value after",
         f"epoch {close['epoch'] + 1}, {close['cpu'] / 60:.1f} CPU minutes from the start ({close['wall'] / 60:.1f} minutes on the clock,",
         f"measuring included); largest memory of the process {found['peak_gib']:.1f} GiB.", "",
         "| epoch | CPU minutes | NLPD |", "| --- | --- | --- |",
