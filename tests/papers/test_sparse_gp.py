@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 
 import pytest
 import torch
@@ -78,10 +79,23 @@ def test_stored_runs_say_what_the_table_says():
             assert methods["exchange, then free"]["smse"] < methods["GPyTorch SGPR"]["smse"], m
         elif name in {"lipophilicity", "esol", "hog", "thrombin"}:
             objectives = {method: found["objective"] for method, found in methods.items() if method in bound}
-            if name == "hog" and min(objectives.values()) > 734 / 2:
-                # Sixteen inducing inputs are too few: no method gets below what calling all targets noise costs.
+            if name == "hog" and m == 16:
+                # Too few: no method gets noticeably below what calling all 734 targets noise costs.
+                assert min(objectives.values()) > 734 / 2 - 0.5
                 continue
             assert min(objectives, key=lambda method: objectives[method]) == "exchange", (name, m)
+
+
+def test_stored_errors_on_discrete_inputs_are_lowest_for_exchange():
+    """Mean over splits, by the objective that is for means alone."""
+    errors: dict[tuple[object, ...], dict[str, list[float]]] = {}
+    for found in paper.done(paper.RESULTS / "sparse_gp.jsonl"):
+        if found["experiment"] not in {"kin40k", "snelson"}:
+            errors.setdefault((found["experiment"], found["m"]), {}).setdefault(found["method"], []).append(found["smse"])
+    assert len(errors) == 24
+    for cell, methods in errors.items():
+        means = {method: statistics.mean(values) for method, values in methods.items() if len(values) >= 3}
+        assert min(means, key=lambda method: means[method]) == "exchange, PP", cell
 
 
 @pytest.mark.paper

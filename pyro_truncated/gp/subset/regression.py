@@ -51,7 +51,9 @@ class SubsetGPRegression(torch.nn.Module):
     :func:`smooth_rbf` does.
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
-    molecules, hyper-parameters by the FITC likelihood (``objective="fitc"``) predict better, though it is no bound.
+    molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
+    (``objective="pp"``) has the smallest errors but variances that are too small, hyper-parameters by the FITC likelihood
+    (``objective="fitc"``) give the best densities.
 
     On numeric inputs with a differentiable kernel, inducing inputs that move freely fit better than any subset of equal size:
     ``fit(polish=True)`` lets them move from where the subset is. On discrete inputs there is no such thing.
