@@ -222,11 +222,12 @@ class SASDecoder(PyroModule):
         """
         self._check_data(x)
         if self.encoder is not None:
-            raise ValueError("latents that come from an encoder cannot be moved; give initialize(x, latents=...) those of a free decoder")
+            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
         if num_active < 1:
             raise ValueError(f"num_active must be positive; got {num_active}")
         self._kept = None
-        order = torch.randperm(len(x), generator=generator).to(x.device)
+        device = None if generator is None else generator.device
+        order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
         order = order[x[order].flatten(1).isnan().any(1).byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
