@@ -54,8 +54,8 @@ def estimator_table(found: dict[str, Any]) -> list[str]:
     rests = [str(rest or "all") for rest in REST]
     lines = [
         "## Bias and spread of the estimator, MNIST", "",
-        "The minibatch estimate of the log density less the exact one, at the latents of a deterministic decoder of 5000 images, in nats per",
-        f"pixel (exact: {found['exact']:.4f}; noise {found['noise']:.2f} of the prior variance): mean ± standard deviation over 20 random",
+        "The minibatch estimate of the log density less the exact one, at the latents of a deterministic decoder of 5000 images, in nats",
+        f"per pixel (exact: {found['exact']:.4f}; noise {found['noise']:.2f} of the prior variance): mean ± standard deviation over 20 random",
         "active sets, by the size R of the rest in the minibatch.", "",
         "| A | " + " | ".join(f"R = {rest}" for rest in rests) + " |",
         "| " + " | ".join(["---"] * (1 + len(rests))) + " |",
@@ -132,8 +132,8 @@ def all_of_mnist_table(found: dict[str, Any]) -> list[str]:
         "## All 60 000 images of MNIST", "",
         f"Bayesian decoder with jumps, A = {found['active']}, minibatches of {5 * found['active'] // 2}, {len(curve)} epochs, one thread.",
         "NLPD per pixel of training images, at their latents, given random active sets that they are not in. It comes within 2 % of its",
-        f"last value after epoch {close['epoch'] + 1}, {close['cpu'] / 60:.1f} CPU minutes from the start ({close['wall'] / 60:.1f} minutes",
-        f"on the clock, measuring included); largest memory of the process {found['peak_gib']:.1f} GiB.", "",
+        f"last value after epoch {close['epoch'] + 1}, {close['cpu'] / 60:.1f} CPU minutes from the start ({close['wall'] / 60:.1f}",
+        f"minutes on the clock, measuring included); largest memory of the process {found['peak_gib']:.1f} GiB.", "",
         "| epoch | CPU minutes | NLPD |", "| --- | --- | --- |",
     ]  # fmt: skip
     shown = [row for row in curve if row["epoch"] in {0, 1, 3, 7, 15, 31, 63} or row in (close, curve[-1])]
