@@ -55,8 +55,8 @@ def estimator_table(found: dict[str, Any]) -> list[str]:
     lines = [
         "## Bias and spread of the estimator, MNIST", "",
         "The minibatch estimate of the log density less the exact one, at the latents of a deterministic decoder of 5000 images, in nats",
-        f"per pixel (exact: {found['exact']:.4f}; noise {found['noise']:.2f} of the prior variance): mean ± standard deviation over 20 random",
-        "active sets, by the size R of the rest in the minibatch.", "",
+        f"per pixel (exact: {found['exact']:.4f}; noise {found['noise']:.2f} of the prior variance): mean ± standard deviation over 20",
+        "random active sets, by the size R of the rest in the minibatch.", "",
         "| A | " + " | ".join(f"R = {rest}" for rest in rests) + " |",
         "| " + " | ".join(["---"] * (1 + len(rests))) + " |",
     ]  # fmt: skip
