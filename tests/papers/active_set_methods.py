@@ -186,14 +186,14 @@ def fit_vae(data: Images, epochs: int) -> Fit:
 
 
 def fit_gpytorch(data: Images, inducing: int, seconds: float) -> Fit:
-    """GPyTorch's Bayesian GP-LVM: inducing inputs shared by all outputs, minibatches of 500, from principal components, for CPU seconds."""
+    """GPyTorch's Bayesian GP-LVM for CPU seconds: inducing inputs and noise shared by all outputs, minibatches of 500, from the same start."""
     gpytorch = importlib.import_module("gpytorch")
     loc = data.x.mean(0)
     x, (num, width) = data.x - loc, data.x.shape
     start = time.process_time()
     first = principal_components(x, 2)
     model = gpytorch_gplvm(gpytorch, first, width, inducing, float(x.square().mean()))
-    likelihood = gpytorch.likelihoods.GaussianLikelihood(batch_shape=torch.Size([width]))
+    likelihood = gpytorch.likelihoods.GaussianLikelihood()
     likelihood.noise = 0.5 * x.square().mean()
     objective = gpytorch.mlls.VariationalELBO(likelihood, model, num_data=num)
     optimizer = torch.optim.Adam([*model.parameters(), *likelihood.parameters()], lr=0.02)

@@ -213,7 +213,7 @@ start from principal components, with an RBF kernel of length-scale 0.4 in units
   learning rate 0.001.
 - `gplvm`: `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning
   rate 0.05 falling to a tenth.
-- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
+- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs and one noise for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
   seconds.
 - `vae`: two hidden layers of 256 units on each side and a learned noise, Adam at 0.001, batches of 100.
 
