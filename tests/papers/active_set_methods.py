@@ -186,7 +186,7 @@ def fit_vae(data: Images, epochs: int) -> Fit:
 
 
 def fit_gpytorch(data: Images, inducing: int, seconds: float) -> Fit:
-    """GPyTorch's Bayesian GP-LVM for CPU seconds: inducing inputs and noise shared by all outputs, minibatches of 500, from the same start."""
+    """GPyTorch's Bayesian GP-LVM for CPU seconds, from the same start; inducing inputs and noise shared by outputs, minibatches of 500."""
     gpytorch = importlib.import_module("gpytorch")
     loc = data.x.mean(0)
     x, (num, width) = data.x - loc, data.x.shape

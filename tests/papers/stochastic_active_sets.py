@@ -213,8 +213,8 @@ start from principal components, with an RBF kernel of length-scale 0.4 in units
   learning rate 0.001.
 - `gplvm`: `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning
   rate 0.05 falling to a tenth.
-- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs and one noise for all outputs together, minibatches of 500, Adam at 0.02, 200 CPU
-  seconds.
+- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs and one noise for all outputs together, minibatches of 500, Adam at
+  0.02, 200 CPU seconds.
 - `vae`: two hidden layers of 256 units on each side and a learned noise, Adam at 0.001, batches of 100.
 
 Test latents are the most probable ones under each decoder given all training images (two starts, 40 steps); *by encoder* has those of the
