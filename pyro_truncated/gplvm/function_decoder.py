@@ -126,7 +126,7 @@ class SASFunctionDecoder(SASDecoder):
             raise ValueError("pseudo-targets cannot be projected; leave projected out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
-            kept, _ = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
             self._kept = self._sealed(kept, x)
         return self
 

@@ -65,10 +65,8 @@ def is_same(first: Tensor, second: Tensor) -> bool:
     return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
 
 
-def keep_points(
-    kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose
-) -> tuple[KeptPoints, Tensor]:
-    """Keeps data points as :meth:`SASDecoder.condition_` says; returns their positions too.
+def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
+    """Keeps data points as :meth:`SASDecoder.condition_` says.
 
     Raises:
         ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
@@ -92,8 +90,8 @@ def keep_points(
         rows = complete
     if projected:
         found = projected_statistics(kernel, latents[rows], latents[complete], outputs[complete])
-        return KeptPoints(found.latents, gram=found.gram, moment=found.moment), rows
-    return KeptPoints(latents[rows], outputs[rows]), rows
+        return KeptPoints(found.latents, gram=found.gram, moment=found.moment)
+    return KeptPoints(latents[rows], outputs[rows])
 
 
 def _default_size(num_data: int, num_complete: int) -> int:

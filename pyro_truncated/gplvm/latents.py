@@ -80,12 +80,18 @@ def _checked_norm(data: Tensor, num: int) -> Tensor:
 def best_candidates(posterior: Predictor, x: Tensor, candidates: Tensor, num: int) -> Tensor:
     """For each data point ``(M, D)``, NaN where missing, the ``num`` candidates ``(C, Q)`` that are most probable: ``(num, M, Q)``."""
     mean, variance = posterior.predict(candidates)
-    precision = variance.reciprocal().expand_as(mean)
-    observed, value = (~x.isnan()).to(x), x.nan_to_num(0.0)
-    squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + observed @ (precision * mean.square()).mT
-    spread = observed @ (2 * math.pi * variance).log().expand_as(mean).mT
-    log_joint = -0.5 * (squares + spread + candidates.square().sum(-1))
-    return candidates[log_joint.topk(num, 1).indices].movedim(1, 0)
+    observed, value = ~x.isnan(), x.nan_to_num(0.0)
+    if variance.shape[-1] == 1:
+        # All outputs share a variance: for complete data one product with the means remains.
+        norms = mean.square().sum(-1) if bool(observed.all()) else observed.to(x) @ mean.square().mT
+        squares = (value.square().sum(-1, keepdim=True) - 2 * value @ mean.mT + norms) / variance.mT
+        spread = observed.sum(-1, keepdim=True) * (2 * math.pi * variance).log().mT
+    else:
+        precision, seen = variance.reciprocal(), observed.to(x)
+        squares = value.square() @ precision.mT - 2 * value @ (precision * mean).mT + seen @ (precision * mean.square()).mT
+        spread = seen @ (2 * math.pi * variance).log().mT
+    scores = -0.5 * (squares + spread + candidates.square().sum(-1))
+    return candidates[scores.topk(num, 1).indices].movedim(1, 0)
 
 
 def infer_latents(

@@ -229,7 +229,7 @@ class SASDecoder(PyroModule):
         device = None if generator is None else generator.device
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[x[order].flatten(1).isnan().any(1).byte().argsort(stable=True)]
+        order = order[x.flatten(1).isnan().any(1)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
         with torch.no_grad():
             z = self.z_loc.detach().clone()
@@ -378,7 +378,7 @@ class SASDecoder(PyroModule):
         """
         self._check_data(x)
         with torch.no_grad():
-            kept, _ = keep_points(self.kernel, self.latents(x), x - self.loc, size, projected, choose or self._least_variance)
+            kept = keep_points(self.kernel, self.latents(x), x - self.loc, size, projected, choose or self._least_variance)
             self._kept = self._sealed(kept, x)
         return self
 

@@ -366,6 +366,25 @@ def test_inferred_latents_are_the_best_of_a_grid_from_partial_observations_too(g
     assert torch.equal(candidates[0], z[log_joint(z).argmax(1)])
 
 
+@pytest.mark.parametrize(("hide_active", "hide_new"), [(False, False), (False, True), (True, False), (True, True)])
+def test_best_candidates_are_those_of_the_density(hide_active, hide_new, generator):
+    """Variances that outputs share, and variances of their own where entries of the active set are missing."""
+    z, x = torch.randn(12, 2, generator=generator).double(), circle(12, 3, generator).double()
+    new = circle(9, 3, generator).double()
+    if hide_active:
+        x[0, 1] = math.nan
+    if hide_new:
+        new[2, 0] = math.nan
+    kernel, noise = kernels.RBF(2).double(), torch.tensor(0.1).double()
+    with torch.no_grad():
+        posterior = ActiveSet(kernel, noise, z, x)
+        mean, variance = posterior.predict(z)
+        assert variance.shape[-1] == (3 if hide_active else 1)
+        terms = dist.Normal(mean, variance.sqrt().expand_as(mean)).log_prob(new.nan_to_num(0.0).unsqueeze(1))
+        values = terms.masked_fill(new.isnan().unsqueeze(1), 0.0).sum(-1) - 0.5 * z.square().sum(-1)
+        assert torch.equal(best_candidates(posterior, new, z, 3), z[values.topk(3, 1).indices].movedim(1, 0))
+
+
 def test_state_dict_holds_what_predictions_need(generator):
     x = circle(40, 3, generator)
     decoder = make("point", False, 40, 3).initialize(x).condition_(x, 20)
