@@ -251,6 +251,7 @@ class LogJoint:
         """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
 
         def score(words: Tensor) -> Tensor:
+            """Log joints ``(N, C)`` of packed states of these rows."""
             scores = self.score(words, rows)
             return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
 

@@ -127,6 +127,7 @@ class _Collector:
         self.weights, self.free_energy = torch.zeros(()), torch.zeros(())
 
     def add(self, log_joint: LogJoint, population: Population, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
+        """Takes in a draw of the global sites: its populations, its traces, and for the first draws the mass covered."""
         part = _the_part(guide_trace)
         self.weights = self.weights + population.weights().double() / self.num_samples
         self.free_energy = self.free_energy + population.free_energy() / self.num_samples
@@ -147,6 +148,7 @@ class _Collector:
             self.groups[group].setdefault(name, []).append(value)
 
     def result(self, part: AutoTruncated, log_joint: LogJoint, population: Population) -> Draws:
+        """All draws stacked, with posterior probabilities and free energies that are means over them."""
         # Log joints that give back both means.
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))
         index, lp, log_q = (torch.stack(values) for values in self.rows.values())

@@ -143,6 +143,7 @@ class LinearSuperposition(Superposition):
         precision = self._precision()
 
         def log_prob(states: Tensor, value: Tensor) -> Tensor:
+            """Log densities over observed entries, elementwise in the batch."""
             residual = torch.where(value.isnan(), 0.0, value - self.bias - product(self.weight, states.to(self.weight.dtype)))
             return self._log_normalizer(value) - 0.5 * (residual.double().square() * precision).sum(-1)
 

@@ -55,6 +55,7 @@ def covariance(kernel: kernels.Kernel, parameters: Parameters) -> Covariance:
     """The kernel as a function of inputs at other parameters, differentiable in these; Pyro's parameter store stays as it is."""
 
     def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """Covariances of inputs, or their diagonal, at the parameters given."""
         # Kernels register their parameters by names such as "variance", which a model may use as well.
         with poutine.block(), pyro.get_param_store().scope():
             kernel_parameters = {name: value for name, value in parameters.items() if name != NOISE}

@@ -31,12 +31,15 @@ class _Columns:
         self.kernel, self.inputs = kernel, inputs
 
     def diag(self) -> Tensor:
+        """Prior variances ``(n,)``."""
         return self.kernel(self.inputs, diag=True)
 
     def columns(self, index: Tensor) -> Tensor:
+        """Covariances ``(n, m)`` with some of the data."""
         return self.kernel(self.inputs, self.inputs[index])
 
     def cross(self, new: Tensor, index: Tensor) -> Tensor:
+        """Covariances ``(k, m)`` of new inputs with some of the data."""
         return self.kernel(new, self.inputs[index])
 
 

@@ -208,6 +208,7 @@ def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:
     """
 
     def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """The kernel with distances in float64."""
         return prior_variance(kernel, X) if diag else covariance(kernel, X, X if Z is None else Z)
 
     with torch.no_grad():

@@ -96,6 +96,7 @@ def maximum_segments(
     threshold, order = threshold.sort(-1)
 
     def cumulative(terms: Tensor) -> Tensor:
+        """Sums of terms over the first 0, 1, ... entries in order of threshold, of those that can win."""
         return torch.nn.functional.pad(torch.where(can_win, terms, 0.0).gather(-1, order).cumsum(-1), (1, 0))
 
     prior_precision = slab_deviation.square().reciprocal().unsqueeze(-1)

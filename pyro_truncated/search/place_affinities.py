@@ -313,6 +313,7 @@ def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> C
     palette: list[Tensor] = []
 
     def maps(images: Tensor) -> Tensor:
+        """Pooled maps of how much each pixel is of each colour."""
         pixels = images.flatten(0, 2)
         if not palette:
             palette.append(_palette(pixels, num_colours))

@@ -192,6 +192,7 @@ class SubsetGPRegression(torch.nn.Module):
         share = subset_share if polish else 1.0
 
         def seconds_left(of: float = 1.0) -> float:
+            """What is left of a share of the budget."""
             return math.inf if max_seconds is None else of * max_seconds - (clock() - start)
 
         if polish and self.inducing_inputs is not None:
@@ -201,6 +202,7 @@ class SubsetGPRegression(torch.nn.Module):
         bar = tqdm(disable=not progress, unit="phase")
 
         def note(phase: str, value: float) -> None:
+            """Adds a line to the history, and to the progress bar."""
             self.history.append((clock() - start, phase, value))
             bar.update()
             bar.set_postfix_str(f"{phase} F={value:.6g}")
