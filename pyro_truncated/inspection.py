@@ -55,7 +55,8 @@ def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwar
 
 def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
     """Sites downstream of the named ones, through any number of others."""
-    with poutine.block():
+    # Whether the data are possible is checked elsewhere, where the message can name what is not.
+    with poutine.block(), pyro.validation_enabled(False):
         found: Any = get_dependencies(model, args, dict(kwargs))
     upstream = found["prior_dependencies"]
     below = set(names)

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.observed import ObservedValues
 from pyro_truncated.sites import is_delta, sample_nodes
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class SeenData:
         self._hashes: dict[str, Tensor] = {}
         self._computed: set[str] = set()
         self._arguments: list[Any] | None = None
+        self._observed = ObservedValues()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
@@ -43,15 +45,22 @@ class SeenData:
     def compare(self, log_joint: LogJoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
 
+        What is new is checked first: values that its distributions do not allow are refused.
+
         Args:
             log_joint: the scorer, freshly made.
             args: the model's positional arguments: where they are the very tensors of last time, unchanged, nothing is computed.
             kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: for observed values outside the support of their distribution.
         """
         arguments = _identities(args, kwargs)
         is_known = bool(self._hashes) and all(bool((held != 0).all()) for held in self._hashes.values())
         if is_known and _are_same(arguments, self._arguments):
             return
+        self._arguments = None
+        self._observed.check(log_joint)
         self._arguments = arguments
         where = slice(None) if log_joint.indices is None else log_joint.indices
         changed = []
