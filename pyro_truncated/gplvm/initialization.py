@@ -42,7 +42,8 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
     loc = _latent_means(start, complete, model.num_latents, generator)
     if loc.shape != model.loc.shape or not bool(loc.isfinite().all()):
         raise ValueError(f"latent means must be finite and of shape {tuple(model.loc.shape)}; got shape {tuple(loc.shape)}")
-    model.loc = loc.to(model.loc)
+    # A copy: training goes on in place, and the user's start must stay one for the next run.
+    model.loc = loc.detach().to(model.loc, copy=True)
     model.scale = torch.full_like(model.scale, _START_SCALE)
     model.logits = model.prior.logit()
     for view, data in zip(model.views, complete, strict=True):

@@ -189,6 +189,18 @@ def test_every_start_begins_with_the_same_length_scales(monkeypatch):
     assert not torch.equal(model.views[0].kernel.lengthscale.detach(), seen[0])
 
 
+def test_a_start_that_is_given_stays_as_it_is_and_serves_every_start():
+    model = SpikeSlabGPLVM(8, 3, 2, num_inducing=3)
+    (y,) = random_views(model)
+    given = torch.randn(8, 2, dtype=torch.float64)
+    kept = given.clone()
+    result = fit(model, y, start=given, num_starts=2, warm_up=3, steps=3, rounds=1, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(given, kept)
+    initialize(model, y, given)
+    assert torch.equal(model.loc.detach(), kept)
+    assert len(result.starts) == 2
+
+
 def test_training_with_missing_outputs_recovers_them():
     y, _ = curve(30)
     holes = torch.rand(y.shape, generator=torch.Generator().manual_seed(1)) < 0.2

@@ -131,14 +131,18 @@ class GPyTorchKernel(InputKernel):
 
 
 def smooth_rbf(inputs: Tensor) -> PyroKernel:
-    r"""A squared exponential kernel with one length-scale per dimension, all starting at :math:`2 \sqrt D`, for standardised inputs.
+    r"""A squared exponential kernel with one length-scale per dimension, starting at :math:`2 \sqrt D` standard deviations of the inputs.
+
+    Inputs need not be standardised; those that never vary start from a length-scale of :math:`2 \sqrt D`.
 
     Args:
-        inputs: training inputs ``(n, D)``.
+        inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.
     """
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
-    return PyroKernel(kernels.RBF(dim, points.new_ones(()), points.new_full((dim,), 2 * dim**0.5)), points)
+    spread = points.std(0, correction=0)
+    lengthscale = 2 * dim**0.5 * torch.where(spread > 0, spread, torch.ones_like(spread))
+    return PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
 
 
 def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:

@@ -22,48 +22,85 @@ class SparsePosterior:
 
     Both are kept as one vector and one matrix in terms of :math:`k_I(x)`: :math:`O(m)` per mean, :math:`O(m^2)` per variance.
 
+    Hyper-parameters that were learned by the projected process know nothing of the variance that the inducing inputs leave,
+    :math:`k(x, x) - \phi^\top \phi`, and may have made it far too large. With ``objective="pp"`` it is multiplied by the share
+    :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
+
+    .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
+
     Args:
         basis: inducing inputs; those that depend on earlier ones are left out.
         targets: ``(n, H)`` float64.
         noise: noise variance.
-        fitc: whether what the inducing inputs leave unexplained counts as noise of each data point.
+        objective: what the hyper-parameters were learned by: ``"vfe"``; ``"fitc"``, for which what the inducing inputs leave unexplained
+            counts as noise of each data point; or ``"pp"``.
+
+    Attributes:
+        fitted: means at the training inputs, ``(n, H)``.
+        share: the factor :math:`c`; 1 but for ``"pp"``.
     """
 
     @torch.no_grad()
-    def __init__(self, basis: Basis, targets: Tensor, noise: float, fitc: bool = False) -> None:
+    def __init__(self, basis: Basis, targets: Tensor, noise: float, objective: str = "vfe") -> None:
         self.basis = basis
         self.targets = targets
+        self.is_projected = objective == "pp"
         columns, square = basis.columns(), basis.square()
         kept, triangle = independent_cholesky(square)
         self.factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
         prior = basis.kernel.diag().double()
         self.residual = (prior - self.factor.square().sum(1)).clamp(min=0.0)
-        self.noise = (noise + self.residual) if fitc else torch.full_like(prior, noise)
+        self.noise = (noise + self.residual) if objective == "fitc" else torch.full_like(prior, noise)
         scaled = self.factor / self.noise[:, None]
         identity = torch.eye(len(kept), dtype=scaled.dtype, device=scaled.device)
         R = torch.linalg.cholesky(identity + self.factor.mT @ scaled)
         inverse = torch.linalg.solve_triangular(triangle, identity, upper=False)
         shrink = torch.linalg.solve_triangular(R, inverse, upper=False)
         m = len(basis)
+        whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
+        self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
+        self.share = self._calibrated_share() if objective == "pp" else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
-        self.mean_weights[kept] = shrink.mT @ torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
+        self.mean_weights[kept] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
-        self.variance_weights[kept[:, None], kept] = inverse.mT @ inverse - shrink.mT @ shrink
+        self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
     @torch.no_grad()
     def predict(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
         cross = self.basis.cross(new)
         prior = self.basis.kernel.diag_new(new).double()
-        return cross @ self.mean_weights, (prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
+        return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
         r"""Predictions of each data point's targets from all others, the inducing inputs held fixed.
 
-        They are those of the approximate covariance :math:`L L^\top + \Lambda`.
+        They are those of the approximate covariance :math:`L L^\top + \Lambda`; with ``"pp"``, the variances hold the calibrated
+        share of what the inducing inputs leave, as those of new inputs do.
 
         Returns:
             Means ``(n, H)`` and variances ``(n,)``, noise included.
         """
+        mean, variance = self._projected_leave_one_out()
+        return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
+
+    def _projected_leave_one_out(self) -> tuple[Tensor, Tensor]:
         return LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
+
+    def _calibrated_share(self) -> float:
+        r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all leave-one-out predictions."""
+        mean, variance = self._projected_leave_one_out()
+        error = (self.targets - mean).square().mean(1)
+
+        def best(shares: Tensor) -> int:
+            """Position of the share of the highest density."""
+            densities = [-(v.log() + error / v).sum() for v in (variance + share * self.residual for share in shares)]
+            return int(torch.stack(densities).argmax())
+
+        # The density may have several maxima: first all orders of magnitude, then between the neighbours of the best.
+        coarse = torch.cat([error.new_zeros(1), torch.logspace(-6, 3, 91, dtype=error.dtype, device=error.device)])
+        position = best(coarse)
+        ends = coarse[max(0, position - 1)], coarse[min(len(coarse) - 1, position + 1)]
+        fine = torch.linspace(float(ends[0]), float(ends[1]), 101, dtype=error.dtype, device=error.device)
+        return float(fine[best(fine)])

@@ -52,8 +52,9 @@ class SubsetGPRegression(torch.nn.Module):
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
     molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
-    (``objective="pp"``) has the smallest errors but variances that are too small, hyper-parameters by the FITC likelihood
-    (``objective="fitc"``) give the best densities.
+    (``objective="pp"``) has the smallest errors; it leaves the kernel's variance free to grow far too large, so what the inducing inputs
+    leave of it is calibrated on leave-one-out residuals (see :class:`SparsePosterior`). Hyper-parameters by the FITC likelihood
+    (``objective="fitc"``) give densities without such a correction.
 
     On numeric inputs with a differentiable kernel, inducing inputs that move freely fit better than any subset of equal size:
     ``fit(polish=True)`` lets them move from where the subset is. On discrete inputs there is no such thing.
@@ -148,7 +149,7 @@ class SubsetGPRegression(torch.nn.Module):
         attempts_per_epoch: int = 4,
         tolerance: float = 1e-4,
         polish: bool = False,
-        polish_evaluations: int = 200,
+        polish_evaluations: int | None = None,
         subset_share: float = 0.3,
         max_rows: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -165,7 +166,8 @@ class SubsetGPRegression(torch.nn.Module):
             tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
                 attempts for every member.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
-            polish_evaluations: evaluations of the objective, at most, while they move.
+            polish_evaluations: evaluations of the objective, at most, while they move; default: 200, or with ``max_seconds`` as many as
+                fit into them.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
                 objective of all data; where it does not, by ``tolerance``, the next one looks at twice as many. Default: all of up to
@@ -211,7 +213,8 @@ class SubsetGPRegression(torch.nn.Module):
             plan = _Plan(max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * len(self.targets), num_rows, clock)
             self._alternate(plan, lambda: seconds_left(share), note)
         if polish:
-            self._polish(polish_evaluations, lambda: seconds_left() <= 0, note)
+            evaluations = (200 if max_seconds is None else 10**6) if polish_evaluations is None else polish_evaluations
+            self._polish(evaluations, lambda: seconds_left() <= 0, note)
         bar.close()
         self._posterior = None
         self._warn_of_noise()
@@ -310,7 +313,7 @@ class SubsetGPRegression(torch.nn.Module):
     def posterior(self) -> SparsePosterior:
         """The posterior of the function, of standardised targets. It is kept until the next :meth:`fit` or loaded state."""
         if self._posterior is None:
-            self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective == "fitc")
+            self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective)
         return self._posterior
 
     def save(self, path: str | Path) -> None:
@@ -379,13 +382,15 @@ class SubsetGPRegression(torch.nn.Module):
         return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
 
     def _warn_of_noise(self) -> None:
-        posterior = self.posterior()
-        explained = float(posterior.factor.square().sum())
-        if explained < _EXPLAINED_BY_NOISE * self.noise * len(self.targets):
+        fitted = self.posterior().fitted
+        # Of the mean, not of the prior: a kernel that has become a constant has all the prior variance one could want.
+        explained = float((fitted - fitted.mean(0)).square().mean())
+        if explained < _EXPLAINED_BY_NOISE:
             warnings.warn(
-                f"the fit explains the targets as noise of variance {self.noise:.3g} (of 1): the {self.num_inducing} inducing inputs "
-                f"account for {explained / len(self.targets):.2g}. Start from more noise and longer length-scales, take more inducing "
-                "inputs, or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True))",
+                f"the fit explains the targets as noise of variance {self.noise:.3g} (of 1): predictions from the {self.num_inducing} "
+                f"inducing inputs account for {explained:.2g} of the targets' variance. Start from more noise and other "
+                "length-scales (as smooth_rbf does), take more inducing inputs, or add an identity kernel "
+                "(SumKernel(..., redundant_sum=True, identity=True))",
                 AllNoiseWarning,
                 stacklevel=3,
             )

@@ -131,7 +131,7 @@ def test_leave_one_out_is_what_leaving_out_gives(fitc):
     C = nystrom(K, index) + 0.02 * torch.eye(40, dtype=K.dtype)
     if fitc:
         C = C + torch.diag((K - nystrom(K, index)).diagonal())
-    mean, variance = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02, fitc).leave_one_out()
+    mean, variance = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02, "fitc" if fitc else "vfe").leave_one_out()
     for i in (0, 17, int(index[0])):
         rest = torch.arange(40) != i
         weights = torch.linalg.solve(C[rest][:, rest], C[rest, i])
@@ -156,11 +156,43 @@ def test_equals_the_sparse_regression_of_pyro(objective, approx):
     ours = backward(Basis(kernel, index), Y, torch.tensor(0.05 - 1e-6, dtype=torch.float64).log().requires_grad_(), objective)
     assert -float(log_density.detach()) == pytest.approx(ours + 40 * LOG_2PI, rel=1e-6)
     new = torch.randn(9, 3, dtype=torch.float64)
-    mean, variance = SparsePosterior(Basis(kernel, index), Y, 0.05, objective == "fitc").predict(new)
+    # The projected process as published keeps all of the prior variance, as the free energy does; ours calibrates it (below).
+    mean, variance = SparsePosterior(Basis(kernel, index), Y, 0.05, "fitc" if objective == "fitc" else "vfe").predict(new)
     with torch.no_grad():
         their_mean, their_variance = theirs(new)
     torch.testing.assert_close(mean[:, 0], their_mean, rtol=0, atol=1e-6)
     torch.testing.assert_close(variance, their_variance, rtol=0, atol=1e-6)
+
+
+def test_projected_process_calibrates_what_the_inducing_inputs_leave():
+    problem, index, K = problem_and_index(H=2, n=40, m=8)
+    C = nystrom(K, index) + 0.02 * torch.eye(40, dtype=K.dtype)
+    left = (K - nystrom(K, index)).diagonal()
+    means, variances = [], []
+    for i in range(40):
+        rest = torch.arange(40) != i
+        weights = torch.linalg.solve(C[rest][:, rest], C[rest, i])
+        means.append(weights @ problem.targets[rest])
+        variances.append(C[i, i] - weights @ C[rest, i])
+
+    def log_density(share: float) -> float:
+        """Of all targets, each predicted from the others with so much of what is left."""
+        scale = (torch.stack(variances) + share * left).sqrt().unsqueeze(1)
+        return float(torch.distributions.Normal(torch.stack(means), scale).log_prob(problem.targets).sum())
+
+    posterior = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02, "pp")
+    best = max(log_density(0.0), *(log_density(10**e) for e in torch.linspace(-6, 3, 2000).tolist()))
+    assert log_density(posterior.share) == pytest.approx(best, abs=1e-3)
+    assert posterior.share != 1
+    torch.testing.assert_close(posterior.leave_one_out()[1], torch.stack(variances) + posterior.share * left, rtol=0, atol=1e-9)
+    plain = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02)
+    new = problem.kernel.inputs[:9] + 0.3
+    unexplained = (
+        problem.kernel.diag_new(new)
+        - (problem.kernel.cross(new, index) @ torch.linalg.solve(K[index][:, index], problem.kernel.cross(new, index).mT)).diagonal()
+    )
+    torch.testing.assert_close(plain.predict(new)[1] - posterior.predict(new)[1], (1 - posterior.share) * unexplained, rtol=0, atol=1e-7)
+    torch.testing.assert_close(posterior.predict(new)[0], plain.predict(new)[0])
 
 
 def test_all_inputs_give_the_exact_process():
@@ -344,6 +376,22 @@ class TestRegression:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             SubsetGPRegression(smooth_rbf(X), y, 10).fit(max_epochs=2)
+
+    def test_all_noise_warns_where_the_prior_variance_is_carried_but_nothing_explained(self):
+        """Noise for targets, and a kernel that has become a constant: the inducing inputs carry all of its variance."""
+        generator = torch.Generator().manual_seed(0)
+        X, y = torch.randn(300, 2, generator=generator, dtype=torch.float64), torch.randn(300, generator=generator, dtype=torch.float64)
+        model = SubsetGPRegression(smooth_rbf(X), y, 8)
+        with pytest.warns(AllNoiseWarning, match="as noise"):
+            model.fit(max_epochs=20)
+
+    @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+    def test_inputs_of_any_unit_start_alike(self, unit):
+        X, y = regression_data(80)
+        values = [
+            SubsetGPRegression(smooth_rbf(x), y, 10, generator=torch.Generator().manual_seed(0)).fit(max_epochs=2) for x in (X, unit * X)
+        ]
+        assert values[1] == pytest.approx(values[0], rel=1e-6)
 
     def test_time_limit(self):
         X, y = regression_data(80)
