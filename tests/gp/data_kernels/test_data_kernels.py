@@ -214,9 +214,12 @@ def test_functions_are_called_once_per_pair():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_types(dtype):
-    kernel = smooth_rbf(torch.randn(6, 4, dtype=dtype))
+    inputs = torch.randn(6, 4, dtype=dtype)
+    inputs[:, 3] = 1.0
+    kernel = smooth_rbf(inputs)
     assert kernel.columns(INDEX[:2]).dtype == dtype
-    torch.testing.assert_close(kernel.kernel.lengthscale.detach(), torch.full((4,), 4.0, dtype=dtype))
+    expected = torch.tensor([*(4 * inputs[:, :3].std(0, correction=0)), 4.0], dtype=dtype)
+    torch.testing.assert_close(kernel.kernel.lengthscale.detach(), expected)
     histogram = HistogramIntersectionKernel(torch.rand(9, 4, dtype=dtype))
     assert histogram.columns(INDEX).dtype == dtype
     assert histogram.double().columns(INDEX).dtype == torch.float64
