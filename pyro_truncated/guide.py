@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from pyro_truncated import inspection
 from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import free_plate_dims
 from pyro_truncated.log_joint import Conditional, LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
@@ -140,7 +141,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
-            with spare_random_numbers():
+            with spare_random_numbers(), free_plate_dims():
                 device = self._inspect(args, kwargs)
             if "words" in self._buffers:
                 self._check_loaded()
@@ -383,7 +384,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         layout, words = self.layout, population.words
         logits = population.log_joint.log_softmax(-1)
         batch = layout.spread(log_joint.sizes)
-        logits = logits.reshape(*logits.shape[:-2], *batch, logits.shape[-1])
+        logits = logits.reshape(*self._spread_draws(logits.shape[:-2], batch, log_joint.depth), logits.shape[-1])
         infer: Any = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
         # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
         with poutine.scale(scale=log_joint.scale_beyond_plates):
@@ -397,6 +398,18 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             zero = logits.new_zeros(())
             return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in values.items()}
 
+    def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
+        """Batch shape with the draws of other latents (vectorised particles) at the plates that they come from, else left-most."""
+        if not draws:
+            return tuple(batch)
+        dims = [frame.dim for frame in inspection.plates_around(self._prototype_frames) if frame.size > 1]
+        if len(dims) != len(draws):
+            dims = list(range(-depth, -depth + len(draws)))
+        shape = [1] * (max(-min(dims), len(batch)) - len(batch)) + list(batch)
+        for dim, size in zip(sorted(dims), draws, strict=True):
+            shape[dim] = size
+        return tuple(shape)
+
     def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], log_density: Tensor) -> Tensor:
         site = self.layout.sites[name]
         with ExitStack() as stack:
@@ -407,13 +420,15 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             shape = value.shape[: value.dim() - site.event_dim]
             # Given always: with integer values the default would bring a float32 density into a float64 model.
             log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
-            value = value.expand(*log_density.shape, *value.shape[len(shape) :])
+            value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
 
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
         names = self.layout.other_latents if self._layout is not None else []
-        return inspection.recorded_values(names) or (self._values_from_siblings(args, kwargs) if names else {})
+        return inspection.recorded_values(names, self._prototype_frames, self.layout.depth) or (
+            self._values_from_siblings(args, kwargs) if names else {}
+        )
 
     def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
         """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -68,13 +68,37 @@ def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...]
     return below - names
 
 
-def recorded_values(names: Collection[str]) -> dict[str, Any]:
-    """Values of the named sites in the traces that are being recorded."""
+def plates_around(own: Container[str]) -> list[Any]:
+    """The vectorised plates that are open and not the model's own: those of parallel particles and predictive draws."""
+    return [handler for handler in _PYRO_STACK if isinstance(handler, pyro.plate) and handler.dim is not None and handler.name not in own]
+
+
+def recorded_values(names: Collection[str], own: Container[str], depth: int) -> dict[str, Any]:
+    """Values of the named sites in the traces that are being recorded.
+
+    Args:
+        names: the sites.
+        own: names of the model's plates.
+        depth: number of their dimensions. Plates around the guide that take one of these (a guide may have fewer than the model) have
+            it moved to the left of all.
+    """
     found: dict[str, Any] = {}
+    outer = [plate.dim for plate in plates_around(own) if plate.dim >= -depth]
     for handler in _PYRO_STACK:
         if isinstance(handler, TraceMessenger):
-            found.update({name: handler.trace.nodes[name]["value"] for name in names if name in handler.trace.nodes})
+            nodes = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
+            found.update({name: _moved_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
     return found
+
+
+def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
+    """A value with the given batch dimensions (negative) moved to the left of ``depth`` others, where it has them."""
+    for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
+        if value.dim() - event_dim < -dim:
+            continue
+        padding = max(0, target - (value.dim() - event_dim))
+        value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
+    return value
 
 
 def sibling_values(

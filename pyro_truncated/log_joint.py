@@ -12,31 +12,14 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
-from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
+from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
 
 Conditional = Callable[..., Any]
-
-
-class Assign(Messenger):
-    """Effect handler that gives sample statements (plates' subsamples too) the values it is told, without observing them."""
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        super().__init__()
-        self.values = values
-
-    def _pyro_sample(self, msg: Any) -> None:
-        if msg["name"] in self.values and not msg["is_observed"]:
-            msg["value"] = self.values[msg["name"]]
-
-
-def _only_params_escape() -> Any:
-    """Hides sample statements from the handlers outside (the guide's own trace, its plates) but not parameters, which SVI must see."""
-    return poutine.block(hide_fn=lambda msg: msg["type"] != "param")
 
 
 class LogJoint:
@@ -100,7 +83,7 @@ class LogJoint:
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
-        with _only_params_escape(), Assign(values):
+        with isolated(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
     def _trace_candidates(self, values: Mapping[str, Any]) -> poutine.Trace:
@@ -293,7 +276,7 @@ class LogJoint:
 
     def _conditional_trace(self, states: Mapping[str, Tensor]) -> poutine.Trace:
         assert self.conditional is not None
-        with _only_params_escape(), ExitStack() as stack:
+        with isolated(), ExitStack() as stack:
             for frame in self._frames:
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values[frame.name], dim=frame.dim))
             return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
