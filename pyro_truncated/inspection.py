@@ -86,7 +86,7 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
     outer = [plate.dim for plate in plates_around(own) if plate.dim >= -depth]
     for handler in _PYRO_STACK:
         if isinstance(handler, TraceMessenger):
-            nodes = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
+            nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
             found.update({name: _moved_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
     return found
 

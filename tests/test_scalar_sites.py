@@ -75,7 +75,7 @@ CASES: tuple[tuple[Callable, dict[str, list[Tensor]]], ...] = (
     (several, {"m": list(torch.arange(2.0, dtype=torch.float64)), "k": list(torch.arange(4.0, dtype=torch.float64))}),
     (beside_plated, {"m": list(torch.arange(2)), "z": BITS}),
 )
-cases = pytest.mark.parametrize("model, sites", CASES, ids=lambda value: getattr(value, "__name__", ""))
+cases = pytest.mark.parametrize(("model", "sites"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 
 
 def table(model: Callable, sites: dict[str, list[Tensor]]) -> Tensor:
