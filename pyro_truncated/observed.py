@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 
 from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.log_joint import Assign, LogJoint
+from pyro_truncated.isolation import Assign
+from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.sites import is_delta
 
 
