@@ -1,11 +1,11 @@
 """Truncated posteriors over huge discrete latent spaces, as guides for Pyro models."""
 
-from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide
-from pyro_truncated.gp import InducingSubset, SubsetGPRegression
-from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM, SpikeSlabMRD
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.population import Population
 from pyro_truncated.restarts import best_start
@@ -13,6 +13,11 @@ from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect
 from pyro_truncated.seen_data import ChangedDataWarning
 from pyro_truncated.states import StateSpace
 from pyro_truncated.training import Training, fit, fit_restarts
+
+if TYPE_CHECKING:
+    from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
+    from pyro_truncated.gp import InducingSubset, SubsetGPRegression
+    from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM, SpikeSlabMRD
 
 __all__ = [
     "AutoTruncated",
@@ -45,3 +50,26 @@ __all__ = [
     "fit_restarts",
     "to_arviz",
 ]
+
+_SUBPACKAGES = ("datasets", "diagnostics", "distributions", "gp", "gplvm", "models", "testing")
+# Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here.
+_LATER = {
+    **dict.fromkeys(
+        ("TruncationWarning", "check_truncation", "covered_mass", "diagnose", "estimate_evidence", "to_arviz"), "pyro_truncated.diagnostics"
+    ),
+    **dict.fromkeys(("InducingSubset", "SubsetGPRegression"), "pyro_truncated.gp"),
+    **dict.fromkeys(("SASDecoder", "SpikeSlabGPLVM", "SpikeSlabMRD"), "pyro_truncated.gplvm"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LATER:
+        value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return value
+    if name in _SUBPACKAGES:
+        return importlib.import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

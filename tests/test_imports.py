@@ -1,0 +1,38 @@
+"""What `import pyro_truncated` loads, and that everything else is there when it is asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import pyro_truncated
+
+HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats")
+
+
+def test_heavy_libraries_wait_until_they_are_used():
+    lines = [
+        "import sys",
+        "import pyro, pyro.contrib.gp",
+        "before = set(sys.modules)",
+        "import pyro_truncated",
+        "print(*set(sys.modules) - before)",
+    ]
+    result = subprocess.run([sys.executable, "-c", "; ".join(lines)], capture_output=True, text=True, check=True)
+    loaded = result.stdout.split()
+    assert "pyro_truncated.guide" in loaded
+    assert not {name for name in HEAVY if name in loaded}
+
+
+@pytest.mark.parametrize("name", pyro_truncated.__all__)
+def test_every_public_name_is_there(name):
+    assert getattr(pyro_truncated, name).__name__ == name
+    assert name in dir(pyro_truncated)
+
+
+def test_parts_are_attributes_of_the_package():
+    assert pyro_truncated.diagnostics.to_arviz is pyro_truncated.to_arviz
+    with pytest.raises(AttributeError, match="no attribute 'to_arvis'"):
+        _ = pyro_truncated.to_arvis
