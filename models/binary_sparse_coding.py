@@ -46,7 +46,7 @@ class BinarySparseCoding(SparseCoding):
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``pairs``, that of :math:`\langle s s^\top \rangle`,
-            ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are missing anywhere in ``y``;
+            ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries of these are missing;
             ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared entries; ``observed``,
             the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
         """
@@ -55,7 +55,7 @@ class BinarySparseCoding(SparseCoding):
         is_missing = rows.isnan()
         observed = (~is_missing).double()
         rows = rows.masked_fill(is_missing, 0.0)
-        if bool(y.isnan().any()):
+        if bool(is_missing.any()):
             active, pairs = _moments_per_dimension(population.words, weights, observed, self.num_latents)
         else:
             active, pairs = packed.moments(population.words, weights, self.num_latents)

@@ -112,15 +112,15 @@ class DiscreteSparseCoding(PyroModule):
 
         Returns:
             ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``; with :math:`x = \phi_s`: ``pairs``, the sum of
-            :math:`\langle x x^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are
-            missing anywhere in ``y``; ``cross``, :math:`\sum_n y_n \langle x \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
+            :math:`\langle x x^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if some are
+            missing; ``cross``, :math:`\sum_n y_n \langle x \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
             entries; ``observed``, the number of entries. All in float64, and can be added and scaled; pairs of the two shapes add up by
             broadcasting.
         """
         rows = rows_of(check_data(y, self.num_observed), population).double()
         is_missing = rows.isnan()
         observed, rows = (~is_missing).double(), rows.masked_fill(is_missing, 0.0)
-        by_dimension = bool(y.isnan().any())
+        by_dimension = bool(is_missing.any())
         tempered = Population(population.space, population.words, population.log_joint / temperature)
         shape = (self.num_latents, self.num_latents)
         pairs = rows.new_zeros((self.num_observed, *shape) if by_dimension else shape)

@@ -165,7 +165,7 @@ class OcclusiveComponents(PyroModule):
             ``owned (H, T, F + 2)``, ``on (H, T)``, ``present (H,)`` and ``background (F + 2,)``, see
             :class:`~pyro_truncated.packed.occlusion.SceneStatistics`, and ``num_data``. All can be added and scaled.
         """
-        images = rows_of(self._checked(y), population).flatten(1, 2)
+        images = self._checked(rows_of(y, population)).flatten(1, 2)
         places, rank = self.places(population)
         sums = self._statistics(places, population.weights(temperature), images, rank)
         count = torch.tensor(float(len(population)), dtype=torch.float64, device=sums.on.device)

@@ -105,13 +105,13 @@ class SpikeSlabSparseCoding(SparseCoding):
         Returns:
             With :math:`s = b \odot z`: ``num_data``; ``states``, ``coefficients`` and ``coefficient_squares``, the sums of
             :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``pairs``, that of
-            :math:`\langle s s^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries are
-            missing anywhere in ``y``; ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
+            :math:`\langle s s^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if some are
+            missing; ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
             entries; ``observed``, the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
         """
         rows = rows_of(check_data(y, self.num_observed), population)
         arguments = population.words, population.weights(temperature), rows, *self._parameters64()
-        if bool(y.isnan().any()):
+        if bool(rows.isnan().any()):
             active, coefficients, pairs, squares = packed.spike_slab_moments_by_dimension(*arguments)
         else:
             active, coefficients, pairs = packed.spike_slab_moments(*arguments)

@@ -20,6 +20,7 @@ from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
+from pyro_truncated.subsampling import SparseSubsamples
 
 Temperature = float | Callable[[int], float]
 
@@ -74,7 +75,8 @@ class Truncated_ELBO(ELBO):
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the free energy of the populations as they are; nothing changes."""
         if not _stands_alone(model, guide, args, kwargs):
-            return float(self._stock.loss(model, guide, *args, **kwargs))
+            with SparseSubsamples():
+                return float(self._stock.loss(model, guide, *args, **kwargs))
         with torch.no_grad(), poutine.block():
             first = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
             draws = self._draws(first, guide, args, kwargs)
@@ -87,7 +89,7 @@ class Truncated_ELBO(ELBO):
         Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
         """
         if not _stands_alone(model, guide, args, kwargs):
-            with self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
+            with SparseSubsamples(), self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
                 return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
         first = self._searched(guide, args, kwargs, torch.is_grad_enabled() and self._search_is_due())
         loss = -torch.stack([self._free_energy(guide, log_joint) for log_joint in self._draws(first, guide, args, kwargs)]).mean()
@@ -105,7 +107,7 @@ class Truncated_ELBO(ELBO):
                 )
             return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
         if not alone:
-            with self._searching(model, guide, args, kwargs):
+            with SparseSubsamples(), self._searching(model, guide, args, kwargs):
                 return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
         temperature = self._temperature()
         with torch.enable_grad():

@@ -31,6 +31,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout, sample_nodes, trim
 from pyro_truncated.storage import Init
+from pyro_truncated.subsampling import SparseSubsamples
 
 
 class Searching(Messenger):
@@ -245,7 +246,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
         if self.create_plates is None:
             return {}
-        with poutine.block():
+        with poutine.block(), SparseSubsamples():
             return _indices_of(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
     def _positions(self, rows: slice, indices: Tensor | None) -> Tensor | None:

@@ -18,6 +18,7 @@ from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
+from pyro_truncated.subsampling import SparseSubsamples
 
 Conditional = Callable[..., Any]
 
@@ -83,7 +84,7 @@ class LogJoint:
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
-        with isolated(), Assign(values):
+        with isolated(), SparseSubsamples(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
     def _trace_candidates(self, values: Mapping[str, Any]) -> poutine.Trace:
@@ -120,7 +121,7 @@ class LogJoint:
                 raise ValueError(
                     f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {int(chosen.min())} .. {int(chosen.max())}"
                 )
-            whole &= torch.equal(chosen, torch.arange(size, device=chosen.device))
+            whole &= len(chosen) == size and torch.equal(chosen, torch.arange(size, device=chosen.device))
             positions = chosen if positions is None else (positions.unsqueeze(-1) * size + chosen).flatten()
         return None if whole else positions
 

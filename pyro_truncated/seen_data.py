@@ -38,6 +38,9 @@ class SeenData:
         self._computed: set[str] = set()
         self._arguments: list[Any] | None = None
         self._observed = ObservedValues()
+        # Data points are known as long as the arguments stay the same: `_checked` holds the round of arguments they were last compared in.
+        self._round = 0
+        self._checked: Tensor | None = None
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
@@ -56,18 +59,20 @@ class SeenData:
             ValueError: for observed values outside the support of their distribution.
         """
         arguments = _identities(args, kwargs)
-        is_known = bool(self._hashes) and all(bool((held != 0).all()) for held in self._hashes.values())
-        if is_known and _are_same(arguments, self._arguments):
-            return
-        self._arguments = None
-        self._observed.check(log_joint)
-        self._arguments = arguments
+        if not _are_same(arguments, self._arguments):
+            self._arguments = arguments
+            self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
+        if self._checked is None or self._checked.device != log_joint.device:
+            self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
+        if bool((self._checked[where] == self._round).all()):
+            return
+        self._observed.check(log_joint)
+        self._checked[where] = self._round
         changed = []
         for name, new in _hash_data(log_joint, log_joint.nodes).items():
-            held = self._hashes.setdefault(name, new.new_zeros(log_joint.full_size))
-            if held.device != new.device:
-                held = self._hashes[name] = held.to(new.device)
+            held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
+            self._hashes[name] = held = held.to(new.device)
             old = held[where]
             if bool(((old != 0) & (old != new)).any()) and name not in self._computed:
                 changed.append(name)

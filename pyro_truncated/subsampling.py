@@ -1,0 +1,43 @@
+"""Subsamples of plates: drawn at a cost that does not grow with the data."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+_SPARSE = 32
+_LARGE = 2**14
+
+
+class SparseSubsamples(Messenger):
+    """Effect handler that draws small subsamples of large plates without shuffling all positions, as Pyro's plates do."""
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg) or msg["value"] is not None:
+            return
+        fn = msg["fn"]
+        if fn.subsample_size is not None and fn.size >= max(_LARGE, _SPARSE * fn.subsample_size):
+            msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
+
+
+def random_subset(size: int, number: int, device: torch.device | str | None = None) -> Tensor:
+    """A uniformly distributed sequence ``(number,)`` of different positions below ``size``, for ``number`` well below ``size``.
+
+    Positions are drawn one after the other, and those that have been drawn before are left out.
+    """
+    drawn = torch.empty(0, dtype=torch.int64, device=device)
+    while len(drawn) < number:
+        drawn = _without_repetition(torch.cat([drawn, torch.randint(size, (number + number // 8 + 8,), device=device)]))
+    return drawn[:number].clone()
+
+
+def _without_repetition(values: Tensor) -> Tensor:
+    """The values in their order, each where it first occurs."""
+    ordered, order = values.sort(stable=True)
+    is_first = torch.ones_like(ordered, dtype=torch.bool)
+    is_first[1:] = ordered[1:] != ordered[:-1]
+    return values[order[is_first].sort().values]
