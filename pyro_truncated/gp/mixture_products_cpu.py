@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
+
+from pyro_truncated.packed.compilation import njit
+from pyro_truncated.packed.threads import HEAVY, parallel_kernel
 
 _STRIP = 64
 _MAX_BLOCKS = 16
@@ -96,7 +99,7 @@ def _sharp_product(n, start, num_sharp, height, center, rate, point, decay, out)
         out[p] = amplitude * _exp(out[p])
 
 
-@njit(parallel=True, cache=True, nogil=True, fastmath=_REORDER)
+@parallel_kernel(cost=HEAVY, fastmath=_REORDER)
 def _forward(height, center, rate, share, point, decay, base, num_sharp, summed, blocks, out):
     num_rows, num_dims = height.shape
     num_columns = point.shape[1]
@@ -187,7 +190,7 @@ def _sharp_gradients(n, start, num_sharp, height, center, rate, point, product, 
         rows[2, n, q] += grad_rate
 
 
-@njit(parallel=True, cache=True, nogil=True, fastmath=_REORDER)
+@parallel_kernel(cost=HEAVY, fastmath=_REORDER)
 def _backward(height, center, rate, share, point, decay, base, weight, num_sharp, blocks, rows, columns):
     num_rows, num_dims = height.shape
     num_columns = point.shape[1]

@@ -2,9 +2,10 @@
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import prange, types
 from numba.extending import intrinsic
 
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.random_cpu import STEP, stream, uniform
 from pyro_truncated.packed.threads import parallel_kernel
 

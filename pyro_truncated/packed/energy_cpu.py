@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
 from pyro_truncated.packed.bits_cpu import trailing_zeros
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.threads import parallel_kernel
 
 _MAX_BLOCKS = 64

@@ -3,8 +3,9 @@
 import math
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.random_cpu import STEP, below, stream, uniform
 from pyro_truncated.packed.threads import parallel_kernel
 

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.energy_cpu import (
     _active,
     _array,

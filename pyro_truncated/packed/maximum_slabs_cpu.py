@@ -11,11 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.energy_cpu import _array, _num_blocks
 from pyro_truncated.packed.random_cpu import STEP, below, stream, uniform
+from pyro_truncated.packed.threads import HEAVY, parallel_kernel
 
 _MAX_BLOCKS = 64
 _ROOT_HALF = math.sqrt(0.5)
@@ -235,7 +237,7 @@ def _offers(weight, selected, coefficients, without, others):
             others[d] = offer if offer > others[d] else others[d]
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=HEAVY)
 def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start, burn_in, seed, draws, probabilities):
     num_data, num_observed = value.shape
     num_selected, sweeps = selected.shape[1], draws.shape[1]
@@ -269,7 +271,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
                     draws[n, sweep - burn_in] = chain
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=HEAVY)
 def _statistics(value, selected, draws, weight, products, squares, errors):
     num_data, num_observed = value.shape
     num_blocks = products.shape[0]

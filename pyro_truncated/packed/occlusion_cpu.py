@@ -9,7 +9,10 @@ left edges, slots) of one state.
 """
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
+
+from pyro_truncated.packed.compilation import njit
+from pyro_truncated.packed.threads import HEAVY, parallel_kernel
 
 _MAX_BLOCKS = 16
 # Masks are never so close to zero or one that what is smaller could count.
@@ -261,7 +264,7 @@ def _correction(count, model, memory, state, local, space):
     return value + np.log(product)
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@parallel_kernel(cost=HEAVY, error_model="numpy")
 def log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C)`` of images ``(N, D, F)`` under states: places ``(N, C, H)``, -1 for absent objects, and depth ranks."""
     num_data, num_candidates = places.shape[:2]
@@ -335,7 +338,7 @@ def _add_pixel(pixel, share, sums):
         sums[len(pixel) + 1] += share * pixel[f] * pixel[f]
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy")
+@parallel_kernel(cost=HEAVY, error_model="numpy")
 def statistics(
     places, rank, state_weights, images, features, masks, variance, background, background_variance, shape, nodes, weights,
     sums, bits, counts, rest,

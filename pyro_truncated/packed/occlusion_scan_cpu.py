@@ -1,7 +1,10 @@
 """Compiled CPU kernel that slides every object over every image: a correlation with a soft threshold inside, in float32."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
+
+from pyro_truncated.packed.compilation import njit
+from pyro_truncated.packed.threads import HEAVY, parallel_kernel
 
 # log(1 + exp(-t)) is within 3e-5 of log(2) / p(t)^4 for t >= 0 with this polynomial p: no call keeps the loop from being vectorised.
 _C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.1802179992, 0.0366454358, 0.002935278954, -0.000194380999, 3.955016947e-05))
@@ -20,7 +23,7 @@ def _add_entry(first, second, third, energy, colour, logit, floor, out):
         out[c] += floor + max(x, _ZERO) + _LOG2 / (p * p)
 
 
-@njit(cache=True, parallel=True, nogil=True)
+@parallel_kernel(cost=HEAVY)
 def scan(planes, energy, colours, logits, floors, shape, is_used, out):
     """Log likelihood ratios of each object alone at each place.
 
@@ -51,7 +54,7 @@ def scan(planes, energy, colours, logits, floors, shape, is_used, out):
                 out[n, h, r] = total[r * shape[1] : r * shape[1] + columns]
 
 
-@njit(cache=True, parallel=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+@parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
 def scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
     """The same for objects ``(N, K)`` at places ``(N, K, P)`` only, ``columns`` of them in a row; the result ``out`` is ``(N, K, P)``."""
     for n in prange(len(objects)):

@@ -1,7 +1,8 @@
 """Counter-based random numbers for compiled kernels: one stream per data point, whatever thread works on it."""
 
 import numpy as np
-from numba import njit
+
+from pyro_truncated.packed.compilation import njit
 
 # The increment and the multipliers of splitmix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number generators").
 STEP = np.uint64(0x9E3779B97F4A7C15)

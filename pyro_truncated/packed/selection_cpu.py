@@ -1,8 +1,9 @@
 """Compiled kernels behind :mod:`pyro_truncated.packed.selection`: hash sets of packed states, one per data point."""
 
 import numpy as np
-from numba import njit, prange
+from numba import prange
 
+from pyro_truncated.packed.compilation import njit
 from pyro_truncated.packed.random_cpu import STEP
 from pyro_truncated.packed.threads import parallel_kernel
 

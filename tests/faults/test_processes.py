@@ -1,0 +1,172 @@
+"""Compiled kernels where processes fork, where nothing can be written, and where several processes compile at once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numba
+import pytest
+import torch
+
+from pyro_truncated import packed
+from pyro_truncated.packed import compilation
+from pyro_truncated.packed.compilation import njit
+from pyro_truncated.states import StateSpace
+
+TRAINING = """
+import os, sys, warnings
+import pyro, torch
+from pyro.infer import SVI
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.models import BinarySparseCoding
+
+# Python 3.12 and newer warn of every fork of a process with threads.
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+torch.set_num_threads(int(sys.argv[1]))
+
+def train():
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = torch.rand(1000, 30)
+    model = BinarySparseCoding(30, 12).initialize(y)
+    svi = SVI(model, AutoTruncated(model, num_states=20), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=4)))
+    return [svi.step(y) for _ in range(3)]
+"""
+
+FORK = """
+expected = train()
+read, write = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(write, repr(train()).encode())
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+found = eval(os.read(read, 10_000))
+# Products of matrices are summed in another order on one thread.
+assert all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(found, expected)), (found, expected)
+"""
+
+LOADER = """
+class Losses(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+    def __getitem__(self, index):
+        return train()[-1]
+
+if __name__ == "__main__":
+    expected = train()[-1]
+    found = list(torch.utils.data.DataLoader(Losses(), batch_size=None, num_workers=2, multiprocessing_context=sys.argv[2]))
+    assert all(abs(value - expected) <= 1e-5 * abs(expected) for value in found), (found, expected)
+"""
+
+
+def run(script: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    file = folder / "script.py"
+    file.write_text(script)
+    return subprocess.run(
+        [sys.executable, str(file), *arguments],
+        env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_forked_child_trains_as_its_parent_does(threads, tmp_path):
+    done = run(TRAINING + FORK, threads, folder=tmp_path, NUMBA_NUM_THREADS=threads)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_workers_of_a_data_loader_may_call_kernels(tmp_path):
+    done = run(TRAINING + LOADER, "2", "fork", folder=tmp_path, NUMBA_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def fresh_warning():
+    compilation._say.cache_clear()
+    yield
+    compilation._say.cache_clear()
+
+
+def double(x):
+    return 2 * x
+
+
+def test_without_a_folder_for_its_cache_a_function_is_compiled_and_one_line_logged(monkeypatch, caplog, fresh_warning):
+    monkeypatch.setattr(numba.core.config, "CACHE_LOCATOR_CLASSES", "UserProvidedCacheLocator")
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", "")
+    with pytest.raises(RuntimeError, match="no locator available"):
+        numba.njit(cache=True)(double)
+    with caplog.at_level(logging.INFO):
+        assert [njit(cache=True)(double)(3), njit(double, cache=True)(4)] == [6, 8]
+    (record,) = caplog.records
+    assert "NUMBA_CACHE_DIR" in record.message
+
+
+def test_a_full_disk_costs_the_cache_only(monkeypatch, caplog, tmp_path, fresh_warning):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    compiled = njit(cache=True)(double)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        assert compiled(3) == 6
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_a_damaged_cache_is_not_used(monkeypatch, caplog, tmp_path, fresh_warning):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    assert njit(cache=True)(double)(3) == 6
+    for file in tmp_path.glob("*/*.nb?"):
+        file.write_bytes(file.read_bytes()[:20])
+    assert njit(cache=True)(double)(3) == 6
+    assert "NUMBA_CACHE_DIR" in caplog.text
+
+
+def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_path):
+    script = (
+        "from pyro_truncated.states import StateSpace; import torch; print(StateSpace([2] * 70).pack(torch.ones(1, 1, 70).long()).shape)"
+    )
+    done = run(script, folder=tmp_path, NUMBA_CACHE_LOCATOR_CLASSES="UserProvidedCacheLocator", NUMBA_CACHE_DIR="")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "torch.Size([1, 1, 2])\n"
+    assert done.stderr.count("cannot be kept on disk") == 1
+
+
+def test_processes_that_compile_at_the_same_time_agree(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import numpy as np; from pyro_truncated.packed import bits_cpu\n"
+        "out = np.zeros((1, 3)); bits_cpu.unpack_bits(np.array([[5]]), out); print(out.tolist())"
+    )
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    running = [subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [process.communicate(timeout=300)[0] for process in running] == ["[[1.0, 0.0, 1.0]]\n"] * 2
+    assert [process.returncode for process in running] == [0, 0]
+
+
+def test_kernels_compute_on_the_cpu_whatever_the_default_device():
+    space = StateSpace([2, 3] * 20)
+    words = packed.initial_states(space, 10, 12, torch.Generator().manual_seed(0))
+    scores = torch.rand(10, 12)
+
+    def kept():
+        chosen = packed.select_top(words[:, :6], scores[:, :6], words[:, 4:], scores[:, 4:], 6)
+        return (*chosen, space.unpack(chosen[0]), packed.repeated(words))
+
+    expected = kept()
+    # On "meta" nothing can be computed: whatever were made on the default device would be found out.
+    with torch.device("meta"):
+        found = kept()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
