@@ -57,11 +57,11 @@ class StateSpace:
             shift.append(used % WORD_BITS)
             bits.append(width)
             used += width
-        self.cardinality = torch.tensor(self.cardinalities)
+        self.cardinality = torch.tensor(self.cardinalities, device="cpu")
         self.mutable = (self.cardinality > 1).nonzero().squeeze(-1)
-        self.word = torch.tensor(word)
-        self.shift = torch.tensor(shift)
-        self.bits = torch.tensor(bits)
+        self.word = torch.tensor(word, device="cpu")
+        self.shift = torch.tensor(shift, device="cpu")
+        self.bits = torch.tensor(bits, device="cpu")
         self.num_latents = len(self.cardinalities)
         self.num_words = (used + WORD_BITS - 1) // WORD_BITS
         self.is_binary = all(v == 2 for v in self.cardinalities)

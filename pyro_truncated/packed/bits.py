@@ -29,7 +29,7 @@ def unpack(words: Tensor, space: StateSpace, dtype: torch.dtype) -> Tensor:
     if not uses_kernels(words) or dtype not in _COMPILED:
         return _unpack_dense(words, space, dtype)
     rows = words.contiguous().view(-1, space.num_words)
-    out = torch.empty(len(rows), space.num_latents, dtype=dtype)
+    out = torch.empty(len(rows), space.num_latents, dtype=dtype, device="cpu")
     if space.is_binary:
         bits_cpu.unpack_bits(rows.numpy(), out.numpy())
     else:
@@ -60,7 +60,7 @@ def activation_probabilities(words: Tensor, weights: Tensor, space: StateSpace) 
             torch.einsum("ns,nsl->nl", weights[rows], _unpack_dense(words[rows], space, weights.dtype)) for rows in _blocks(words, space)
         ]
         return torch.cat(blocks) if blocks else weights.new_zeros(0, space.num_latents)
-    out = torch.zeros(words.shape[0], space.num_latents, dtype=torch.float64)
+    out = torch.zeros(words.shape[0], space.num_latents, dtype=torch.float64, device="cpu")
     bits_cpu.add_weights_of_bits(words.contiguous().numpy(), weights.detach().contiguous().numpy(), out.numpy())
     return out.to(weights.dtype)
 
@@ -85,7 +85,7 @@ def value_probabilities(words: Tensor, weights: Tensor, space: StateSpace) -> Te
     _check_weighted(words, weights, space)
     num_data, num_values = words.shape[0], max(space.cardinalities)
     if uses_kernels(words):
-        out = torch.zeros(num_data, space.num_latents, num_values, dtype=torch.float64)
+        out = torch.zeros(num_data, space.num_latents, num_values, dtype=torch.float64, device="cpu")
         states, shares = words.contiguous().numpy(), weights.detach().contiguous().numpy()
         masks = _field_masks(space).numpy()
         fields = space.word.numpy(), space.shift.numpy(), masks, space.cardinality.numpy()
@@ -120,7 +120,7 @@ def draw_values(probabilities: Tensor, num_samples: int, space: StateSpace, *, g
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
     tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
     if uses_kernels(tails):
-        out = torch.empty(len(tails), num_samples, space.num_words, dtype=torch.int64)
+        out = torch.empty(len(tails), num_samples, space.num_words, dtype=torch.int64, device="cpu")
         bits_cpu.draw_values(tails.numpy(), space.word.numpy(), space.shift.numpy(), seed, out.numpy())
         return out
     local = torch.Generator(tails.device).manual_seed(seed)

@@ -60,6 +60,6 @@ def _table(num_selected: int, max_active: int) -> tuple[Tensor, Tensor]:
     """For each combination, the position of the one it extends and what it adds to that; the empty one comes first."""
     subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
     position = {subset: i for i, subset in enumerate(subsets)}
-    parent = torch.tensor([position[subset[:-1]] for subset in subsets])
-    last = torch.tensor([subset[-1] if subset else 0 for subset in subsets])
+    parent = torch.tensor([position[subset[:-1]] for subset in subsets], device="cpu")
+    last = torch.tensor([subset[-1] if subset else 0 for subset in subsets], device="cpu")
     return parent, last

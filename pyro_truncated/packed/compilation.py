@@ -35,7 +35,7 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
     return compiled
 
 
-class _Cache(FunctionCache):  # type: ignore[misc]
+class _Cache(FunctionCache):
     """A cache on disk that may fail: then the function is compiled, and forgotten when the process ends."""
 
     def load_overload(self, *arguments: Any) -> Any:

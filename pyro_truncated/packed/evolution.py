@@ -56,7 +56,7 @@ def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = Tr
     seed = draw_seed(generator)
     if not uses_kernels(log_joint):
         return evolution_dense.select_parents(log_joint, num_parents, by_fitness, seed)
-    out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64)
+    out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64, device="cpu")
     evolution_cpu.select_parents(log_joint.detach().contiguous().numpy(), by_fitness, seed, out.numpy())
     return out
 
@@ -139,7 +139,7 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
     Returns:
         :math:`p_0` and :math:`p_1` for every activity :math:`k = 0 .. H`, both ``(H + 1,)`` float64.
     """
-    active = torch.arange(num_latents + 1, dtype=torch.double)
+    active = torch.arange(num_latents + 1, dtype=torch.double, device="cpu")
     idle = num_latents - active
     flips = torch.full_like(active, num_latents * flip_probability)
     change = (target_activity - active).maximum(-torch.minimum(flips, active)).minimum(torch.minimum(flips, idle))
@@ -181,8 +181,8 @@ def flip_sparse(
     if not uses_kernels(words):
         return evolution_dense.flip_sparse(words, space, switch_on, switch_off, flip_probability, seed)
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    mask = torch.zeros(space.num_words, dtype=torch.int64).index_add_(0, space.word[binary], 1 << space.shift[binary])
-    stay_other = float(torch.log1p(torch.tensor(-flip_probability, dtype=torch.double)))
+    mask = torch.zeros(space.num_words, dtype=torch.int64, device="cpu").index_add_(0, space.word[binary], 1 << space.shift[binary])
+    stay_other = float(torch.log1p(torch.tensor(-flip_probability, dtype=torch.double, device="cpu")))
     evolution_cpu.flip_sparse(
         words.contiguous().numpy(),
         mask.numpy(),

@@ -24,18 +24,18 @@ def initial_states(space: StateSpace, num_data: int, num_states: int, generator:
     singletons = _singletons(space)
     others = singletons[:0]
     if space.size <= max(_SMALL_SPACE, 4 * num_states):
-        everything = space.enumerate()
+        everything = space.enumerate("cpu")
         others = everything[(space.unpack(everything, torch.int64) != 0).sum(-1) > 1]
-    out = torch.empty(num_data, num_states, space.num_words, dtype=torch.int64)
-    zero = torch.zeros(space.num_words, dtype=torch.int64)
+    out = torch.empty(num_data, num_states, space.num_words, dtype=torch.int64, device="cpu")
+    zero = torch.zeros(space.num_words, dtype=torch.int64, device="cpu")
     initial_cpu.initial_states(zero.numpy(), singletons.numpy(), others.numpy(), fields_of(space, space.mutable), seed, out.numpy())
     return out
 
 
 def _singletons(space: StateSpace) -> Tensor:
     """All states with exactly one latent off zero, ``(sum of (cardinality - 1), W)``."""
-    latent = torch.arange(space.num_latents).repeat_interleave(space.cardinality - 1)
+    latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(space.cardinality - 1)
     first = torch.cumsum(space.cardinality - 1, 0) - (space.cardinality - 1)
-    value = torch.arange(len(latent)) - first[latent] + 1
-    words = torch.zeros(len(latent), space.num_words, dtype=torch.int64)
+    value = torch.arange(len(latent), device="cpu") - first[latent] + 1
+    words = torch.zeros(len(latent), space.num_words, dtype=torch.int64, device="cpu")
     return words.scatter_(1, space.word[latent].unsqueeze(1), (value << space.shift[latent]).unsqueeze(1))

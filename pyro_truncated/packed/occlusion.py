@@ -83,8 +83,8 @@ class Canvas:
     @functools.cached_property
     def pixels(self) -> Tensor:
         """Index of the pixel under each template entry at each place, ``(L, T)`` int64."""
-        row, column = (torch.arange(size) for size in self.grid)
-        down, right = torch.arange(self.template_height), torch.arange(self.template_width)
+        row, column = (torch.arange(size, device="cpu") for size in self.grid)
+        down, right = (torch.arange(size, device="cpu") for size in (self.template_height, self.template_width))
         rows = (row[:, None, None, None] + down[:, None]) % self.height
         columns = (column[:, None, None] + right) % self.width
         return (rows * self.width + columns).reshape(self.num_places, self.num_entries)
@@ -167,9 +167,12 @@ def scene_statistics(
         doubles = [tensor.double() for tensor in (weights, images, *scene)]
         return SceneStatistics(*_kernel(occlusion_dense.statistics)(places, rank, *doubles, canvas.pixels))
     (num_objects, num_entries, channels), num_blocks = scene.features.shape, min(max(1, len(places)), _MAX_BLOCKS)
-    owned = torch.zeros(num_blocks, num_objects, num_entries, channels + 2, dtype=torch.float64)
-    on = torch.zeros(num_blocks, num_objects, num_entries, dtype=torch.float64)
-    present, rest = torch.zeros(num_blocks, num_objects, dtype=torch.float64), torch.zeros(num_blocks, channels + 2, dtype=torch.float64)
+    owned = torch.zeros(num_blocks, num_objects, num_entries, channels + 2, dtype=torch.float64, device="cpu")
+    on = torch.zeros(num_blocks, num_objects, num_entries, dtype=torch.float64, device="cpu")
+    present, rest = (
+        torch.zeros(num_blocks, num_objects, dtype=torch.float64, device="cpu"),
+        torch.zeros(num_blocks, channels + 2, dtype=torch.float64, device="cpu"),
+    )
     states, model = _arguments(places, rank, scene, canvas)
     sums = (owned, on, present, rest)
     _kernel(occlusion_cpu.statistics)(*states, _array(weights), _array(images), *model, *(total.numpy() for total in sums))
@@ -202,7 +205,7 @@ def scan_places(images: Tensor, scene: SceneParameters, canvas: Canvas, *, clutt
     terms = _scan_terms(images, scene, clutter, min_mask)
     if images.device.type != "cpu" or images.shape[-1] > 3:
         return _scan_dense(images, scene, terms, canvas)
-    out = torch.empty(len(images), len(scene.features), *canvas.grid)
+    out = torch.empty(len(images), len(scene.features), *canvas.grid, device="cpu")
     _kernel(occlusion_scan_cpu.scan)(*_scan_arrays(images, scene, terms, canvas), out.numpy())
     return out.flatten(2)
 
@@ -220,7 +223,7 @@ def scan_at(
         whole = _scan_dense(images, scene, terms, canvas)
         return whole.gather(1, objects.unsqueeze(-1).expand(-1, -1, whole.shape[2])).gather(2, places)
     arrays = _scan_arrays(images, scene, terms, canvas)
-    out = torch.empty(places.shape)
+    out = torch.empty(places.shape, device="cpu")
     _kernel(occlusion_scan_cpu.scan_at)(*arrays, canvas.grid[1], objects.numpy(), places.contiguous().numpy(), out.numpy())
     return out
 
@@ -275,7 +278,7 @@ class _SceneLogProb(torch.autograd.Function):
             features, masks, variance, background, spread = (tensor.double() for tensor in inputs)
             return occlusion_dense.log_prob(places, rank, images.double(), features, masks, variance, background, spread, canvas.pixels)
         states, model = _arguments(places, rank, SceneParameters(*inputs), canvas)
-        out = torch.empty(places.shape[:2], dtype=torch.float64)
+        out = torch.empty(places.shape[:2], dtype=torch.float64, device="cpu")
         _kernel(occlusion_cpu.log_prob)(*states, _array(images), *model, out.numpy())
         return out
 

@@ -25,7 +25,7 @@ def repeated(words: Tensor) -> Tensor:
     check_words("words", words)
     if not uses_kernels(words):
         return selection_dense.repeated(words)
-    out = torch.empty(words.shape[:2], dtype=torch.bool)
+    out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
     selection_cpu.distinct(words.contiguous().numpy(), out.numpy())
     return ~out
 

@@ -16,6 +16,8 @@ import torch
 from pyro_truncated import packed
 from pyro_truncated.packed import compilation
 from pyro_truncated.packed.compilation import njit
+from pyro_truncated.population import Population
+from pyro_truncated.search.affinities import options_of
 from pyro_truncated.states import StateSpace
 
 TRAINING = """
@@ -156,17 +158,19 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     assert [process.returncode for process in running] == [0, 0]
 
 
-def test_kernels_compute_on_the_cpu_whatever_the_default_device():
-    space = StateSpace([2, 3] * 20)
-    words = packed.initial_states(space, 10, 12, torch.Generator().manual_seed(0))
-    scores = torch.rand(10, 12)
+def test_populations_on_the_cpu_do_not_care_for_the_default_device():
+    def population():
+        space, generator = StateSpace([2, 3] * 20), torch.Generator("cpu").manual_seed(0)
+        words = packed.initial_states(space, 10, 12, generator)
+        children = packed.flip_sparse(words, space, 3.0, 0.1, generator=generator)
+        kept, scores = packed.select_top(words, words[..., 0].double(), children, children[..., 0].double(), 12)
+        population = Population(space, kept, scores)
+        population.assert_distinct()
+        return kept, population.states(), population.marginals(), population.value_probabilities(), options_of(space).words
 
-    def kept():
-        chosen = packed.select_top(words[:, :6], scores[:, :6], words[:, 4:], scores[:, 4:], 6)
-        return (*chosen, space.unpack(chosen[0]), packed.repeated(words))
-
-    expected = kept()
+    expected = population()
     # On "meta" nothing can be computed: whatever were made on the default device would be found out.
+    options_of.cache_clear()
     with torch.device("meta"):
-        found = kept()
+        found = population()
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
