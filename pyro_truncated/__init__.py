@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pyro_truncated.averaging import OneDrawWarning
 from pyro_truncated.elbo import Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide
@@ -29,6 +30,7 @@ __all__ = [
     "GibbsEM",
     "GibbsGuide",
     "InducingSubset",
+    "OneDrawWarning",
     "Population",
     "Preselection",
     "SASDecoder",

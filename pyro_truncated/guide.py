@@ -22,6 +22,7 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
 from pyro_truncated import inspection
+from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims
 from pyro_truncated.log_joint import Conditional, LogJoint
@@ -111,6 +112,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         self._conditional = (conditional,)
         self._layout: Layout | None = None
         self._seen = SeenData()
+        self._last_call: Call | None = None
+        # As of which revision the stored log joints of which data points are averages over draws of other guides.
+        self._averages: tuple[int, Tensor] | None = None
         self.revision = 0
 
     # --- set-up ---
@@ -194,7 +198,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         finally:
             self._model, self.master = model, master
-        return {**state, "_conditional": (None,), "_init": None}
+        return {**state, "_conditional": (None,), "_init": None, "_last_call": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTruncated:
         duplicate = self.__class__.__new__(self.__class__)
@@ -240,7 +244,20 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             )
         self._check_indices(log_joint.indices)
         self._seen.compare(log_joint, args, kwargs)
+        self._last_call = args, kwargs
         return log_joint
+
+    def _averaged(self, population: Population) -> Population:
+        is_current = self._averages is not None and self._averages[0] == self.revision
+        return average_stored(self, population, self._last_call, self._averages[1] if is_current and self._averages else None)
+
+    def _store_averages_(self, averaged: Population) -> Population:
+        is_current = self._averages is not None and self._averages[0] == self.revision
+        known = self._averages[1] if is_current and self._averages is not None else torch.zeros(len(self.words), dtype=torch.bool)
+        known[slice(None) if averaged.indices is None else averaged.indices.to(known.device)] = True
+        population = self.store_(averaged.log_joint, averaged.indices)
+        self._averages = self.revision, known
+        return population
 
     def subsamples(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
@@ -284,7 +301,14 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Population:
-        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay."""
+        """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay.
+
+        Beside other guides what is stored are averages over :attr:`num_draws` draws of their latents.
+        """
+        self.setup(*args, **kwargs)
+        averaged = average_over_draws(self, (args, kwargs))
+        if averaged is not None:
+            return self._store_averages_(averaged)
         log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
         population = self.rescored(log_joint)
         return self.store_(population.log_joint, log_joint.indices)

@@ -19,11 +19,17 @@ _ROUNDING = 1e-6
 class TruncatedPosterior(PopulationStore):
     """What can be read from the populations that :class:`~pyro_truncated.AutoTruncated` stores; none of it changes them.
 
+    Beside guides of other latents (in an :class:`~pyro.infer.autoguide.AutoGuideList`) the posterior of the states is different for every
+    draw that these make. What is read is then the average over :attr:`num_draws` of them, under the model as it is now and the arguments
+    it was last called with.
+
     Attributes:
         memory_budget: bytes that the temporaries of one operation may take, roughly.
+        num_draws: how many draws of the latents of other guides are averaged over, where there are any; 1 for a single one.
     """
 
     memory_budget: int
+    num_draws: int = 50
 
     def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """A scorer of states for the data points that the model selects when called with these arguments; left to the guide."""
@@ -35,6 +41,10 @@ class TruncatedPosterior(PopulationStore):
 
     def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
         """Draws (or medians) of the model's other latents; left to the guide."""
+        raise NotImplementedError
+
+    def _averaged(self, population: Population) -> Population:
+        """Stored populations with log joints averaged over draws of the model's other latents; left to the guide."""
         raise NotImplementedError
 
     @property
@@ -55,7 +65,10 @@ class TruncatedPosterior(PopulationStore):
         return dataclasses.replace(population, log_joint=torch.cat(blocks))
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior weights of the states, ``(N, S)``, as of when they were last scored (by a training step, say)."""
+        """Posterior weights of the states, ``(N, S)``, as of when they were last scored (by a training step, say).
+
+        Beside other guides they are averages over draws, see :class:`TruncatedPosterior`; so are those of the methods below.
+        """
         return self._scored(indices).weights()
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
@@ -138,4 +151,4 @@ class TruncatedPosterior(PopulationStore):
                 "some of these populations have never been scored under the model; train first, or refresh them with "
                 "guide.refresh_(*args) (with the model's arguments)"
             )
-        return population
+        return self._averaged(population)
