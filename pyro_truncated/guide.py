@@ -33,6 +33,7 @@ from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout, sample_nodes, trim
 from pyro_truncated.storage import Init
 from pyro_truncated.subsampling import SparseSubsamples
+from pyro_truncated.supports import Dependencies
 
 
 class Searching(Messenger):
@@ -75,7 +76,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             collapsed log joint.
         init: initial states of all data points: a tensor ``(N, S, *site shape)`` for a single site, a dictionary of such tensors, a
             callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
-        max_count: upper bound of sites with infinite support (Poisson), one number or by site name.
+        max_count: largest value of count sites, one number or by site name: needed where the support is infinite (Poisson) or depends on
+            continuous latents or on very many discrete ones; overrides the distribution's own bound where it is smaller.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
@@ -163,7 +165,12 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         inspection.refuse_hidden_latents(self.model, args, kwargs)
         with poutine.block(), torch.no_grad():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
-        self._layout = Layout(trace, self.max_count, lambda names: inspection.dependents(self.model, names, args, kwargs))
+        self._layout = Layout(
+            trace,
+            self.max_count,
+            lambda names: inspection.dependents(self.model, names, args, kwargs),
+            Dependencies(self.model, args, kwargs),
+        )
         try:
             super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:

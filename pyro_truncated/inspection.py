@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pyro
@@ -18,12 +17,8 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 
+from pyro_truncated.isolation import spare_random_numbers as spare_random_numbers
 from pyro_truncated.sites import latent_nodes
-
-
-def spare_random_numbers() -> AbstractContextManager[None]:
-    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
-    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])
 
 
 def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pyro.poutine as poutine
+import torch
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _DIM_ALLOCATOR
 
@@ -38,3 +39,8 @@ def free_plate_dims() -> Iterator[None]:
         yield
     finally:
         _DIM_ALLOCATOR._stack = held
+
+
+def spare_random_numbers() -> AbstractContextManager[None]:
+    """For looking at a program once: a run that resumes from a checkpoint would otherwise draw other numbers than one that went on."""
+    return torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_initialized() else [])

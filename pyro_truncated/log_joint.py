@@ -19,6 +19,7 @@ from torch.distributions.utils import probs_to_logits
 from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
 from pyro_truncated.subsampling import SparseSubsamples
+from pyro_truncated.supports import supported_log_prob
 
 Conditional = Callable[..., Any]
 
@@ -220,8 +221,19 @@ class LogJoint:
 
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
-            return self._score_block(words)
+            return self._score_possible(words) if self.layout.checked else self._score_block(words)
         return torch.cat([self._score_block(block) for block in words.split(self._candidates_per_run(), 1)], 1)
+
+    def _score_possible(self, words: Tensor) -> Tensor:
+        """Scores with the best state in place of impossible ones, whose densities may be anything and would spoil gradients."""
+        with torch.no_grad():
+            known = self._score_dense(words)
+        impossible = known == -math.inf
+        if known.dim() != 2 or not bool(impossible.any()):
+            return self._score_block(words)
+        best = known.argmax(-1).reshape(-1, 1, 1).expand(-1, 1, words.shape[-1])
+        scores = self._score_block(torch.where(impossible.unsqueeze(-1), words.gather(1, best), words))
+        return scores.masked_fill(impossible, -math.inf)
 
     def _candidates_per_run(self) -> int:
         """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
@@ -229,7 +241,13 @@ class LogJoint:
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
 
     def _score_block(self, words: Tensor) -> Tensor:
-        return sum_block(self.site_log_probs(words)).movedim(0, -1)
+        terms = self.site_log_probs(words)
+        total = sum_block(terms)
+        for name in self.layout.checked & terms.keys():
+            # What depends on an impossible value may be anything, NaN too.
+            impossible = sum_block({"": torch.zeros_like(total), name: terms[name].detach()}) == -math.inf
+            total = total.masked_fill(impossible, -math.inf)
+        return total.movedim(0, -1)
 
     def scorer(self, rows: slice) -> Callable[[Tensor], Tensor]:
         """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
@@ -271,7 +289,7 @@ class LogJoint:
         for name in self.layout.sites:
             node = nodes[name]
             if node["mask"] is not None:
-                log_prob = node["fn"].log_prob(node["value"]) * (node["scale"] / self.scale)
+                log_prob = self._log_prob(node) * (node["scale"] / self.scale)
                 hidden[name] = torch.where(torch.as_tensor(node["mask"], device=log_prob.device), 0.0, log_prob)
         return hidden
 
@@ -286,9 +304,18 @@ class LogJoint:
         """Whether a site lies in all data plates."""
         return set(self.layout.plates) <= {frame.name for frame in node["cond_indep_stack"]}
 
+    def _log_prob(self, node: Any) -> Tensor:
+        fn: Any = node["fn"]
+        log_prob: Tensor = (
+            supported_log_prob(fn, node["value"])
+            if node["name"] in self.layout.checked
+            else fn.log_prob(node["value"], *node["args"], **node["kwargs"])
+        )
+        return log_prob
+
     def _reduce(self, node: Any) -> Tensor:
         """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
-        log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+        log_prob: Any = self._log_prob(node)
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, None if node["name"] in self.layout.sites else node["mask"])
         log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(self.layout.dims)
@@ -298,7 +325,8 @@ class LogJoint:
         dims = self.layout.dims
         log_prob = log_prob.movedim(dims, tuple(range(-len(dims), 0))) if dims else log_prob.unsqueeze(-1)
         middle = log_prob.shape[1 : log_prob.dim() - max(1, len(dims))]
-        return log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.num_data)
+        reduced: Tensor = log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.num_data)
+        return reduced
 
     def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
         if not log_joint.numel():

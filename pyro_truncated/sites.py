@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.states import StateSpace
+from pyro_truncated.supports import HUGE, INTEGER, Bounds, Dependencies, bounds_of, elementwise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +69,13 @@ class DiscreteSite:
         values = levels.to(dtype)
         return values + self.low if self.low else values
 
+    def decode(self, levels: Tensor, batch: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Values ``(*batch with inner plates filled in, *event_shape)`` of levels ``(*batch, *shape)``, plates at their dimensions."""
+        part = levels.reshape((*batch, *self.shape))
+        for position, (dim, _) in enumerate(self.plates):
+            part = part.transpose(len(batch) + dim, len(batch) + position)
+        return self.to_values(part.reshape((*part.shape[: len(batch)], *self.event_shape)), dtype)
+
     def to_levels(self, values: Tensor) -> Tensor:
         """Inverse of :meth:`to_values`, as int64.
 
@@ -102,6 +110,7 @@ class Layout:
         trace: a trace of the model (one value per site).
         max_count: upper bound of counts with infinite support, for all such sites or by site name.
         dependents: returns the names of the sites that depend on the given ones; asked only where the plates leave it open.
+        dependencies: which supports depend on which latents; none are taken to do so without it.
 
     Attributes:
         sites: the discrete sites by name.
@@ -111,9 +120,12 @@ class Layout:
         space: the joint state space of one data point.
         other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
         depth: number of plate dimensions in the model.
+        checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
+            that other latents or other data points do not allow, observations that a latent does not allow.
 
     Raises:
-        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or a bound is none.
+        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
+            continuous latents or on too many others, or a bound is none.
         NotImplementedError: for a sequential plate, a subsampled plate other than a data plate that holds a discrete latent, or a site
             whose entries depend on each other by its support (multinomial counts).
     """
@@ -123,6 +135,7 @@ class Layout:
         trace: poutine.Trace,
         max_count: int | Mapping[str, int] | None = None,
         dependents: Callable[[set[str]], set[str]] | None = None,
+        dependencies: Dependencies | None = None,
     ) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
@@ -134,7 +147,15 @@ class Layout:
         self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
         self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
         self.num_data: int = math.prod(frame.full_size or frame.size for frame in frames)
-        self.sites = {node["name"]: _describe(node, self.plates, max_count) for node in nodes}
+        self.sites: dict[str, DiscreteSite] = {}
+        checked = set()
+        for node in nodes:
+            name = node["name"]
+            low, high = _bounds(node, trace, self.sites, max_count, dependencies)
+            self.sites[name] = _describe(node, self.plates, low, high)
+            if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
+                checked.add(name)
+        self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
         self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
         frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
@@ -161,12 +182,9 @@ class Layout:
         values, start = {}, 0
         batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
         for site in self.sites.values():
-            part = levels[..., start : start + site.num_latents].reshape(*batch, *site.shape)
+            part = levels[..., start : start + site.num_latents]
             start += site.num_latents
-            for position, (dim, _) in enumerate(site.plates):
-                part = part.transpose(len(batch) + dim, len(batch) + position)
-            part = part.reshape(*part.shape[: len(batch)], *site.event_shape)
-            values[site.name] = site.to_values(part, None if dtypes is None else dtypes[site.name])
+            values[site.name] = site.decode(part, batch, None if dtypes is None else dtypes[site.name])
         return values
 
     def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
@@ -260,7 +278,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
     return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)
 
 
-def _describe(node: Any, data_plates: Sequence[str], max_count: int | Mapping[str, int] | None) -> DiscreteSite:
+def _describe(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:
     inner = sorted((f for f in node["cond_indep_stack"] if f.name not in data_plates), key=lambda f: f.dim)
     for frame in inner:
         if frame.full_size is not None and frame.full_size != frame.size:
@@ -268,14 +286,18 @@ def _describe(node: Any, data_plates: Sequence[str], max_count: int | Mapping[st
                 f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: "
                 "its members share a posterior, so all are needed"
             )
-    kind, low, cardinality = _support(node, max_count)
+    kind = _kind(node)
+    lowest = int(low.min())
+    cardinality = high - lowest + 1
     event_shape: tuple[int, ...] = tuple(node["fn"].event_shape)
     event_shape = event_shape[:-1] if kind == "one_hot" else event_shape
     plates = tuple((frame.dim, frame.size) for frame in inner)
     shape = (*(size for _, size in plates), *event_shape)
     uniform = cardinality.numel() == 1
     cardinalities = (int(cardinality),) * math.prod(shape) if uniform else _per_latent(cardinality, node, data_plates, shape)
-    return DiscreteSite(node["name"], kind, plates, event_shape, low, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype)
+    return DiscreteSite(
+        node["name"], kind, plates, event_shape, lowest, cardinalities, tuple(node["cond_indep_stack"]), node["value"].dtype
+    )
 
 
 def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -292,34 +314,60 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
     return tuple(int(v) for v in full.reshape(shape).flatten())
 
 
-def _support(node: Any, max_count: int | Mapping[str, int] | None) -> tuple[str, int, Tensor]:
-    """Kind, lowest value and number of values of a discrete site."""
-    support = node["fn"].support
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
+def _kind(node: Any) -> str:
+    """What the values of a discrete site are."""
+    support = elementwise(node["fn"].support)
     if support is constraints.boolean:
-        return "boolean", 0, torch.tensor(2)
+        return "boolean"
     if support is constraints.one_hot:
-        return "one_hot", 0, torch.tensor(node["fn"].event_shape[-1])
-    if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer))):
+        return "one_hot"
+    if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
         raise NotImplementedError(
             f"discrete latent site '{node['name']}' ({_family(node['fn'])}) has a support that is no product of its entries' values. "
             "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
         )
-    low = getattr(support, "lower_bound", 0)
-    bound = max_count.get(node["name"]) if isinstance(max_count, Mapping) else max_count
-    high = getattr(support, "upper_bound", None)
-    if high is None:
-        if bound is None:
-            raise ValueError(
-                f"discrete latent site '{node['name']}' ({_family(node['fn'])}) has infinite support and no bound. "
-                f"Give one: AutoTruncated(model, max_count={{'{node['name']}': 20}})."
-            )
-        high = bound
-    elif bound is not None:
-        high = torch.as_tensor(high).clamp(max=bound)
-    low_value = int(torch.as_tensor(low).min())
-    return "integer", low_value, torch.as_tensor(high).long() - low_value + 1
+    return "integer"
+
+
+def _bounds(
+    node: Any,
+    trace: poutine.Trace,
+    sites: Mapping[str, DiscreteSite],
+    max_count: int | Mapping[str, int] | None,
+    dependencies: Dependencies | None,
+) -> Bounds:
+    """Lowest and highest values of a discrete site, over all values of what they depend on, none above ``max_count``."""
+    name, kind = node["name"], _kind(node)
+    low, high = bounds_of(node["fn"])
+    limit = max_count.get(name) if isinstance(max_count, Mapping) else max_count
+    upstream = dependencies.upstream(name) if dependencies is not None else set()
+    if dependencies is not None and upstream:
+        known: dict[DiscreteSite, Any] = {site: trace.nodes[site.name]["value"] for site in sites.values() if site.name in upstream}
+        widest = dependencies.reach(node, known) if len(known) == len(upstream) or not dependencies.parents[name] else None
+        if widest is not None:
+            low, high = widest
+        elif dependencies.parents[name]:
+            low, high = _limited(node, dependencies, limit)
+    if kind != "integer":
+        return low, high
+    if int(high.max()) >= HUGE and limit is None:
+        raise ValueError(
+            f"discrete latent site '{name}' ({_family(node['fn'])}) has infinite support and no bound. "
+            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
+        )
+    return low, high if limit is None else high.clamp(max=limit)
+
+
+def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds:
+    """Bounds up to a limit, for a site whose own depend on too much to look at all of it."""
+    name = node["name"]
+    if limit is None or name in dependencies.lower_varies:
+        raise ValueError(
+            f"the support of discrete latent site '{name}' ({_family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
+            "take too many joint values, or continuous ones, to find its largest value. "
+            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
+        )
+    return bounds_of(node["fn"])[0].min(), torch.tensor(limit)
 
 
 def _family(fn: Any) -> str:
