@@ -15,16 +15,17 @@ from pyro_truncated.packed.threads import parallel_kernel
 @njit(cache=True, nogil=True)
 def _fill_subset(choices, first, last, state, out):
     """Fills places ``first .. last - 1`` with random distinct rows of ``choices``, in order if all of them fit."""
-    count = last - first
-    if count == len(choices):
-        out[first:last] = choices
-        return state
-    order = np.arange(len(choices))
-    for i in range(count):
-        state += STEP
-        j = i + below(state, len(choices) - i)
-        order[i], order[j] = order[j], order[i]
-        out[first + i] = choices[order[i]]
+    num_choices, num_words = choices.shape
+    order = np.empty(num_choices, np.int64)
+    for i in range(num_choices):
+        order[i] = i
+    for i in range(last - first):
+        if last - first < num_choices:
+            state += STEP
+            j = i + below(state, num_choices - i)
+            order[i], order[j] = order[j], order[i]
+        for w in range(num_words):
+            out[first + i, w] = choices[order[i], w]
     return state
 
 
@@ -47,7 +48,8 @@ def _fill_sparse(fields, first, state, out):
     state += STEP
     limit = math.exp(-2.0 * uniform(state))
     for s in range(first, len(out)):
-        out[s] = 0
+        for w in range(out.shape[1]):
+            out[s, w] = 0
         # Two changes and a Poisson number more, of a mean between 0 and 2 that belongs to the data point.
         state = _change_any(out[s], fields, _change_any(out[s], fields, state))
         product = 1.0
@@ -65,16 +67,22 @@ def _fill_sparse(fields, first, state, out):
     return state
 
 
+@njit(cache=True, nogil=True)
+def _fill(zero, singletons, others, fields, state, out):
+    """The states of one data point."""
+    num_states, num_words = out.shape
+    num_singletons = min(len(singletons), num_states - 1)
+    for w in range(num_words):
+        out[0, w] = zero[w]
+    state = _fill_subset(singletons, 1, 1 + num_singletons, state, out)
+    if len(others) > 0:
+        _fill_subset(others, 1 + num_singletons, num_states, state, out)
+    elif 1 + num_singletons < num_states:
+        _fill_sparse(fields, 1 + num_singletons, state, out)
+
+
 @parallel_kernel(cost=4)
 def initial_states(zero, singletons, others, fields, seed, out):
     """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
-    num_states = out.shape[1]
-    num_singletons = min(len(singletons), num_states - 1)
     for n in prange(len(out)):
-        state = stream(seed, n)
-        out[n, 0] = zero
-        state = _fill_subset(singletons, 1, 1 + num_singletons, state, out[n])
-        if len(others) > 0:
-            state = _fill_subset(others, 1 + num_singletons, num_states, state, out[n])
-        elif 1 + num_singletons < num_states:
-            state = _fill_sparse(fields, 1 + num_singletons, state, out[n])
+        _fill(zero, singletons, others, fields, stream(seed, n), out[n])

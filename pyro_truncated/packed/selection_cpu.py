@@ -1,5 +1,7 @@
 """Compiled kernels behind :mod:`pyro_truncated.packed.selection`: hash sets of packed states, one per data point."""
 
+from typing import Any
+
 import numpy as np
 from numba import prange
 
@@ -8,7 +10,7 @@ from pyro_truncated.packed.random_cpu import STEP
 from pyro_truncated.packed.threads import parallel_kernel
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
-_ROWS_PER_TASK = 64
+ROWS_PER_TASK = 64
 
 
 @njit(cache=True, nogil=True)
@@ -17,7 +19,16 @@ def new_table(capacity):
     size = 8
     while size < 4 * capacity:
         size *= 2
-    return np.full(size, -1, np.int32)
+    table = np.empty(size, np.int32)
+    clear(table)
+    return table
+
+
+@njit(cache=True, nogil=True)
+def clear(table):
+    """Frees all places."""
+    for slot in range(len(table)):
+        table[slot] = -1
 
 
 @njit(cache=True, nogil=True)
@@ -47,9 +58,9 @@ def insert(table, pool, first, last, fresh):
 
 
 @njit(cache=True, nogil=True)
-def _kth_largest(values, k):
-    """The k-th largest value (k = 1: the largest) by quickselect, reordering ``values``; swaps without branches."""
-    left, right, goal = 0, len(values), k - 1
+def _kth_largest(values, count, k):
+    """The k-th largest of the first values (k = 1: the largest) by quickselect, reordering them; swaps without branches."""
+    left, right, goal = 0, count, k - 1
     while right - left > 1:
         a, b, c = values[left], values[(left + right) // 2], values[right - 1]
         pivot = max(min(a, b), min(max(a, b), c))
@@ -79,10 +90,13 @@ def _kth_largest(values, k):
 def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fresh, table):
     """Collects the states that can be among the best ``size`` in ``pool`` and ``keys``; returns how many, all distinct."""
     num_first, num_words = words.shape
-    pool[:num_first] = words
-    keys[:num_first] = log_joint
     bounded = num_first >= size
-    floor = log_joint.min() if bounded else keys.dtype.type(0)
+    floor = keys.dtype.type(np.inf)
+    for s in range(num_first):
+        keys[s] = log_joint[s]
+        floor = min(floor, log_joint[s])
+        for w in range(num_words):
+            pool[s, w] = words[s, w]
     count = num_first
     for c in range(len(extra_log_joint)):
         # The first states alone fill all places with log joints of at least `floor`.
@@ -92,7 +106,7 @@ def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fr
         count += (not bounded) or extra_log_joint[c] > floor
     if count == num_first:
         return count
-    table[:] = -1
+    clear(table)
     insert(table, pool, 0, count, fresh)
     last, count = count, num_first
     for i in range(num_first, last):
@@ -108,8 +122,9 @@ def _keep_best(pool, keys, count, size, scratch):
     """Moves the ``size`` largest of ``count`` keys to the front in their order; among equal keys the earlier ones win."""
     if count == size:
         return
-    scratch[:count] = keys[:count]
-    cut = _kth_largest(scratch[:count], size)
+    for i in range(count):
+        scratch[i] = keys[i]
+    cut = _kth_largest(scratch, count, size)
     ties = size
     for i in range(count):
         ties -= keys[i] > cut
@@ -124,39 +139,63 @@ def _keep_best(pool, keys, count, size, scratch):
         position += (key > cut) | tied
 
 
-@parallel_kernel()
-def select_top(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint):
-    """Fills the outputs row by row; returns the smallest number of distinct states that a row with too few of them has, else -1."""
-    num_data, num_first, num_words = words.shape
-    capacity = num_first + extra_words.shape[1]
+@njit(cache=True, nogil=True)
+def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint):
+    """Fills the rows ``first .. last - 1`` of the outputs; returns the fewest states of a row with too few, else more than any has."""
+    num_words = words.shape[2]
+    capacity = words.shape[1] + extra_words.shape[1]
     size = out_words.shape[1]
-    num_tasks = (num_data + _ROWS_PER_TASK - 1) // _ROWS_PER_TASK
-    shortage = np.full(num_tasks, capacity + 1)
-    for task in prange(num_tasks):
-        # One place more than states, because moving without branches writes before it knows whether to keep.
-        pool = np.empty((capacity + 1, num_words), np.int64)
-        keys = np.empty(capacity + 1, log_joint.dtype)
-        scratch = np.empty(capacity + 1, log_joint.dtype)
-        fresh = np.empty(capacity + 1, np.bool_)
-        table = new_table(capacity)
-        for n in range(task * _ROWS_PER_TASK, min(num_data, (task + 1) * _ROWS_PER_TASK)):
-            count = _gather(words[n], log_joint[n], extra_words[n], extra_log_joint[n], size, pool, keys, fresh, table)
-            if count >= size:
-                _keep_best(pool, keys, count, size, scratch)
-                out_words[n] = pool[:size]
-                out_log_joint[n] = keys[:size]
-            else:
-                shortage[task] = min(shortage[task], count)
-    fewest = shortage.min() if num_tasks > 0 else capacity + 1
-    return fewest if fewest <= capacity else -1
+    # One place more than states, because moving without branches writes before it knows whether to keep.
+    pool = np.empty((capacity + 1, num_words), np.int64)
+    keys = np.empty(capacity + 1, log_joint.dtype)
+    scratch = np.empty(capacity + 1, log_joint.dtype)
+    fresh = np.empty(capacity + 1, np.bool_)
+    table = new_table(capacity)
+    fewest = capacity + 1
+    for n in range(first, last):
+        count = _gather(words[n], log_joint[n], extra_words[n], extra_log_joint[n], size, pool, keys, fresh, table)
+        if count < size:
+            fewest = min(fewest, count)
+            continue
+        _keep_best(pool, keys, count, size, scratch)
+        for s in range(size):
+            out_log_joint[n, s] = keys[s]
+            for w in range(num_words):
+                out_words[n, s, w] = pool[s, w]
+    return fewest
+
+
+@parallel_kernel()
+def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint, fewest):
+    """Many rows at a time; ``fewest`` gets what :func:`_select_rows` returns."""
+    num_data = len(words)
+    for task in prange(len(fewest)):
+        first = task * ROWS_PER_TASK
+        last = min(num_data, first + ROWS_PER_TASK)
+        fewest[task] = _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint)
+
+
+def select_top(words: Any, log_joint: Any, extra_words: Any, extra_log_joint: Any, out_words: Any, out_log_joint: Any) -> int:
+    """Fills the outputs row by row; returns the smallest number of distinct states that a row with too few of them has, else -1."""
+    fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
+    _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint, fewest)
+    capacity = words.shape[1] + extra_words.shape[1]
+    return int(fewest.min()) if len(fewest) and fewest.min() <= capacity else -1
+
+
+@njit(cache=True, nogil=True)
+def _distinct_rows(words, first, last, out):
+    num_states = words.shape[1]
+    table = new_table(num_states)
+    for n in range(first, last):
+        clear(table)
+        insert(table, words[n], 0, num_states, out[n])
 
 
 @parallel_kernel()
 def distinct(words, out):
     """Marks the states that equal no earlier state of their row."""
-    num_data, num_states, _ = words.shape
-    for task in prange((num_data + _ROWS_PER_TASK - 1) // _ROWS_PER_TASK):
-        table = new_table(num_states)
-        for n in range(task * _ROWS_PER_TASK, min(num_data, (task + 1) * _ROWS_PER_TASK)):
-            table[:] = -1
-            insert(table, words[n], 0, num_states, out[n])
+    num_data = len(words)
+    for task in prange((num_data + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
+        first = task * ROWS_PER_TASK
+        _distinct_rows(words, first, min(num_data, first + ROWS_PER_TASK), out)
