@@ -8,17 +8,18 @@ from collections.abc import Sequence
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _VARIANCE_FLOOR = 1e-6
 
 
-class BinaryVAE(PyroModule):
+class BinaryVAE(UniqueModule):
     r"""Binary latents under a neural network, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(f(s), \sigma^2 I)`.
 
     No encoder, no relaxation of the latents and no sampling noise: the network :math:`f` is trained through the truncated posterior, whose

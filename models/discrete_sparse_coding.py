@@ -7,19 +7,20 @@ from collections.abc import Sequence
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _BLOCK_ENTRIES = 2**22
 
 
-class DiscreteSparseCoding(PyroModule):
+class DiscreteSparseCoding(UniqueModule):
     r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s, \sigma^2 I)`.
 
     The site ``s`` holds the *numbers* of the values :math:`\phi_0 = 0, \phi_1, \dots`, so that zero means "off" as everywhere. The default

@@ -8,15 +8,16 @@ import pyro
 import pyro.distributions as dist
 import torch
 from pyro.contrib.gp import kernels
-from pyro.nn import PyroModule, PyroParam, pyro_method
+from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.distributions import GivenActiveSet
 from pyro_truncated.gp import ActiveSet
+from pyro_truncated.parameters import UniqueModule
 
 
-class GatedKernel(kernels.Kernel):
+class GatedKernel(UniqueModule, kernels.Kernel):
     r"""A kernel for each part of an input, counted where both inputs have the part.
 
     .. math:: k\bigl((b, z), (b', z')\bigr) = \sum_h b_h\, b'_h\; k_h(z_h, z'_h)
@@ -30,7 +31,7 @@ class GatedKernel(kernels.Kernel):
     """
 
     def __init__(self, parts: list[kernels.Kernel], pose_dim: int = 1) -> None:
-        super().__init__(len(parts) * (1 + pose_dim))  # type: ignore[no-untyped-call]
+        super().__init__(len(parts) * (1 + pose_dim))
         self.num_parts, self.pose_dim = len(parts), pose_dim
         for h, part in enumerate(parts):
             setattr(self, f"part{h}", part)
@@ -52,7 +53,7 @@ class GatedKernel(kernels.Kernel):
         return X[:, : self.num_parts], X[:, self.num_parts :].unflatten(-1, (self.num_parts, self.pose_dim))
 
 
-class GatedDecoder(PyroModule):
+class GatedDecoder(UniqueModule):
     r"""Images of parts that are present or not, each in a pose of its own, learned from a few examples whose parts are known.
 
     .. math:: x_n = \sum_{h} b_{nh}\, f_h(z_{nh}) + \sigma\,\varepsilon, \qquad b_{nh} \sim \mathrm{Bernoulli}(\pi_h),

@@ -5,19 +5,20 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _VARIANCE_FLOOR = 1e-6
 _COVARIANCES = ("full", "diag", "spherical", "tied")
 
 
-class GaussianMixture(PyroModule):
+class GaussianMixture(UniqueModule):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
     Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance, without which the likelihood has

@@ -5,20 +5,21 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import NoisyOrSuperposition
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
 
 
-class NoisyOr(PyroModule):
+class NoisyOr(UniqueModule):
     r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
 from pyro_truncated.models.binary_causes import best_prior, rows_of
 from pyro_truncated.packed.occlusion import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _NEVER_SEEN = 1e-8
@@ -19,7 +20,7 @@ _MOST_WINDOWS = 500
 _ALIKE = 0.94
 
 
-class OcclusiveComponents(PyroModule):
+class OcclusiveComponents(UniqueModule):
     r"""Invariant exclusive (or occlusive) components: which objects an image shows, where, and what of them can be seen.
 
     .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad x_h \sim \mathrm{Uniform}(1..L) \text{ if } s_h = 1, \quad

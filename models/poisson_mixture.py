@@ -5,18 +5,19 @@ from __future__ import annotations
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import check_data, check_sizes, random_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
+from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
 _RATE_FLOOR = 1e-6
 
 
-class PoissonMixture(PyroModule):
+class PoissonMixture(UniqueModule):
     r"""Mixture of Poisson distributions, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Poisson}(\lambda_{zd})`.
 
     Args:

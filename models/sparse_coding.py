@@ -8,15 +8,16 @@ from typing import ClassVar, Self
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
 from pyro_truncated.models.dictionary import WEIGHT_FLOOR, best_scale, first_dictionary
+from pyro_truncated.parameters import UniqueModule
 
 
-class SparseCoding(PyroModule):
+class SparseCoding(UniqueModule):
     r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \sigma)`.
 
     A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.

@@ -13,8 +13,9 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.parameters import absolute_names, relative_names, replaced_parameters
 
-_FORMAT = "pyro_truncated checkpoint 1"
+_FORMAT = "pyro_truncated checkpoint 2"
 
 
 def save_checkpoint(path: str | Path, svi: SVI, *, history: Any = None, settings: Mapping[str, Any] | None = None) -> None:
@@ -43,8 +44,8 @@ def save_checkpoint(path: str | Path, svi: SVI, *, history: Any = None, settings
         "settings": dict(settings or {}),
         "history": history,
         "modules": {name: module.state_dict() for name, module in _modules(svi).items()},
-        "params": {name: value.detach() for name, value in _loose_params(svi).items()},
-        "optim": svi.optim.get_state(),
+        "params": relative_names({name: value.detach() for name, value in _loose_params(svi).items()}, svi.model, svi.guide),
+        "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
         "num_evaluations": getattr(_elbo(svi), "num_evaluations", 0),
         "generators": {name: generator.get_state() for name, generator in _generators(svi)},
     }
@@ -86,6 +87,7 @@ def load_checkpoint(path: str | Path, svi: SVI, *, settings: Mapping[str, Any] |
     if settings is not None:
         _compare(content["settings"], dict(settings), path)
     _refuse_stale(svi)
+    content |= {key: absolute_names(content[key], svi.model, svi.guide) for key in ("params", "optim")}
     params = _loose_params(svi)
     if missing := content["params"].keys() - params.keys():
         raise KeyError(f"the parameters {sorted(missing)} do not exist yet; call svi.evaluate_loss(...) once before load_checkpoint")
@@ -155,17 +157,10 @@ def _compare(saved: dict[str, Any], wanted: dict[str, Any], path: str | Path) ->
 
 def _refuse_stale(svi: SVI) -> None:
     """Refuses modules whose parameters are shadowed: Pyro looks a parameter up in its store first, by name."""
-    store = dict(pyro.get_param_store().named_parameters())
-    stale = []
-    for module in _modules(svi).values():
-        prefix = getattr(module, "_pyro_name", "")
-        for name, param in module.named_parameters():
-            key = ".".join(filter(None, (prefix, name.removesuffix("_unconstrained"))))
-            if store.get(key, param) is not param:
-                stale.append(key)
+    stale = sorted(parameter.name for parameter, _ in replaced_parameters(*_modules(svi).values()))
     if stale:
         raise ValueError(
-            f"Pyro's parameter store holds other parameters {sorted(stale)} from an earlier model; "
+            f"Pyro's parameter store holds other parameters {stale} from an earlier model; "
             "call pyro.clear_param_store() before making the model and the guide"
         )
 

@@ -17,6 +17,7 @@ from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.guide import AutoTruncated, Searching
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import LogJoint
+from pyro_truncated.parameters import refuse_shadowed
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
@@ -91,6 +92,8 @@ class Truncated_ELBO(ELBO):
         if not _stands_alone(model, guide, args, kwargs):
             with SparseSubsamples(), self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
                 return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+        if torch.is_grad_enabled():
+            self._meet(model, guide)
         first = self._searched(guide, args, kwargs, torch.is_grad_enabled() and self._search_is_due())
         loss = -torch.stack([self._free_energy(guide, log_joint) for log_joint in self._draws(first, guide, args, kwargs)]).mean()
         warn_if_nan(loss, "loss")
@@ -105,10 +108,12 @@ class Truncated_ELBO(ELBO):
                 raise NotImplementedError(
                     "closed-form M-steps need a guide that is one AutoTruncated; use a gradient optimiser beside other guides"
                 )
+            self._meet(model, guide)
             return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
         if not alone:
             with SparseSubsamples(), self._searching(model, guide, args, kwargs):
                 return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
+        self._meet(model, guide)
         temperature = self._temperature()
         with torch.enable_grad():
             first = self._searched(guide, args, kwargs, self._search_is_due())
@@ -132,6 +137,12 @@ class Truncated_ELBO(ELBO):
         return self._stock._get_trace(model, guide, args, kwargs)
 
     # --- the E-step ---
+
+    def _meet(self, model: Any, guide: Any) -> None:
+        """Before a guide is trained for the first time, and once it has been set up."""
+        if self._known_guide is not guide:
+            refuse_shadowed(model, guide, training=True)
+            self._known_guide = guide
 
     def _temperature(self) -> float:
         value = self.temperature(self.num_evaluations) if callable(self.temperature) else self.temperature
@@ -158,9 +169,10 @@ class Truncated_ELBO(ELBO):
             raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; beside other guides train without")
         with spare_random_numbers():
             if self._known_guide is not guide:
+                refuse_shadowed(model, guide)
                 with poutine.block(), torch.no_grad():
                     truncated_parts(poutine.trace(guide).get_trace(*args, **kwargs))
-                self._known_guide = guide
+                self._meet(model, guide)
             if self._stock.max_plate_nesting == math.inf:
                 self._stock._guess_max_plate_nesting(model, guide, args, kwargs)
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()

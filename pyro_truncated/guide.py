@@ -26,6 +26,7 @@ from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims
 from pyro_truncated.log_joint import Conditional, LogJoint
+from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
 from pyro_truncated.search.base import Search, SearchBatch
@@ -162,8 +163,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _inspect(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
         """Finds the discrete sites and plates; returns the device that the states live on."""
         self._check_alone()
+        refuse_shadowed(self.model, self.conditional)
         inspection.refuse_hidden_latents(self.model, args, kwargs)
-        with poutine.block(), torch.no_grad():
+        with poutine.block(), torch.no_grad(), ShadowWatch():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
         self._layout = Layout(
             trace,
@@ -458,9 +460,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
         names = self.layout.other_latents if self._layout is not None else []
-        return inspection.recorded_values(names, self._prototype_frames, self.layout.depth) or (
-            self._values_from_siblings(args, kwargs) if names else {}
-        )
+        if not names:
+            return {}
+        return inspection.recorded_values(names, self._prototype_frames, self.layout.depth) or self._values_from_siblings(args, kwargs)
 
     def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
         """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""

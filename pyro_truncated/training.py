@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import math
@@ -20,6 +21,7 @@ from pyro_truncated import packed
 from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]
@@ -121,10 +123,13 @@ def fit(
     for callback in callbacks:
         if callable(start := getattr(callback, "start", None)):
             start(training)
+    model, guide = getattr(svi, "model", None), getattr(svi, "guide", None)
+    refuse_shadowed(model, guide, training=True)
     saved = time.monotonic()
     with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
-            _step(training, callbacks, args, kwargs)
+            with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
+                _step(training, callbacks, args, kwargs)
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
             bar.update()
             ended = training.steps >= steps or training.stopped_early or _has_ended(training, patience, tolerance)

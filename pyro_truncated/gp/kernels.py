@@ -8,8 +8,10 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.parameters import UniqueModule
 
-class LinearARD(Kernel):
+
+class LinearARD(UniqueModule, Kernel):
     r"""Linear covariance with one weight per dimension, :math:`k(x, x') = \sum_q a_q x_q x'_q`.
 
     Args:
@@ -27,7 +29,7 @@ class LinearARD(Kernel):
     variance: Tensor
 
     def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
-        super().__init__(input_dim, active_dims)  # type: ignore[no-untyped-call]
+        super().__init__(input_dim, active_dims)
         variance = torch.ones(input_dim) if variance is None else variance
         if variance.shape != (input_dim,):
             raise ValueError(f"variance must have shape ({input_dim},), one weight per dimension; got {tuple(variance.shape)}")

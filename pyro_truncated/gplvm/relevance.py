@@ -22,12 +22,13 @@ from pyro_truncated.gp.psi_statistics import covariance_of
 from pyro_truncated.gplvm.convert import latents_to_arviz
 from pyro_truncated.gplvm.inducing import InducingPosterior
 from pyro_truncated.gplvm.view import View, kernel_weights, make_kernel
+from pyro_truncated.parameters import UniqueModule
 
 KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 Views = Tensor | Sequence[Tensor]
 
 
-class SpikeSlabMRD(PyroModule):
+class SpikeSlabMRD(UniqueModule):
     r"""Gaussian processes from one latent space to several views, with a switch for every latent dimension in every view.
 
     .. math:: b_{cq} \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f^{(c)}_d \sim \mathcal{GP}(0, k_c), \quad

@@ -13,7 +13,7 @@ import pyro.distributions as dist
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
-from pyro.nn import PyroModule, PyroParam, pyro_method
+from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
@@ -23,12 +23,13 @@ from pyro_truncated.gp.projected_set import ProjectedSet
 from pyro_truncated.gp.splits import Choose, Split, least_variance, split_weights
 from pyro_truncated.gplvm.kept_points import KeptPoints, checksum, is_same, keep_points
 from pyro_truncated.gplvm.latents import Predictor, best_candidates, log_joint, maximize_latents, principal_components
+from pyro_truncated.parameters import UniqueModule
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
-class SASDecoder(PyroModule):
+class SASDecoder(UniqueModule):
     r"""Gaussian process latent variable model trained with stochastic active sets.
 
     Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian

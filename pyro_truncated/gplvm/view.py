@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 from pyro.contrib.gp import kernels
-from pyro.nn import PyroModule, PyroParam
+from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -15,11 +15,12 @@ from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.psi_statistics import PsiStatistics, covariance_of, psi_statistics
 from pyro_truncated.gplvm.inducing import InducingPosterior, Observations, collapsed, divergence, expected_log_likelihood
+from pyro_truncated.parameters import UniqueModule
 
 JITTER = 1e-6
 
 
-class View(PyroModule):
+class View(UniqueModule):
     r"""Gaussian process from ``Q`` latents to the ``D`` outputs of one view, with inducing inputs and Gaussian noise.
 
     Args:

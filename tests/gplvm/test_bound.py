@@ -291,7 +291,8 @@ def test_svi_raises_the_bound(collapsed):
     for _ in range(30):
         svi.step(views, **arguments)
     assert float(model.bound(views).detach()) > before + 1
-    assert {"loc", "scale", "logits", "views.0.noise"} <= set(pyro.get_param_store().keys())
+    name = model._pyro_name
+    assert {f"{name}.{own}" for own in ("loc", "scale", "logits", "views.0.noise")} <= set(pyro.get_param_store().keys())
 
 
 def test_models_do_not_share_parameters_through_the_store():

@@ -15,6 +15,8 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from pyro_truncated.parameters import UniqueModule
+
 
 @runtime_checkable
 class KernelColumns(Protocol):
@@ -33,7 +35,7 @@ class KernelColumns(Protocol):
         ...
 
 
-class DataKernel(Parameterized):
+class DataKernel(UniqueModule, Parameterized):
     """A covariance function on ``n`` training inputs that it holds itself.
 
     Its parameters are those of a module of :mod:`pyro.contrib.gp` (constrained by ``PyroParam``; a prior makes them random inside a Pyro
@@ -44,7 +46,7 @@ class DataKernel(Parameterized):
     """
 
     def __init__(self, num_data: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         if num_data < 1:
             raise ValueError("a kernel needs at least one training input; got none")
         self.num_data = num_data

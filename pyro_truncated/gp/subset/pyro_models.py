@@ -21,9 +21,10 @@ from pyro_truncated.gp.leave_one_out import stable_cholesky
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.problem import check_index
 from pyro_truncated.gp.subset.search import SubsetSearch
+from pyro_truncated.parameters import UniqueModule
 
 
-class SubsetModel(Parameterized):
+class SubsetModel(UniqueModule, Parameterized):
     """What sparse models on an inducing subset share. The training inputs belong to the kernel.
 
     Args:
@@ -41,7 +42,7 @@ class SubsetModel(Parameterized):
     y: Tensor
 
     def __init__(self, kernel: Any, y: Tensor, num_inducing: int, index: Tensor | None, jitter: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.kernel: DataKernel = _unused(as_data_kernel(kernel))
         n = self.kernel.num_data
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
