@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
-_VARIANCE_FLOOR = 1e-6
+_SCALE_FLOOR = 1e-3
 
 
 class BinaryVAE(UniqueModule):
@@ -89,7 +90,9 @@ class BinaryVAE(UniqueModule):
         if layers and layers[-1].bias is not None and layers[-1].out_features == self.num_observed:
             nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))
             layers[-1].bias.add_(y.mean(0).to(nothing) - nothing.squeeze(0))
-        self.scale = y.double().var(0, correction=0).mean().clamp(min=_VARIANCE_FLOOR).sqrt().to(self.scale)
+        rows = y.double()
+        deviation = rows.var(0, correction=0).mean().sqrt()
+        self.scale = deviation.maximum(_SCALE_FLOOR * data_scale(rows.square().sum(), torch.tensor(float(y.numel())))).to(self.scale)
         self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
         return self
 

@@ -14,14 +14,41 @@ NEVER_SEEN = 1e-10
 
 _RIDGE = 1e-10
 _VARIANCE_FLOOR = 1e-6
+_SCALE_FLOOR = 1e-3
 _MAX_HALVINGS = 10
 _ROUNDING = 1e-12
 
 
-def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-    """Where learning starts from: elements ``(D, H)`` near random data points, and noise of the data's standard deviation."""
-    deviation = y[~y.isnan()].double().var(correction=0).clamp(min=_VARIANCE_FLOOR).sqrt()
-    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation
+def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
+    """Root mean square of the observed entries: the unit of floors, so that these are the same for data in other units.
+
+    Args:
+        squares: sum of the squared data.
+        observed: number of observed entries.
+
+    Returns:
+        A scalar; 1 if all entries are zero.
+
+    Raises:
+        ValueError: if no entry is observed.
+    """
+    if not bool(observed > 0):
+        raise ValueError("the data have no observed entry: all of them are NaN, so there is nothing to learn from")
+    scale = (squares / observed).sqrt()
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Where learning starts from.
+
+    Returns:
+        Elements ``(D, H)`` near random data points, noise of the data's standard deviation (not below what the M-step allows), and the
+        smallest entry of a positive dictionary.
+    """
+    seen = y[~y.isnan()].double()
+    unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
+    deviation = seen.std(correction=0).maximum(_SCALE_FLOOR * unit)
+    return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, WEIGHT_FLOOR * unit
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
@@ -31,9 +58,12 @@ def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
         errors: sum of the expected squared residuals.
         squares: sum of the squared data.
         observed: number of observed entries.
+
+    Raises:
+        ValueError: if no entry is observed.
     """
-    floor = _VARIANCE_FLOOR * (squares / observed).clamp(min=1.0)
-    return torch.maximum(errors / observed, floor).sqrt()
+    floor = _SCALE_FLOOR * data_scale(squares, observed)
+    return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), floor)
 
 
 def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor) -> Tensor:
@@ -69,7 +99,7 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
 
 
 def better_maximum_dictionary(
-    weight: Tensor, sums: Tensor, wins: Tensor, errors: Tensor, squares: Tensor, errors_of: Callable[[Tensor], Tensor]
+    weight: Tensor, sums: Tensor, wins: Tensor, errors: Tensor, squares: Tensor, errors_of: Callable[[Tensor], Tensor], floor: Tensor
 ) -> tuple[Tensor, Tensor]:
     r"""A dictionary for superposition by maximum whose expected squared residuals are no larger than the old one's.
 
@@ -83,11 +113,12 @@ def better_maximum_dictionary(
         errors: expected squared residuals of every dimension under the old dictionary, ``(D,)``.
         squares: sums of the squared data, ``(D,)``.
         errors_of: gives the errors of a dictionary.
+        floor: smallest entry of a dictionary.
 
     Returns:
-        The dictionary, at least ``WEIGHT_FLOOR``, and its errors.
+        The dictionary and its errors.
     """
-    step = torch.where(wins > NEVER_SEEN, sums / wins, weight).clamp(min=WEIGHT_FLOOR) - weight
+    step = torch.where(wins > NEVER_SEEN, sums / wins, weight).maximum(floor) - weight
     for _ in range(_MAX_HALVINGS):
         chosen = weight + step
         chosen_errors = errors_of(chosen)

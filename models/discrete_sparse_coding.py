@@ -99,7 +99,7 @@ class DiscreteSparseCoding(UniqueModule):
         Returns:
             The model itself.
         """
-        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        weight, deviation, _ = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)

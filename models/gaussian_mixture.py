@@ -21,8 +21,8 @@ _COVARIANCES = ("full", "diag", "spherical", "tied")
 class GaussianMixture(UniqueModule):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
-    Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance, without which the likelihood has
-    no maximum; the M-step is the exact maximiser under this constraint.
+    Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
+    do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint.
 
     Args:
         num_observed: number of observed dimensions ``D``.
@@ -87,9 +87,10 @@ class GaussianMixture(UniqueModule):
         rows = check_data(y, self.num_observed).double()
         centred = rows - rows.mean(0)
         self.center = rows.mean(0)
-        variance = centred.square().mean().clamp(min=_VARIANCE_FLOOR)
-        covariance = _floored(centred.mT @ centred / len(rows), _VARIANCE_FLOOR * variance)
-        self.loc = perturbed_rows(rows, self.num_components, variance.sqrt(), generator).to(self.loc)
+        variance = centred.square().mean()
+        floor = self._floor(variance, rows.square().mean())
+        covariance = _floored(centred.mT @ centred / len(rows), floor)
+        self.loc = perturbed_rows(rows, self.num_components, variance.maximum(floor).sqrt(), generator).to(self.loc)
         self.scale = self._scale_of(covariance).to(self.scale)
         self.weights = torch.full_like(self.weights, 1 / self.num_components)
         return self
@@ -129,14 +130,20 @@ class GaussianMixture(UniqueModule):
         is_used = counts > NEVER_USED
         loc = torch.where(is_used.unsqueeze(-1), sums / counts.unsqueeze(-1), self.loc.double() - self.center)
         total = counts.sum()
-        variance = statistics["squares"].sum() / total - (sums.sum(0) / total).square().sum()
-        floor = _VARIANCE_FLOOR * (variance / self.num_observed).clamp(min=_VARIANCE_FLOOR)
+        shift = sums.sum(0) / total
+        variance = statistics["squares"] / total - shift.square()
+        floor = self._floor(variance.mean().clamp(min=0.0), (variance + (self.center + shift).square()).mean())
         scale = self._best_scale(statistics, loc, floor)
         if self.covariance != "tied":
             scale = torch.where(is_used.reshape(-1, *(1,) * (scale.dim() - 1)), scale, self.scale.double())
         self.loc = (loc + self.center).to(self.loc)
         self.scale = scale.to(self.scale)
         self.weights = best_weights(counts).to(self.weights)
+
+    def _floor(self, variance: Tensor, power: Tensor) -> Tensor:
+        """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
+        unit = torch.where(power > 0, power, 1.0)
+        return _VARIANCE_FLOOR * variance.maximum(torch.finfo(self.loc.dtype).eps * unit)
 
     def _best_scale(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Tensor:
         counts, sums, products = statistics["counts"], statistics["sums"], statistics["products"]

@@ -15,7 +15,7 @@ from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.gibbs import GibbsDraws
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_slabs, better_maximum_dictionary
+from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_slabs, better_maximum_dictionary, data_scale
 from pyro_truncated.models.sparse_coding import SparseCoding
 
 
@@ -51,7 +51,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
-        weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6``.
+        weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
         slab_mean: :math:`\mu`, a scalar or ``(H,)``.
@@ -241,7 +241,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return packed.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
 
         products, wins, before = won(weight)
-        chosen, errors = better_maximum_dictionary(weight, products, wins, before, squares, lambda weight: won(weight)[2])
+        observed = (~rows.isnan()).double().sum()
+        floor = WEIGHT_FLOOR * data_scale(squares.sum(), observed)
+        chosen, errors = better_maximum_dictionary(weight, products, wins, before, squares, lambda weight: won(weight)[2], floor)
         return {
             **_moments(draws, self.num_latents),
             "num_data": wins.new_tensor(len(rows)),
@@ -249,7 +251,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             "claims": wins * chosen,
             "errors": errors.sum(),
             "squares": squares.sum(),
-            "observed": (~rows.isnan()).double().sum(),
+            "observed": observed,
         }
 
     @torch.no_grad()
@@ -267,11 +269,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         added to later ones.
         """
         wins = statistics["wins"]
-        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).clamp(min=WEIGHT_FLOOR)
+        floor = WEIGHT_FLOOR * data_scale(statistics["squares"], statistics["observed"])
+        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).maximum(floor)
         count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
         gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
-        self._set_dictionary((weight / gain).clamp(min=WEIGHT_FLOOR), statistics["errors"], statistics)
+        self._set_dictionary((weight / gain).maximum(floor), statistics["errors"], statistics)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)
         self.unit = self.unit * gain

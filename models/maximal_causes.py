@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary
+from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary, data_scale
 from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
 
@@ -29,7 +29,7 @@ class MaximalCauses(SparseCoding):
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
-        weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6``.
+        weight: dictionary :math:`W`, ``(D, H)``, at least ``1e-6`` of the data's root mean square.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
 
@@ -72,7 +72,9 @@ class MaximalCauses(SparseCoding):
             return _errors(weight, *packed.maximum_statistics(population.words, weights, rows, weight)[2:], squares)
 
         before = _errors(weight, wins, sums, squares)
-        chosen, errors = better_maximum_dictionary(weight, sums, wins, before, squares, errors_of)
+        observed = (~rows.isnan()).double().sum()
+        floor = WEIGHT_FLOOR * data_scale(squares.sum(), observed)
+        chosen, errors = better_maximum_dictionary(weight, sums, wins, before, squares, errors_of, floor)
         return {
             "num_data": active.new_tensor(len(rows)),
             "states": active.sum(0),
@@ -80,7 +82,7 @@ class MaximalCauses(SparseCoding):
             "claims": wins * chosen,
             "errors": errors.sum(),
             "squares": squares.sum(),
-            "observed": (~rows.isnan()).double().sum(),
+            "observed": observed,
         }
 
     @torch.no_grad()
@@ -92,7 +94,8 @@ class MaximalCauses(SparseCoding):
         :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they are.
         """
         wins = statistics["wins"]
-        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).clamp(min=WEIGHT_FLOOR)
+        floor = WEIGHT_FLOOR * data_scale(statistics["squares"], statistics["observed"])
+        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).maximum(floor)
         self._set_dictionary(weight, statistics["errors"], statistics)
 
     @torch.no_grad()

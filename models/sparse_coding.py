@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
-from pyro_truncated.models.dictionary import WEIGHT_FLOOR, best_scale, first_dictionary
+from pyro_truncated.models.dictionary import best_scale, first_dictionary
 from pyro_truncated.parameters import UniqueModule
 
 
@@ -80,8 +80,8 @@ class SparseCoding(UniqueModule):
         Returns:
             The model itself.
         """
-        weight, deviation = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
-        weight = weight.abs().clamp(min=WEIGHT_FLOOR) if self.is_positive else weight
+        weight, deviation, floor = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        weight = weight.abs().maximum(floor) if self.is_positive else weight
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)

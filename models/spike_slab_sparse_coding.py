@@ -18,6 +18,8 @@ from pyro_truncated.models.dictionary import best_dictionary, best_slabs, square
 from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
 
+_VANISHING = 1e-8
+
 
 class SpikeSlabSparseCoding(SparseCoding):
     r"""Linear spike-and-slab sparse coding.
@@ -177,5 +179,6 @@ class SpikeSlabSparseCoding(SparseCoding):
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:
     """Factors ``(H,)`` that elements are divided by: the ratio of their norm to the old one, with the sign of the slab mean."""
     old_norm, norm = old.norm(dim=0), weight.norm(dim=0)
-    ratio = torch.where((old_norm > 0) & (norm > 0), norm / old_norm, 1.0)
+    # An element that vanishes does so itself: the scale of its slab would soon be no number.
+    ratio = torch.where((old_norm > 0) & (norm > _VANISHING * old_norm), norm / old_norm, 1.0)
     return torch.where(slab_mean < 0, -ratio, ratio)

@@ -1,0 +1,142 @@
+"""Models of real data know no unit: data in volts and in microvolts are learnt alike, and no start lies where an M-step may not go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO
+from pyro_truncated import models as library
+from pyro_truncated.search.affinities import Cosine
+
+D64 = torch.float64
+FAMILIES: dict[str, Callable[[int, torch.dtype], torch.nn.Module]] = {
+    "BinarySparseCoding": lambda d, dtype: library.BinarySparseCoding(d, 4, dtype=dtype),
+    "SpikeSlabSparseCoding": lambda d, dtype: library.SpikeSlabSparseCoding(d, 4, dtype=dtype),
+    "MaximalCauses": lambda d, dtype: library.MaximalCauses(d, 4, dtype=dtype),
+    "DiscreteSparseCoding": lambda d, dtype: library.DiscreteSparseCoding(d, 3, dtype=dtype),
+    "GaussianMixture-full": lambda d, dtype: library.GaussianMixture(d, 3, dtype=dtype),
+    "GaussianMixture-diag": lambda d, dtype: library.GaussianMixture(d, 3, covariance="diag", dtype=dtype),
+    "GaussianMixture-spherical": lambda d, dtype: library.GaussianMixture(d, 3, covariance="spherical", dtype=dtype),
+    "GaussianMixture-tied": lambda d, dtype: library.GaussianMixture(d, 3, covariance="tied", dtype=dtype),
+}
+
+
+def bars_like(num_data: int = 60, dtype: torch.dtype = D64, generator: torch.Generator | None = None) -> Tensor:
+    """Non-negative superpositions of three elements with a little noise."""
+    generator = generator or torch.Generator().manual_seed(0)
+    states = (torch.rand(num_data, 3, generator=generator) < 0.4).to(D64)
+    elements = torch.rand(3, 5, generator=generator, dtype=D64) * 3
+    return (states @ elements + 0.3 * torch.randn(num_data, 5, generator=generator, dtype=D64)).to(dtype)
+
+
+def trained(family: str, y: Tensor, steps: int = 12) -> list[float]:
+    """Free energies of EM with exact posteriors."""
+    pyro.clear_param_store()
+    model = FAMILIES[family](y.shape[1], y.dtype).initialize(y, torch.Generator().manual_seed(3))
+    guide = AutoTruncated(model, 27 if family.startswith("Discrete") else 3 if family.startswith("Gaussian") else 16)
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+    return [-svi.step(y) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("unit", [1e-12, 7e-6, 255.0, 1e12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_free_energies_in_another_unit_differ_by_its_logarithm(family, unit):
+    y = bars_like()
+    own, other = torch.tensor(trained(family, y), dtype=D64), torch.tensor(trained(family, unit * y), dtype=D64)
+    torch.testing.assert_close(other + y.numel() * math.log(unit), own, atol=1e-6, rtol=1e-9)
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1e12])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_units_in_single_precision(family, unit):
+    y = bars_like(dtype=torch.float32)
+    own, other = trained(family, y, 6)[-1], trained(family, unit * y, 6)[-1]
+    assert other + y.numel() * math.log(unit) == pytest.approx(own, abs=0.01 * y.numel())
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
+def test_units_of_maximal_slabs(unit):
+    def after_em(unit: float) -> tuple[Tensor, float]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        y = unit * bars_like()
+        model = library.MaxSpikeSlabSparseCoding(5, 4, dtype=D64).initialize(y, torch.Generator().manual_seed(3))
+        svi = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Cosine(lambda: model.weight), 4)))
+        for _ in range(4):
+            svi.step(y)
+        return model.weight.detach() / unit, model.scale.item() / unit
+
+    (weight, scale), (other_weight, other_scale) = after_em(1.0), after_em(unit)
+    torch.testing.assert_close(other_weight, weight, rtol=1e-5, atol=1e-5)
+    assert other_scale == pytest.approx(scale, rel=1e-5)
+
+
+def test_units_of_binary_autoencoders():
+    y = bars_like()
+    scales = [library.BinaryVAE(5, 4, dtype=D64).initialize(unit * y).scale.item() / unit for unit in (1.0, 1e-12, 1e12)]
+    assert scales[1:] == pytest.approx([scales[0]] * 2, rel=1e-9)
+
+
+def odd_data() -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    noise = torch.randn(30, 5, generator=generator, dtype=D64)
+    odd = {f"constant at {value:g}": torch.full((30, 5), value, dtype=D64) for value in (0.0, 1e-9, 1.0, 255.0, 1e6, -255.0)}
+    odd |= {f"constant at {value:g} but for one entry": odd[f"constant at {value:g}"].clone() for value in (0.0, 255.0)}
+    odd["constant at 0 but for one entry"][3, 2] = odd["constant at 255 but for one entry"][3, 2] = 1.0
+    odd |= {f"offset {value:g}": value + noise for value in (255.0, -1e3, 1e6)}
+    odd |= {
+        "two rows": torch.where(noise[:, :1] > 0, noise[:1], noise[1:2]),
+        "columns of constants": noise[:1].expand(30, 5).clone(),
+        "one row": noise[:1],
+        "one row of zeros": torch.zeros(1, 5, dtype=D64),
+        "an outlier": torch.cat([noise, torch.full((1, 5), 1e6, dtype=D64)]),
+        "tiny with an outlier": torch.cat([1e-8 * noise, torch.full((1, 5), 1.0, dtype=D64)]),
+        "integers": (noise * 2).round(),
+        "negative": -noise.abs() - 3,
+        "binary": (noise > 0).to(D64),
+        "one-dimensional": noise[:, :1].expand(30, 5).clone(),
+        "cubed": noise**9,
+    }
+    return odd
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", odd_data())
+def test_free_energies_never_fall_whatever_the_data(name, dtype):
+    y = odd_data()[name].to(dtype)
+    for family in FAMILIES:
+        energies = torch.tensor(trained(family, y, 10), dtype=D64)
+        assert bool(energies.isfinite().all()), family
+        # Parameters are rounded: their errors count in units of the deviation, which is a thousandth of the data at least.
+        slack = (1e-9 if dtype == D64 else 1e-2) * y.numel() + (1e-12 if dtype == D64 else 1e-6) * float(energies.abs().max())
+        assert bool((energies.diff() >= -slack).all()), (family, energies)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if not family.startswith("Gaussian")])
+def test_data_without_any_observed_entry_are_refused(family):
+    y = torch.full((6, 5), torch.nan)
+    with pytest.raises(ValueError, match="the data have no observed entry"):
+        trained(family, y)
+    model = FAMILIES[family](5, torch.float32)
+    svi = SVI(model, AutoTruncated(model, 8), ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+    with pytest.raises(ValueError, match="the data have no observed entry"):
+        svi.step(y)
+
+
+def test_gradients_know_no_unit_either():
+    y = bars_like()
+    losses = []
+    for unit in (1.0, 1e-9):
+        pyro.clear_param_store()
+        model = library.BinarySparseCoding(5, 4, dtype=D64).initialize(unit * y, torch.Generator().manual_seed(3))
+        loss = SVI(model, AutoTruncated(model, 16), Adam({"lr": 0.0}), Truncated_ELBO(ExhaustiveSearch())).step(unit * y)
+        losses.append(loss - y.numel() * math.log(unit))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-9)
