@@ -49,7 +49,7 @@ def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch
     """:func:`random_rows`, with noise of a hundredth of the ``deviation`` that tells equal ones apart."""
     rows = random_rows(y, num_rows, generator)
     noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
-    return rows + 0.01 * deviation * noise
+    return rows + 0.01 * deviation * noise.to(rows)
 
 
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:

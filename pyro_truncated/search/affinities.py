@@ -15,8 +15,6 @@ from pyro_truncated.states import StateSpace
 
 Affinity = Callable[[SearchBatch], Tensor]
 
-_SMALLEST_NORM = 1e-9
-
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -145,8 +143,12 @@ class Cosine(_Dictionary):
     def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         missing = observed.isnan()
         if not bool(missing.any()):
-            direction: Tensor = weight / weight.norm(dim=0).clamp(min=_SMALLEST_NORM)
+            direction: Tensor = weight / _or_one(weight.norm(dim=0))
             return observed @ direction
         norm = ((~missing).to(weight) @ weight.square()).sqrt()
         projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
-        return projection / norm.clamp(min=_SMALLEST_NORM)
+        return projection / _or_one(norm)
+
+
+def _or_one(norm: Tensor) -> Tensor:
+    return torch.where(norm > 0, norm, 1.0)
