@@ -174,7 +174,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             Dependencies(self.model, args, kwargs),
         )
         try:
-            super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+            with torch.no_grad():
+                # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
+                super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:
             # Sequential plates trouble us only around discrete sites, which Layout has refused already.
             self._prototype_frames = {

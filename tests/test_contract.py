@@ -458,6 +458,19 @@ def test_deepcopy_shares_the_model_and_nothing_else():
     assert torch.equal(guide.words, before)
 
 
+def test_deepcopy_beside_parameters_with_a_constraint():
+    def model(y):
+        noise = pyro.param("noise", lambda: torch.ones((), dtype=D64), constraint=dist.constraints.positive)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(RATE).to_event(1))
+            pyro.sample("y", dist.Normal(s @ WEIGHT.mT, noise).to_event(1), obs=y)
+
+    y = vector_data()
+    guide = AutoTruncated(model, 16)
+    train(model, guide, y)
+    assert truncated().loss(model, copy.deepcopy(guide), y) == truncated().loss(model, guide, y)
+
+
 def test_deepcopy_of_a_list_trains_on():
     y = cluster_data()
     guide = clusters_guide()
