@@ -12,7 +12,7 @@ WORKERS ?= 2
 TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test arviz1 lint format papers bench clean
+.PHONY: demo test arviz1 lint format papers foreign bench clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -46,6 +46,10 @@ format: $(INSTALLED)
 
 papers: $(INSTALLED)
 	$(BIN)/python -m pytest tests/papers -m paper
+
+# Models of others under every habit of a user, and a thousand random models against brute force.
+foreign: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/foreign -m "foreign or not foreign" -n $(WORKERS) --dist worksteal
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s

@@ -1,0 +1,50 @@
+"""Every foreign model: numbers against brute force, or a refusal by name; some habits by default, all with ``make foreign``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.foreign.catalogue import MODELS, OPEN
+from tests.foreign.habits import HABITS, PyroLimitError
+from tests.foreign.harness import as_a_new_user, compare
+
+ACCEPTED = [name for name in MODELS if name not in OPEN]
+PAIRS = [(name, habit) for name in ACCEPTED for habit in HABITS]
+
+
+def test_there_are_enough_models_and_each_names_its_source():
+    assert len(MODELS) >= 60
+    assert all(make.__doc__ for make in MODELS.values())
+    assert set(OPEN) <= set(MODELS)
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_loss_gradient_and_marginals_equal_brute_force(name):
+    with as_a_new_user(name) as case:
+        if case.refused is not None:
+            with pytest.raises((ValueError, NotImplementedError), match=case.refused):
+                compare(case)
+            return
+        errors = compare(case)
+    assert errors.worst < 1e-8, errors
+
+
+@pytest.mark.foreign
+@pytest.mark.parametrize(("name", "habit"), PAIRS)
+def test_every_habit_on_every_model(name, habit):
+    check(name, habit)
+
+
+def check(name: str, habit: str) -> None:
+    """Puts a model through a habit; what cannot work says so with the message that the model announces."""
+    with as_a_new_user(name) as case:
+        if case.refused is not None:
+            pytest.skip("refused, see the table")
+        if habit in case.limits:
+            with pytest.raises((ValueError, NotImplementedError), match=case.limits[habit]):
+                HABITS[habit](case)
+            return
+        try:
+            HABITS[habit](case)
+        except PyroLimitError as limit:
+            pytest.skip(f"Pyro itself cannot: {limit}")
