@@ -181,7 +181,7 @@ def keeps_company(case: Foreign) -> None:
             with poutine.block(), torch.no_grad():
                 drawn = poutine.trace(guide[0]).get_trace(*case.args, **case.kwargs)
                 given = {name: drawn.nodes[name]["value"] for name in continuous}
-                exact = -float(brute_force(case, given).evidence() - drawn.log_prob_sum())
+                exact = -float((brute_force(case, given).evidence() - drawn.log_prob_sum()).detach())
             assert abs(loss - exact) < 1e-8 * max(1.0, abs(exact)), f"{part.__name__}: loss {loss}, by brute force {exact}"
 
 

@@ -128,8 +128,10 @@ def compare(case: Foreign) -> Errors:
     def exactly() -> float:
         nonlocal exact
         exact = brute_force(case, continuous_values(case, guide))
-        (-exact.evidence()).backward() if exact.evidence().requires_grad else None
-        return -float(exact.evidence())
+        evidence = exact.evidence()
+        if evidence.requires_grad:
+            (-evidence).backward()
+        return -float(evidence.detach())
 
     exact: Enumeration
     expected, expected_gradients = loss_and_gradients(exactly)
