@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
+from pyro_truncated.sites import Layout
 
 PRIOR_FLOOR = 1e-6
 
@@ -35,6 +42,21 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
 def rows_of(y: Tensor, population: Population) -> Tensor:
     """The population's data points among all data ``y``."""
     return y if population.indices is None else y[population.indices.to(y.device)]
+
+
+@torch.no_grad()
+def scored(model: Callable[..., Any], population: Population, y: Tensor) -> Population:
+    """The population, with the data points that have never been scored scored under the model of the data ``y`` as it is now."""
+    rows = population.log_joint.isnan().any(-1).nonzero().squeeze(-1)
+    if not len(rows):
+        return population
+    with poutine.block():
+        layout = Layout(poutine.trace(model).get_trace(y))
+    positions = rows if population.indices is None else population.indices[rows]
+    log_joint = LogJoint(model, layout, (y,), {}, values={layout.plates[0]: positions})
+    scores = population.log_joint.clone()
+    scores[rows] = log_joint.score(population.words[rows]).to(scores)
+    return dataclasses.replace(population, log_joint=scores)
 
 
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:

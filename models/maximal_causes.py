@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.models.binary_causes import check_data, rows_of
+from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary, data_scale
 from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
@@ -103,13 +103,15 @@ class MaximalCauses(SparseCoding):
         """Posterior mean of the noise-free data, for denoising and in-painting.
 
         Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
+                scored first.
             y: all data, ``(N, D)``; missing entries (NaN) are filled in.
 
         Returns:
             ``(N, D)`` for the population's data points, in the type of the data.
         """
         rows = rows_of(check_data(y, self.num_observed), population)
+        population = scored(self, population, y)
         return packed.maximum_statistics(population.words, population.weights(), rows, self.weight)[1].to(y.dtype)
 
 

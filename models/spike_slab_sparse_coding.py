@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import packed
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.binary_causes import check_data, rows_of
+from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import best_dictionary, best_slabs, squared_residuals
 from pyro_truncated.models.sparse_coding import SparseCoding
 from pyro_truncated.population import Population
@@ -160,13 +160,15 @@ class SpikeSlabSparseCoding(SparseCoding):
         r"""Posterior mean of the noise-free data, :math:`W \langle b \odot z \rangle`, for denoising and in-painting.
 
         Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``.
+            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
+                scored first.
             y: all data, ``(N, D)``; missing entries (NaN) are filled in.
 
         Returns:
             ``(N, D)`` for the population's data points, in the type of the data.
         """
         rows = rows_of(check_data(y, self.num_observed), population)
+        population = scored(self, population, y)
         _, coefficients, _ = packed.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
         mean: Tensor = (coefficients @ self.weight.double().mT).to(y.dtype)
         return mean

@@ -6,10 +6,8 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.poutine.messenger import Messenger
@@ -62,8 +60,8 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
         The populations, or ``None`` where no other guide makes draws.
     """
     args, kwargs = call
-    with spare_random_numbers(), poutine.block(), _plates(guide, args, kwargs, subsamples or {}):
-        values = guide._values_from_siblings(args, kwargs)
+    with spare_random_numbers(), poutine.block():
+        values = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
         if not values:
             return None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
@@ -73,7 +71,7 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, log_joint.subsamples
-            following = guide._values_from_siblings(args, kwargs)
+            following = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
             if all(torch.equal(values[name], following[name]) for name in values):
                 break
             values = following
@@ -123,9 +121,9 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
 
 def _has_siblings(guide: AutoTruncated, call: Call | None) -> bool:
     if call is None:
-        return guide.master is not None
+        return guide._siblings is not None
     args, kwargs = call
-    with spare_random_numbers(), _plates(guide, args, kwargs, {}):
+    with spare_random_numbers():
         return bool(guide._values_from_siblings(args, kwargs))
 
 
@@ -152,23 +150,3 @@ def _batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[dict[
             filled = positions[torch.arange(-(-len(positions) // frame.size) * frame.size, device=wanted.device) % len(positions)]
             chunks.append([(name, chunk) for chunk in filled.split(frame.size)])
     yield from (dict(combination) for combination in itertools.product(*chunks))
-
-
-@contextmanager
-def _plates(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> Iterator[None]:
-    """Makes new plates for the list that a guide is in, with the given subsamples."""
-    master: Any = None if guide.master is None else guide.master()
-    if master is None:
-        yield
-        return
-    kept = getattr(master, "plates", {})
-    plates = dict(master._create_plates(*args, **kwargs))
-    for name, indices in subsamples.items():
-        if name in plates:
-            plate = plates[name]
-            plates[name] = pyro.plate(name, plate.size, subsample=indices, dim=plate.dim)
-    master.plates = plates
-    try:
-        yield
-    finally:
-        master.plates = kept

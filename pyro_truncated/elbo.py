@@ -10,6 +10,7 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.infer import ELBO, TraceEnum_ELBO
+from pyro.infer.elbo import ELBOModule
 from pyro.util import warn_if_nan
 from torch import Tensor
 
@@ -72,6 +73,17 @@ class Truncated_ELBO(ELBO):
         self._known_guide: Any = None
 
     # --- what Pyro calls ---
+
+    def __call__(self, model: torch.nn.Module, guide: torch.nn.Module) -> ELBOModule:
+        """The module of model and guide: its parameters are theirs, and calling it returns :meth:`differentiable_loss`.
+
+        Populations belong to the data of the process that found them: ``DistributedDataParallel`` leaves these buffers alone, whether it
+        broadcasts others or not.
+        """
+        module = ELBOModule(model, guide, self)
+        names = [f"{name}.{buffer}" for name, part in module.named_modules() if isinstance(part, AutoTruncated) for buffer in part.STORED]
+        torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
+        return module
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the free energy of the populations as they are; nothing changes."""
@@ -279,7 +291,7 @@ def _stands_alone(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*args, **kwargs)
-    return guide.master is None and bool(model == guide.model)
+    return guide._siblings is None and bool(model == guide.model)
 
 
 def _checked(loss: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -27,10 +28,12 @@ from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims
 from pyro_truncated.log_joint import Conditional, LogJoint
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
+from pyro_truncated.plates import SharedPlates, model_plates, open_plates, recorded_subsamples, refuse_subsampled_latents, share_plates
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.seen_data import SeenData
+from pyro_truncated.siblings import Siblings, refuse_subsampling, refuse_uncovered, with_subsamples
 from pyro_truncated.sites import Layout, sample_nodes, trim
 from pyro_truncated.storage import Init
 from pyro_truncated.subsampling import SparseSubsamples
@@ -119,6 +122,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
         self.revision = 0
+        # Guides of the list that this one was inferred from, see infer.
+        self._inherited: Siblings | None = None
 
     # --- set-up ---
 
@@ -202,6 +207,31 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 "an AutoGuideList can hold only one AutoTruncated: it takes all discrete sites of the model, as their posterior is joint"
             )
 
+    def _update_master(self, master_ref: Callable[[], Any]) -> None:
+        share_plates(master_ref(), self)
+        old = self.master() if self.master is not None else None
+        if old is not None and old.create_plates == self._plates_of_list:
+            old.create_plates = None
+        super()._update_master(master_ref)  # type: ignore[no-untyped-call]
+        if master_ref().create_plates is None:
+            master_ref().create_plates = self._plates_of_list
+
+    def _plates_of_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The plates of a guide list: those that the model opens for these arguments, in place of some of the size of its first run.
+
+        Raises:
+            ValueError: if the model takes other data than those of the populations, or a guide in the list cannot follow a subsample.
+        """
+        guide_list = self.master()  # type: ignore[misc]
+        share_plates(guide_list, self)
+        found = model_plates(self.model, guide_list._prototype_frames, args, kwargs)
+        if self._layout is not None:
+            size = math.prod(found[name].size for name in self.layout.plates if name in found)
+            if "words" in self._buffers and size != len(self.words):
+                raise self._other_data(size)
+            refuse_subsampled_latents(guide_list, {name: found[name] for name in self.layout.plates if name in found})
+        return list(found.values())
+
     def __getstate__(self) -> dict[str, Any]:
         # Autoguides are pickled without model and list, but the base class takes them from the living guide too.
         model, master = self._model, self.master
@@ -209,13 +239,14 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
         finally:
             self._model, self.master = model, master
-        return {**state, "_conditional": (None,), "_init": None, "_last_call": None}
+        return {**state, "_conditional": (None,), "_init": None, "_last_call": None, "_inherited": None}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTruncated:
         duplicate = self.__class__.__new__(self.__class__)
         memo[id(self)] = duplicate
         duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
         duplicate._model, duplicate._conditional, duplicate._init = self._model, self._conditional, self._init
+        duplicate._inherited = self._inherited
         return duplicate
 
     # --- scoring and search ---
@@ -244,10 +275,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             self.model, self.layout, args, kwargs, values=values, conditional=self.conditional, memory_budget=self.memory_budget
         )
         if log_joint.full_size != self.words.shape[0]:
-            raise ValueError(
-                f"the guide holds populations of {self.words.shape[0]} data points, but the model's data plate {list(self.layout.plates)} "
-                f"now has {log_joint.full_size}. For other data use guide.infer(new_data, search, steps)."
-            )
+            raise self._other_data(log_joint.full_size)
         if log_joint.device != self.words.device:
             raise ValueError(
                 f"the populations are on {self.words.device}, the model's states on {log_joint.device}; "
@@ -269,6 +297,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         population = self.store_(averaged.log_joint, averaged.indices)
         self._averages = self.revision, known
         return population
+
+    def _other_data(self, size: int) -> ValueError:
+        return ValueError(
+            f"the guide holds populations of {self.words.shape[0]} data points, but the model's data plate {list(self.layout.plates)} "
+            f"now has {size}. For other data use guide.infer(new_data, search, steps). Minibatches that are passed as arguments need their "
+            "positions in the data: pyro.plate(name, num_data, subsample=positions)."
+        )
 
     def subsamples(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
@@ -329,9 +364,17 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     ) -> AutoTruncated:
         """Populations for unseen data under the model as it is; neither the model nor this guide changes.
 
-        States are scored given one draw of the model's other latents from the guides before this one in its list. Of latents inside the
-        data plate only guides that compute them from the model's arguments (amortised ones) know anything; such a guide, a subclass of
-        :class:`~pyro.infer.autoguide.AutoGuide`, enters the plates that ``self._create_plates(*args, **kwargs)`` returns.
+        From an :class:`~pyro.infer.autoguide.AutoGuideList` the new guide takes along the guides before this one, as they are and share
+        their parameters: it samples the model's other latents from them, as the list does, so that it stands for the whole trained guide
+        in losses, ``Predictive``, ``check_truncation`` and ``to_arviz``. The search scores states given one draw of them. Of latents
+        inside the data plate only guides that compute them from the model's arguments (amortised ones, functions for example) know
+        anything.
+
+        Example::
+
+            new = guide_list[-1].infer(y_new, search)
+            print(check_truncation(new, y_new))
+            idata = to_arviz(model, new, y_new)
 
         Args:
             data: the model's positional arguments: one tensor, or a tuple of them. The model must take all data points at once.
@@ -342,11 +385,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             **kwargs: the model's keyword arguments.
 
         Returns:
-            A guide of its own for these data, with the ``conditional`` and ``create_plates`` of this one.
+            A guide for these data alone, with the ``conditional`` and ``create_plates`` of this one.
 
         Raises:
-            ValueError: if the model subsamples, or latents of the new data belong to a guide that has parameters for each data point it
-                was trained on.
+            ValueError: if the model subsamples, if latents of the new data belong to a guide that has parameters for each data point it
+                was trained on, or if no guide in the list covers a latent, so that it could only be drawn from the prior.
         """
         args = data if isinstance(data, tuple) else (data,)
         guide = AutoTruncated(
@@ -360,8 +403,12 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         )
         with torch.no_grad(), poutine.block():
             guide.setup(*args, **kwargs)
-            inspection.refuse_subsampling(guide)
-            values = {} if self.master is None else inspection.values_for_new_data(self, guide, args, kwargs)
+            refuse_subsampling(guide)
+            guide._inherited = self._siblings
+            if guide._inherited is not None:
+                guide._inherited.refuse_unknown(guide)
+            values = guide._values_from_siblings(args, kwargs)
+            refuse_uncovered(guide, values)
             log_joint = guide.log_joint_of(*args, values=values, **kwargs)
             guide.search_(search, log_joint, steps, is_new=True)
         return guide
@@ -371,17 +418,21 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
         self.setup(*args, **kwargs)
-        values = self._values_from_trace(args, kwargs)
+        if self.master is None and self._inherited is not None:
+            values = self._run_inherited(args, kwargs)
+        else:
+            in_list = self.master is not None and hasattr(self.master(), "plates")
+            values = self._values_from_trace(args, kwargs, _indices_of(self.master().plates) if in_list else None)  # type: ignore[misc]
         with torch.no_grad():
             plates, log_joint = self._open_plates(values, args, kwargs)
             population = self._searched(log_joint).without_impossible()
         hidden = log_joint.hidden_log_probs(population.words)
         with ExitStack() as stack:
             for name in self.layout.plates:
-                stack.enter_context(plates[name])
+                _enter(stack, plates[name])
             states = self._sample_states(population, hidden, log_joint, plates)
             # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
-            result: dict[str, Tensor] = {**values, **states}
+            result: dict[str, Tensor] = {name: values[name] for name in self.layout.other_latents if name in values} | states
             if self.conditional is not None:
                 result.update(self.conditional(states, *args, **kwargs) or {})
         return result
@@ -389,17 +440,27 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], LogJoint]:
         """The plates to sample in, from the guide list or ``create_plates``, else with the very subsamples that the model draws.
 
-        So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word.
+        So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word. A guide around
+        this one that has the plates already decides.
         """
+        if self.master is None and self._inherited is not None:
+            return self.plates, self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
         if self.master is not None or self.create_plates is not None:
-            created: dict[str, Any] = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
+            with SharedPlates():
+                created: dict[str, Any] = self._create_plates(*args, **kwargs)  # type: ignore[no-untyped-call]
+            if self.master is not None:
+                refuse_subsampled_latents(self.master(), {name: created[name] for name in self.layout.plates})
             return created, self.log_joint_of(*args, values={**values, **_indices_of(created)}, **kwargs)
-        log_joint = self.log_joint_of(*args, values=values, **kwargs)
+        frames = {frame.name: frame for site in self.layout.sites.values() for frame in site.frames}
+        opened = open_plates({name: frame.dim for name, frame in frames.items()})
+        known = recorded_subsamples(frames) | _indices_of(opened)
+        log_joint = self.log_joint_of(*args, values={**values, **known}, **kwargs)
         frames = {f.name: f for site in self.layout.sites for f in log_joint.nodes[site]["cond_indep_stack"]}
-        self.plates = {
-            name: pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim)
-            for name, frame in frames.items()
-        }
+        with SharedPlates():
+            self.plates = {
+                name: opened.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim)
+                for name, frame in frames.items()
+            }
         if any(plate.indices is not log_joint.values[name] for name, plate in self.plates.items()):
             log_joint = self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
         return self.plates, log_joint
@@ -451,7 +512,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.name not in self.layout.plates:
-                    stack.enter_context(plates[frame.name])
+                    _enter(stack, plates[frame.name])
             value = trim(value, site.event_dim, site.depth)
             shape = value.shape[: value.dim() - site.event_dim]
             # Given always: with integer values the default would bring a float32 density into a float64 model.
@@ -459,18 +520,66 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
 
-    def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Draws of the model's other latents made by the guides before this one, read from the trace that is being recorded."""
-        names = self.layout.other_latents if self._layout is not None else []
-        if not names:
-            return {}
-        return inspection.recorded_values(names, self._prototype_frames, self.layout.depth) or self._values_from_siblings(args, kwargs)
+    @property
+    def _siblings(self) -> Siblings | None:
+        """The guides beside this one, in its list or in that of the guide it was inferred from."""
+        return self._inherited if self.master is None else Siblings.of(self)
 
-    def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
-        """Draws (or medians) of the other latents from the parts before this one in the surrounding guide list, outside of any trace."""
-        if self.master is None:
+    def _run_inherited(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Samples what the guides of the trained list sample, in plates of these data; returns the values of the other latents."""
+        assert self._inherited is not None
+        # A trace of its own, so that what functions sample can be read even where nobody records it.
+        with poutine.trace():
+            self.plates = model_plates(self.model, self._prototype_frames, args, kwargs)
+            self._inherited.run(self.plates, args, kwargs)
+            return self._recorded_values()
+
+    def _recorded_values(self) -> dict[str, Any]:
+        """Draws of the model's other latents in the traces that are being recorded, with the subsamples of plates that they are for."""
+        names = self.layout.other_latents if self._layout is not None else []
+        found = inspection.recorded_values(names, self._prototype_frames, self.layout.depth) if names else {}
+        return found | recorded_subsamples(self._prototype_frames) if found else {}
+
+    def _values_from_trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Draws of the model's other latents by the guides before this one, from the trace that is being recorded where there is one."""
+        recorded = self._recorded_values() if self._layout is not None else {}
+        return recorded or self._values_from_siblings(args, kwargs, subsamples=subsamples)
+
+    def _values_from_siblings(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False, subsamples: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
+        """Draws (or medians) of the model's other latents, outside of any trace, with the subsamples of plates that they are for.
+
+        The subsamples are those given, else those of the model.
+        """
+        siblings = self._siblings
+        if siblings is None or not self.layout.other_latents:
             return {}
-        return inspection.sibling_values(list(self.master()), self, self.layout.other_latents, args, kwargs, median)
+        with poutine.block(), SparseSubsamples():
+            plates = with_subsamples(self._fresh_plates(siblings, args, kwargs), subsamples or {})
+        found = siblings.draw(self.layout.other_latents, plates, args, kwargs, median)
+        return found | _indices_of(plates) if found else {}
+
+    def _fresh_plates(self, siblings: Siblings, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Plates for the siblings, as their list would make them now."""
+        if self.master is None:
+            return model_plates(self.model, self._prototype_frames, args, kwargs)
+        guide_list = siblings.guide_list
+        if guide_list.prototype_trace is None:
+            guide_list._setup_prototype(*args, **kwargs)
+        kept = getattr(guide_list, "plates", {})
+        try:
+            return dict(guide_list._create_plates(*args, **kwargs))
+        finally:
+            guide_list.plates = kept
+
+
+def _enter(stack: ExitStack, plate: Any) -> None:
+    """Opens a plate that is not open already."""
+    if not any(handler is plate for handler in _PYRO_STACK):
+        stack.enter_context(plate)
 
 
 def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,8 +9,6 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide import AutoGuide, AutoGuideList
-from pyro.infer.autoguide.guides import AutoCallable
 from pyro.infer.inspect import get_dependencies
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
@@ -94,81 +92,3 @@ def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> 
         padding = max(0, target - (value.dim() - event_dim))
         value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
     return value
-
-
-def sibling_values(
-    parts: Sequence[Any], guide: Any, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False
-) -> dict[str, Any]:
-    """Draws (or medians) of the named latents from the parts before a guide in its guide list, outside of any trace.
-
-    Raises:
-        ValueError: if some of the latents belong to parts after the guide.
-    """
-    position = parts.index(guide)
-    found: dict[str, Any] = {}
-    with poutine.block(), torch.no_grad():
-        for part in parts[:position]:
-            found.update((part.median if median else part)(*args, **kwargs) or {})
-    missing = [name for name in names if name not in found]
-    prototypes = [part.prototype_trace for part in parts[position + 1 :]]
-    late = [name for name in missing if any(trace is None or name in trace.nodes for trace in prototypes)]
-    if late:
-        raise ValueError(
-            f"AutoTruncated scores states given draws of the latents {late}, but the guides of these come after it in the "
-            "AutoGuideList; append AutoTruncated last"
-        )
-    return {name: found[name] for name in names if name in found}
-
-
-def values_for_new_data(guide: Any, new: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Draws, for data that a guide list was not trained on, of the latents that the parts before a truncated guide take care of.
-
-    Args:
-        guide: the truncated guide in its list.
-        new: a truncated guide that has been set up on the new data.
-        args: the model's positional arguments, with the new data.
-        kwargs: the model's keyword arguments.
-
-    Raises:
-        ValueError: if a part has parameters for each data point it was trained on, so that it knows nothing of the new ones.
-    """
-    nodes = {node["name"]: node for node in latent_nodes(new.prototype_trace)}
-    plates = set(new.layout.plates)
-    local = [name for name in new.layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
-    fixed = [part for part in guide.master().modules() if _has_parameters_of_its_own(part)]
-    unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
-    if unknown:
-        raise ValueError(
-            f"infer() cannot know the latents {sorted(unknown)} of the new data points: their guide has parameters for each data point it "
-            "was trained on. Give AutoTruncated a conditional=... that samples them given the states, or append to the AutoGuideList a "
-            "guide that computes them from the model's arguments (an amortised one)."
-        )
-    master = guide.master()
-    kept = getattr(master, "plates", {})
-    frames = new._prototype_frames.values()
-    master.plates = {frame.name: pyro.plate(frame.name, frame.full_size or frame.size, dim=frame.dim) for frame in frames}
-    try:
-        return sibling_values(list(master), guide, new.layout.other_latents, args, kwargs)
-    finally:
-        master.plates = kept
-
-
-def refuse_subsampling(guide: Any) -> None:
-    """Checks that the model took all data points when a guide was set up.
-
-    Raises:
-        ValueError: naming the plate of which it took only some.
-    """
-    for name in guide.layout.plates:
-        frame = guide._prototype_frames[name]
-        if frame.size != (frame.full_size or frame.size):
-            raise ValueError(
-                f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
-            )
-
-
-def _has_parameters_of_its_own(part: Any) -> bool:
-    """Whether a module is one of Pyro's automatic guides, which do not look at the model's arguments, and has been set up."""
-    if not isinstance(part, AutoGuide) or part.prototype_trace is None or isinstance(part, (AutoGuideList, AutoCallable)):
-        return False
-    return type(part).forward.__module__.startswith("pyro.")

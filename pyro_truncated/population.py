@@ -56,15 +56,28 @@ class Population:
         r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`.
 
         A data point whose states all have probability zero has no posterior; its weights are equal, so that a search can go on.
+
+        Raises:
+            RuntimeError: for data points whose states have never been scored under the model.
         """
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
-        impossible = log_joint.amax(-1, keepdim=True) == -math.inf
-        if impossible.any():
-            log_joint = log_joint.masked_fill(impossible, 0.0)
+        possible = log_joint.amax(-1, keepdim=True) > -math.inf
+        if not bool(possible.all()):
+            self._refuse_unscored()
+            log_joint = log_joint.masked_fill(~possible, 0.0)
         return log_joint.softmax(-1)
 
+    def _refuse_unscored(self) -> None:
+        unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)
+        if len(unscored):
+            raise RuntimeError(
+                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored under the "
+                "model: no minibatch has held these data points yet. Take guide.posterior(*args) with the model's arguments, which scores "
+                "them, or guide.refresh_(*args), which also keeps the scores"
+            )
+
     def free_energy(self) -> Tensor:
-        r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64."""
+        r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64; NaN where never scored."""
         rows = max(1, 2**20 // self.num_states)
         return torch.cat([block.double().logsumexp(-1) for block in self.log_joint.split(rows)])
 

@@ -35,11 +35,15 @@ class TruncatedPosterior(PopulationStore):
         """A scorer of states for the data points that the model selects when called with these arguments; left to the guide."""
         raise NotImplementedError
 
-    def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    def _values_from_trace(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
         """Draws of the model's other latents, from the trace that is being recorded where there is one; left to the guide."""
         raise NotImplementedError
 
-    def _values_from_siblings(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False) -> dict[str, Any]:
+    def _values_from_siblings(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False, subsamples: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Any]:
         """Draws (or medians) of the model's other latents; left to the guide."""
         raise NotImplementedError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -25,8 +25,11 @@ class PopulationStore(torch.nn.Module):
         log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
         num_states: states per data point, ``S``.
+        STORED: names of the buffers.
         revision: counts the changes of the populations and their log joints.
     """
+
+    STORED: ClassVar[tuple[str, ...]] = ("words", "log_joint", "cardinalities")
 
     words: Tensor
     log_joint: Tensor
@@ -73,7 +76,7 @@ class PopulationStore(torch.nn.Module):
             error_msgs = args[-1]
             error_msgs.append(problem)
             return
-        names = ("words", "log_joint", "cardinalities")
+        names = self.STORED
         strict, missing_keys = args[1], args[2]
         missing = [prefix + name for name in names if prefix + name not in state_dict and name not in self._buffers]
         if strict and len(missing) < len(names):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.log_joint import LogJoint
+from pyro_truncated.supports import supported_log_prob
 
 __all__ = ["check_guide", "enumerate_log_joint"]
 
@@ -103,7 +105,8 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
     columns = []
     for column in layout.space.unpack(words).unbind(1):
         states = layout.site_values(column, log_joint.sizes, log_joint.dtypes)
-        with poutine.block():
+        # A state outside the support of an observation has probability zero: to the model it is no mistake.
+        with poutine.block(), pyro.validation_enabled(False):
             trace = poutine.trace(poutine.condition(log_joint.model, data={**log_joint.values, **states})).get_trace(
                 *log_joint.args, **log_joint.kwargs
             )
@@ -122,7 +125,7 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
             continue
         # A latent that is summed out has a distribution whether masked or not.
         mask = None if node["name"] in layout.sites else node["mask"]
-        log_prob = scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"] / log_joint.scale, mask)
+        log_prob = scale_and_mask(supported_log_prob(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
         log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
         total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)
     return total

@@ -142,7 +142,8 @@ def test_points_need_one_draw(y):
     runs = []
     part._model = (lambda *args: runs.append(1) or model(*args),)
     assert torch.allclose(part.weights(), part.population().weights())
-    assert len(runs) < 5
+    # Some of them only as far as the plates.
+    assert len(runs) < 8
 
 
 def test_minibatches_out_of_reach_are_said_to_be_of_one_draw(y):

@@ -263,9 +263,11 @@ def test_models_with_hidden_latents_are_refused(blocked):
 def test_latents_without_a_guide_are_noticed_everywhere():
     y = cluster_data()
     guide = AutoTruncated(clusters, 3)
-    for use in (guide, guide.refresh_, guide.posterior, guide.median, lambda y: guide.infer(y, ExhaustiveSearch(), 1)):
+    for use in (guide, guide.refresh_, guide.posterior, guide.median):
         with pytest.warns(UserWarning, match=r"no guide covers the latents \['loc'\]"):
             use(y)
+    with pytest.raises(ValueError, match=r"knows nothing of the latents \['loc'\]"):
+        guide.infer(y, ExhaustiveSearch(), 1)
 
 
 def test_a_direct_call_of_a_list_draws_states_that_fit_the_other_latents():
@@ -512,7 +514,7 @@ def train_in_parallel(y: Tensor) -> list[float]:
         guide.append(AutoTruncated(model, 16))
         loss = truncated()(model, guide)
         loss(y)
-        parallel = torch.nn.parallel.DistributedDataParallel(loss, broadcast_buffers=False)
+        parallel = torch.nn.parallel.DistributedDataParallel(loss)
         optimiser = torch.optim.SGD(parallel.parameters(), lr=0.01)
         losses = []
         for _ in range(5):
