@@ -239,7 +239,7 @@ def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:
 
 def is_delta(node: Mapping[str, Any]) -> bool:
     """Whether a site's distribution is a point mass."""
-    return _family(node["fn"]) == "Delta"
+    return family(node["fn"]) == "Delta"
 
 
 def _refuse_sequential(node: Mapping[str, Any]) -> None:
@@ -323,7 +323,7 @@ def _kind(node: Any) -> str:
         return "one_hot"
     if not isinstance(support, (constraints.integer_interval, type(constraints.nonnegative_integer), type(INTEGER))):
         raise NotImplementedError(
-            f"discrete latent site '{node['name']}' ({_family(node['fn'])}) has a support that is no product of its entries' values. "
+            f"discrete latent site '{node['name']}' ({family(node['fn'])}) has a support that is no product of its entries' values. "
             "Write it with Bernoulli, Categorical, OneHotCategorical or count sites."
         )
     return "integer"
@@ -352,7 +352,7 @@ def _bounds(
         return low, high
     if int(high.max()) >= HUGE and limit is None:
         raise ValueError(
-            f"discrete latent site '{name}' ({_family(node['fn'])}) has infinite support and no bound. "
+            f"discrete latent site '{name}' ({family(node['fn'])}) has infinite support and no bound. "
             f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
         )
     return low, high if limit is None else high.clamp(max=limit)
@@ -363,14 +363,14 @@ def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds
     name = node["name"]
     if limit is None or name in dependencies.lower_varies:
         raise ValueError(
-            f"the support of discrete latent site '{name}' ({_family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
+            f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
             "take too many joint values, or continuous ones, to find its largest value. "
             f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
         )
     return bounds_of(node["fn"])[0].min(), torch.tensor(limit)
 
 
-def _family(fn: Any) -> str:
+def family(fn: Any) -> str:
     """Name of a distribution without its wrappers."""
     while hasattr(fn, "base_dist"):
         fn = fn.base_dist

@@ -16,12 +16,20 @@ import torch
 import xarray as xr
 
 from pyro_truncated._arviz_compat import make_idata
-from pyro_truncated.diagnostics.draws import Draws, draw
+from pyro_truncated.diagnostics.drawn import Draws
+from pyro_truncated.diagnostics.draws import draw
 from pyro_truncated.diagnostics.predictive import affordable, conditional_likelihoods, posterior_draws, prior_draws
 from pyro_truncated.diagnostics.writer import Coords, Dims, Writer, training_dataset
 
-PREDICTIVE = ("prior", "prior_predictive", "posterior_predictive", "marginal_predictive")
-_BY_CHAIN = ("posterior", "sample_stats", "log_likelihood", "log_likelihood_conditional", "log_prior", *PREDICTIVE)
+_ON_DATA = (
+    "observed_data",
+    "prior_predictive",
+    "posterior_predictive",
+    "marginal_predictive",
+    "log_likelihood",
+    "log_likelihood_conditional",
+)
+_BY_CHAIN = ("posterior", "sample_stats", "log_prior", "prior", *_ON_DATA[1:])
 _SHARED = ("observed_data", "constant_data")
 
 
@@ -29,8 +37,9 @@ def to_arviz(
     model: Callable[..., Any] | Sequence[Callable[..., Any]],
     guide: Any,
     *args: Any,
-    num_samples: int = 500,
-    num_predictive: int = 100,
+    num_samples: int = 125,
+    num_chains: int | None = None,
+    num_predictive: int | None = None,
     dims: Dims | None = None,
     coords: Coords | None = None,
     seed: int | None = None,
@@ -41,23 +50,26 @@ def to_arviz(
     memory_budget: int = 2**28,
     **kwargs: Any,
 ) -> Any:
-    r"""Converts a fitted truncated posterior to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
+    r"""Converts a model trained by SVI to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
     ========================  =========================================================================================================
     group                     content
     ========================  =========================================================================================================
-    ``posterior``             independent draws of every latent site, and of the index of the drawn state (``<sites>_index``). Discrete
-                              sites are integers of the smallest type that holds them.
+    ``posterior``             independent draws of every latent site, of what the model computes from them (``pyro.deterministic``,
+                              reparametrised latents, data completed by ``obs_mask``), and of the index of the drawn state
+                              (``<sites>_index``). Discrete sites are integers of the smallest type that holds them.
     ``sample_stats``          ``lp`` :math:`= \log p(y, z, \theta)`, ``log_q`` of the guide, ``log_weight`` their difference.
     ``log_likelihood``        for each data point :math:`\log \sum_{s \in K_n} p(y_n, s \mid \theta)`, the states summed out: what
                               leave-one-out cross-validation needs (conditioning on drawn states makes it badly wrong). Where the states
-                              are global, they are parameters like others: each observation given them.
-    ``log_prior``             log prior density of each global latent.
-    ``prior``                 draws of the latents from the model.
+                              are global, they are parameters like others: each observation given them. Terms of ``pyro.factor`` belong
+                              to the data in the same plates.
+    ``log_prior``             log prior density of each latent that belongs to no data point.
+    ``prior``                 draws of the latents, and what is computed from them, from the model.
     ``prior_predictive``      draws of the observations that go with them.
     ``posterior_predictive``  observations drawn given ``posterior``: the data points as they were inferred, repeated.
     ``marginal_predictive``   observations of *new* data points: global latents from the posterior, those of data points from their prior.
-    ``observed_data``         the observed sites.
+    ``observed_data``         the observed sites (``x_observed`` of an ``obs_mask``); NaN where a mask hides an entry from the model.
+                              Data points that masks hide altogether are left out here, in the predictive groups and the likelihoods.
     ``constant_data``         tensors among the arguments that are not observed.
     ``truncated_posterior``   the posterior over the discrete latents without sampling noise: ``states``, their ``weights``,
                               ``free_energy``, ``effective_states`` :math:`= \exp` of the entropy of the weights, ``activation_prob``
@@ -67,23 +79,38 @@ def to_arviz(
     ``training``              what ``training`` holds.
     ========================  =========================================================================================================
 
-    Dimensions are named after the plates. There is one chain; the draws are independent, so chain diagnostics say nothing about them.
-    Parameters of the model are taken as they are. If the draws of no global latent differ (there is none, or ``AutoDelta`` holds it),
-    whatever is made from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so. Latents of data points
-    that another guide draws are not summed out; the attribute ``conditional_on`` of ``log_likelihood`` names them.
+    Any guide will do; ``truncated_posterior`` is there for those with an ``AutoTruncated`` part. Discrete latents that the guide leaves to
+    enumeration (:class:`~pyro.infer.TraceEnum_ELBO`) are drawn from their exact posterior given the others
+    (:func:`~pyro.infer.infer_discrete`), and summed out of the log likelihood where data points have their own. Missing data are drawn from
+    the model. Other latents that the guide does not cover are an error: they would come from the prior.
+
+    Dimensions are named after the plates. All draws are independent; they are dealt to four chains so that ArviZ's chain diagnostics, which
+    have nothing to find, run. Parameters of the model are taken as they are. If the draws of no global latent differ (there is none, or
+    ``AutoDelta`` holds it), whatever is made from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so,
+    and ``arviz.loo`` warns of it in its way. Latents of data points that another guide draws are not summed out; the attribute
+    ``conditional_on`` of ``log_likelihood`` names them.
 
     Several guides (restarts) become chains, each with its own ``truncated_posterior`` along the dimension ``chain``. Latents of restarts
     come in any order: align them first (:func:`~pyro_truncated.diagnostics.compare_restarts`), or compare only what does not depend on it.
 
+    Example::
+
+        svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO())  # or AutoTruncated and Truncated_ELBO, or a list of both
+        ...
+        idata = to_arviz(model, svi.guide, x, y)
+        az.summary(idata), az.loo(idata), az.plot_ppc(idata)
+
     Args:
         model: the Pyro model, or one for each guide.
-        guide: an :class:`~pyro_truncated.AutoTruncated`, or an ``AutoGuideList`` with one among its parts; or a list or tuple of such
-            guides with equal populations. A method of an object that converts itself (``SpikeSlabGPLVM``, ``SpikeSlabMRD``) leaves the
-            work to the object's ``to_arviz``; of the options it gets ``num_samples`` and ``seed``.
+        guide: the guide it was trained with: an :class:`~pyro_truncated.AutoTruncated`, any other autoguide, an ``AutoGuideList``, a guide
+            function, an effect such as ``AutoNormalMessenger``; or a list or tuple of guides with equal populations. A method of an object
+            that converts itself (``SpikeSlabGPLVM``, ``SpikeSlabMRD``) leaves the work to the object's ``to_arviz``; of the options it gets
+            ``num_samples``, ``num_chains`` and ``seed``.
         *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data.
-        num_samples: number of draws.
-        num_predictive: number of draws in each of the four predictive groups, at most ``num_samples``; 0 leaves them out. There are fewer
-            where an array would exceed the memory budget.
+        num_samples: number of draws per chain.
+        num_chains: number of chains, default 4; of several guides each is one chain.
+        num_predictive: number of draws per chain in each of the four predictive groups; default ``num_samples``, as ``arviz.loo_pit`` needs
+            it; 0 leaves them out. There are fewer where an array would exceed the memory budget.
         dims: names of the event dimensions by site name, default ``<site>_dim_<i>``; of all dimensions by argument name.
         coords: coordinates by dimension name; default ``0, 1, ...``.
         seed: seeds the draws and leaves torch's global generators as they were; without it they are used.
@@ -103,26 +130,28 @@ def to_arviz(
         that another guide draws has a prior that depends on the discrete ones.
 
     Raises:
-        TypeError: if the guide has no ``AutoTruncated`` part, or ``training`` or ``checks`` are something else.
-        ValueError: if the model subsamples, the guide has several such parts, guides do not go together, or dims or coords do not fit.
+        TypeError: if the guide cannot be called, or ``training`` or ``checks`` are something else.
+        ValueError: if the model subsamples, latents have no distribution but their prior, the guide has several ``AutoTruncated`` parts,
+            guides do not go together, or dims or coords do not fit.
     """
-    if num_samples < 1 or num_predictive < 0:
-        raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {num_predictive}")
+    several = isinstance(guide, list | tuple)
+    num_chains, num_predictive = _counts(num_samples, num_chains, num_predictive, several)
     if convert_itself := getattr(getattr(guide, "__self__", None), "to_arviz", None):
         options = {"training": training, "checks": checks, "stores": stores, "dims": dims, "coords": coords}
         if given := [name for name, value in options.items() if value is not None]:
-            raise TypeError(f"{type(guide.__self__).__name__} converts itself and takes num_samples and seed only; got also {given}")
-        return convert_itself(*args, num_samples=num_samples, seed=seed, **kwargs)
+            raise TypeError(
+                f"{type(guide.__self__).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}"
+            )
+        return convert_itself(*args, num_samples=num_samples, num_chains=num_chains, seed=seed, **kwargs)
     if checks is not None and not hasattr(checks, "arrays"):
         raise TypeError(f"checks must be what check_truncation returned; got {type(checks).__name__}")
     if training is not None and not isinstance(training, Mapping):
         raise TypeError(f"training must hold records by name, as the attribute record of what fit returned; got {type(training).__name__}")
-    several = isinstance(guide, list | tuple)
     guides: list[Any] = list(guide) if several else [guide]
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     if not guides or len(models) != len(guides) or (stores is not None and len(stores) != len(guides)):
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
-    settings = _Settings(num_samples, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
+    settings = _Settings(num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
     with _seeded(seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
@@ -132,12 +161,24 @@ def to_arviz(
     if unknown := set(coords or {}).difference(*(data.dims for data in datasets.values())):
         raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if checks is not None:
+        if "truncated_posterior" not in datasets:
+            raise ValueError("checks are of a truncated posterior, which a guide without an AutoTruncated part does not have")
         exact = datasets["truncated_posterior"]
         datasets["truncated_posterior"] = exact.merge(_named_like(checks.arrays(), exact))
     if training is not None:
         datasets["training"] = training_dataset(training)
     attrs = _attributes(guides, datasets, seed)
     return make_idata(**{name: data.assign_attrs(attrs) for name, data in datasets.items()})
+
+
+def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None, several: bool) -> tuple[int, int]:
+    """Numbers of chains and of predictive draws per chain, checked."""
+    predictive = num_samples if num_predictive is None else num_predictive
+    if num_samples < 1 or predictive < 0:
+        raise ValueError(f"num_samples must be at least 1 and num_predictive at least 0; got {num_samples} and {predictive}")
+    if num_chains is not None and (num_chains < 1 or (several and num_chains != 1)):
+        raise ValueError(f"num_chains must be at least 1, and of several guides each is one chain; got {num_chains}")
+    return num_chains or (1 if several else 4), min(predictive, num_samples)
 
 
 @contextlib.contextmanager
@@ -153,6 +194,7 @@ def _seeded(seed: int | None) -> Iterator[None]:
 @dataclasses.dataclass(frozen=True)
 class _Settings:
     num_samples: int
+    num_chains: int
     num_predictive: int
     conditional_log_likelihood: bool
     dims: Dims
@@ -164,10 +206,10 @@ def _convert(
     model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
 ) -> dict[str, xr.Dataset]:
     """The groups of one guide, without empty ones."""
-    draws = draw(model, guide, args, kwargs, settings.num_samples)
+    draws = draw(model, guide, args, kwargs, settings.num_samples * settings.num_chains)
     arguments = _arguments(model, args, kwargs)
-    writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, list(arguments))
-    datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": _log_likelihood(writer, draws)}
+    writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, list(arguments), settings.num_chains)
+    datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": writer.log_likelihood()}
     if settings.conditional_log_likelihood:
         datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))
     datasets["log_prior"] = writer.log_prior()
@@ -175,45 +217,53 @@ def _convert(
         datasets |= _predictive(model, draws, writer, args, kwargs, settings)
     datasets["observed_data"] = writer.observed_data()
     datasets["constant_data"] = writer.constant_data(arguments)
-    size = draws.part.space.size
-    # Of a space beyond the integers that files hold, the size does not matter.
-    limits = {"num_states": draws.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
-    datasets["truncated_posterior"] = writer.truncated_posterior().assign_attrs(limits)
-    point_estimates = int(not draws.is_global and not any(_varies(draws, name) for name in draws.others))
-    return {
-        name: data.assign_attrs(point_estimates_only=point_estimates) for name, data in datasets.items() if data.sizes or data.data_vars
-    }
+    if draws.states is not None:
+        size = draws.states.part.space.size
+        # Of a space beyond the integers that files hold, the size does not matter.
+        limits = {"num_states": draws.states.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
+        datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
+    datasets = _without_unseen(datasets, draws)
+    attrs = {"point_estimates_only": int(not _has_parameters_drawn(draws)), "latents_of_data_points": ", ".join(sorted(draws.local))}
+    return {name: data.assign_attrs(attrs) for name, data in datasets.items() if data.sizes or data.data_vars}
 
 
-def _varies(draws: Draws, name: str) -> bool:
-    """Whether a latent is one of the parameters, those of no data point, and has a posterior that is not a point."""
-    if draws.log_joint.is_inside(draws.log_joint.nodes[name]):
-        return False
-    values = draws.others[name]
+def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws) -> dict[str, xr.Dataset]:
+    """The groups on data without the data points of which nothing was observed: their likelihoods would be taken for observations."""
+    seen = draws.observed()
+    if seen is None:
+        return datasets
+    (plate,) = draws.plates
+    chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
+    return {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
+
+
+def _has_parameters_drawn(draws: Draws) -> bool:
+    """Whether latents that belong to no data point have a posterior that is not a point."""
+    if draws.states is not None and not draws.states.part.layout.plates:
+        return True
+    return any(_varies(values) for name, values in draws.latents.items() if name not in draws.local)
+
+
+def _varies(values: torch.Tensor) -> bool:
     return len(values) == 1 or bool((values != values[:1]).any())
-
-
-def _log_likelihood(writer: Writer, draws: Draws) -> xr.Dataset:
-    local = [name for name in draws.others if draws.log_joint.is_inside(draws.log_joint.nodes[name])]
-    given = "" if draws.is_global or draws.part.conditional is not None else ", ".join(local)
-    return writer.log_likelihood().assign_attrs({"conditional_on": given} if given else {})
 
 
 def _predictive(
     model: Callable[..., Any], draws: Draws, writer: Writer, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
 ) -> dict[str, xr.Dataset]:
-    wanted = min(settings.num_predictive, settings.num_samples)
-    count = affordable(wanted, draws.log_joint.nodes, settings.memory_budget)
-    chosen = list(range(count))
-    latents, observed = prior_draws(model, args, kwargs, count)
+    chains, wanted = settings.num_chains, settings.num_predictive
+    count = max(1, affordable(wanted * chains, draws.nodes, settings.memory_budget) // chains)
+    # The first draws of each chain.
+    chosen = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
+    latents, observed = prior_draws(model, args, kwargs, len(chosen))
     results = {
         "prior": latents,
         "prior_predictive": observed,
         "posterior_predictive": posterior_draws(model, draws, args, kwargs, chosen, anew=False),
     }
-    if not draws.is_global:
+    if draws.local:
         results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, chosen, anew=True)
-    note = {"omitted": f"all but {count} of {wanted} draws: over the memory budget"} if count < wanted else {}
+    note = {"omitted": f"all but {count} of {wanted} draws per chain: over the memory budget"} if count < wanted else {}
     return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
 
 
@@ -260,11 +310,13 @@ def _attributes(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int
         "created_at": datetime.now(UTC).isoformat(),
         "inference_library": "pyro",
         "inference_library_version": pyro.__version__,
-        "inference_method": "truncated variational",
-        "guide": type(guides[0]).__name__,
-        "num_states": datasets["truncated_posterior"].attrs["num_states"],
+        "inference_method": "variational",
+        "guide": getattr(guides[0], "__name__", type(guides[0]).__name__),
+        "num_restarts": len(guides),
         "point_estimates_only": datasets["posterior"].attrs["point_estimates_only"],
     }
+    if "truncated_posterior" in datasets:
+        attributes |= {"inference_method": "truncated variational", "num_states": datasets["truncated_posterior"].attrs["num_states"]}
     with contextlib.suppress(PackageNotFoundError):
         attributes["creation_library_version"] = version("pyro-truncated")
     return attributes if seed is None else {**attributes, "seed": seed}

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_truncated import _arviz_compat as compat
-from pyro_truncated._arviz_compat import get_dataset
+from pyro_truncated._arviz_compat import get_dataset, group_names
 from pyro_truncated.diagnostics import plots
 from pyro_truncated.diagnostics.plots import ACCENT, COLOUR, GAPS
 from pyro_truncated.diagnostics.prediction import cross_validate, loo_pit, observed_name
@@ -178,14 +178,24 @@ def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None,
 
 
 def global_names(idata: Any) -> list[str]:
-    """Latents that belong to no data point, without discrete ones."""
+    """Latents that belong to no data point, and what is computed from them, without discrete ones."""
     data = get_dataset(idata, "posterior")
-    plates = set(get_dataset(idata, "truncated_posterior")["free_energy"].dims) - {"chain"}
+    plates = set(_data_dims(idata))
     return [
         str(name)
         for name, variable in data.data_vars.items()
         if not plates & set(variable.dims) and np.issubdtype(variable.dtype, np.floating)
     ]
+
+
+def _data_dims(idata: Any) -> list[Any]:
+    """Names of the dimensions along which the data points lie."""
+    groups = group_names(idata)
+    if "truncated_posterior" in groups:
+        return [dim for dim in get_dataset(idata, "truncated_posterior")["free_energy"].dims if dim != "chain"]
+    local = str(get_dataset(idata, "posterior").attrs.get("latents_of_data_points", ""))
+    names = [name for name in local.split(", ") if name in get_dataset(idata, "posterior")]
+    return [dim for name in names for dim in get_dataset(idata, "posterior")[name].dims if dim not in ("chain", "draw")]
 
 
 def plot_comparison(table: Any, ax: Axes) -> Axes:

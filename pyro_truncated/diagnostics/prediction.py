@@ -102,6 +102,8 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     name = var_name or likelihood_name(idata)
     data = get_dataset(idata, "log_likelihood")
     values = data[name].transpose("chain", "draw", ...).values.astype(float)
+    # Of one guide all chains hold draws of the same posterior; restarts are one chain each.
+    values = values.reshape(int(data.attrs.get("num_restarts", len(values))), -1, *values.shape[2:])
     values = values.reshape(*values.shape[:2], -1)
     given, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
     # Ratios that do not vary need no importance sampling, and have no tail to be fitted.
@@ -222,11 +224,8 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
 
 def new_data_group(idata: Any) -> str | None:
     """The group of draws that have not seen the data point they go with, or ``None`` if there is none."""
-    groups = group_names(idata)
-    if "marginal_predictive" in groups:
-        return "marginal_predictive"
-    is_global = not set(get_dataset(idata, "truncated_posterior")["free_energy"].dims) - {"chain"}
-    return "posterior_predictive" if is_global and "posterior_predictive" in groups else None
+    # Where data points have no latents of their own, nothing has seen them but the parameters.
+    return next((group for group in ("marginal_predictive", "posterior_predictive") if group in group_names(idata)), None)
 
 
 def observed_name(idata: Any, group: str) -> str:

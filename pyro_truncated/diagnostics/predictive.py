@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.diagnostics.draws import Draws
+from pyro_truncated.diagnostics.drawn import Draws, Sites, likelihoods_given_all
+from pyro_truncated.diagnostics.roles import FreeData, is_data, is_factor
+from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.sites import sample_nodes
-
-Sites = dict[str, Tensor]
 
 
 def affordable(num_samples: int, sites: Mapping[str, Any], memory_budget: int) -> int:
@@ -22,7 +22,7 @@ def affordable(num_samples: int, sites: Mapping[str, Any], memory_budget: int) -
 
 
 def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> tuple[Sites, Sites]:
-    """Draws of latents and of observations from the model, parameters as they are; each ``(draws, *shape)`` by site."""
+    """Draws from the model, parameters as they are: of latents and what follows from them, and of observations, ``(draws, *shape)``."""
     latents: dict[str, list[Tensor]] = {}
     observed: dict[str, list[Tensor]] = {}
     for _ in range(num_samples):
@@ -31,7 +31,7 @@ def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mappin
 
 
 def posterior_draws(
-    model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: list[int], *, anew: bool
+    model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: Sequence[int], *, anew: bool
 ) -> Sites:
     """Observations drawn given draws of the latents, ``(draws, *shape)`` by site.
 
@@ -45,11 +45,9 @@ def posterior_draws(
             expects of data points that it has not seen. Otherwise it repeats the data points it has inferred, which favours it.
     """
     observed: dict[str, list[Tensor]] = {}
-    local = {name for name in draws.log_joint.nodes if draws.log_joint.is_inside(draws.log_joint.nodes[name])}
+    left_out = draws.local if anew else frozenset()
     for position in chosen:
-        values = draws.latents(position)
-        if anew and not draws.is_global:
-            values = {name: value for name, value in values.items() if name not in local}
+        values = {name: value for name, value in draws.values(position).items() if name not in left_out}
         _sort(_free_run(model, values, args, kwargs), {}, observed)
     return _stacked(observed)
 
@@ -57,28 +55,26 @@ def posterior_draws(
 def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sites:
     """Log likelihoods of the observations given all drawn latents, ``(draws, *batch shape)`` by site."""
     found: dict[str, list[Tensor]] = {}
-    for position in range(len(draws.index)):
-        given = poutine.condition(model, data=draws.latents(position))
-        with poutine.block():
-            trace = poutine.trace(given).get_trace(*args, **kwargs)
+    for position in range(len(draws.lp)):
+        with isolated(), Assign(draws.values(position)):
+            trace = poutine.trace(model).get_trace(*args, **kwargs)
         trace.compute_log_prob()
-        for name, node in sample_nodes(trace).items():
-            if draws.log_joint.nodes[name]["is_observed"]:
-                found.setdefault(name, []).append(node["log_prob"].detach().cpu())
+        for name, value in likelihoods_given_all(sample_nodes(trace)).items():
+            found.setdefault(name, []).append(value.detach().cpu())
     return _stacked(found)
 
 
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Sites of a run of the model that observes nothing, with some latents given."""
-    free = poutine.condition(poutine.uncondition(model), data=dict(values))
-    with poutine.block():
-        return sample_nodes(poutine.trace(free).get_trace(*args, **kwargs))
+    with isolated(), Assign(values), FreeData():
+        return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
 
 
 def _sort(nodes: Mapping[str, Any], latents: dict[str, list[Tensor]], observed: dict[str, list[Tensor]]) -> None:
     for name, node in nodes.items():
-        target = observed if node["infer"].get("was_observed") else latents
-        target.setdefault(name, []).append(torch.as_tensor(node["value"]).detach().cpu())
+        if not is_factor(node):
+            target = observed if is_data(node) else latents
+            target.setdefault(name, []).append(torch.as_tensor(node["value"]).detach().cpu())
 
 
 def _stacked(values: Mapping[str, list[Tensor]]) -> Sites:

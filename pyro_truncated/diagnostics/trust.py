@@ -39,11 +39,11 @@ class Finding:
         return f"{self.problem} {self.advice}"
 
 
-def warn_of(findings: Sequence[Finding], stacklevel: int = 3) -> None:
+def warn_of(findings: Sequence[Finding], stacklevel: int = 3, what: str = "truncated posterior") -> None:
     """Issues one :class:`TruncationWarning` that holds all findings, if there are any."""
     if findings:
         lines = " ".join(str(finding) for finding in findings)
-        warnings.warn(f"do not trust this truncated posterior as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
+        warnings.warn(f"do not trust this {what} as it is. {lines}", TruncationWarning, stacklevel=stacklevel)
 
 
 def silently(call: Callable[[], Result]) -> Result:
@@ -56,6 +56,14 @@ def silently(call: Callable[[], Result]) -> Result:
 def _at(position: np.intp, values: np.ndarray) -> int:
     """The data point at a position of values ``(N,)``, or of ``(guides, N)``."""
     return int(position % values.shape[-1])
+
+
+def judge_guide(shape: float) -> list[Finding]:
+    """Findings from the tail index of the importance weights of a guide's draws."""
+    if shape <= PARETO_LIMIT:
+        return []
+    problem = f"The draws of the guide do not follow the posterior: their importance weights have a Pareto index of {shape:.2f} (> 0.7)."
+    return [Finding(problem, "Train longer, or take a guide that can follow it (AutoMultivariateNormal, say, in the place of AutoNormal).")]
 
 
 def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from pyro_truncated._arviz_compat import get_dataset, group_names
+from pyro_truncated._arviz_compat import get_dataset, group_names, pareto_shapes
 from pyro_truncated.diagnostics import figures, plots, trust
 from pyro_truncated.diagnostics.prediction import STATISTICS, CrossValidation, cross_validate, loo_pit, new_data_group, predictive_p_values
 from pyro_truncated.diagnostics.report import Section, write_page
@@ -27,24 +27,31 @@ class Verdict:
     """What :func:`diagnose` found.
 
     Attributes:
-        findings: what is wrong with the truncation, and what to change.
+        findings: what is wrong with the truncation or the guide, and what to change.
         remarks: what else should be known: how the model predicts, what the numbers mean.
         numbers: the main numbers, readable.
         page: the report, or ``None`` if none was written.
+        is_truncated: whether the posterior is that of a guide with an ``AutoTruncated`` part.
     """
 
     findings: Sequence[Finding]
     remarks: Sequence[str]
     numbers: dict[str, str]
     page: Path | None = None
+    is_truncated: bool = True
 
     @property
     def is_trusted(self) -> bool:
-        """Whether nothing was found wrong with the truncation."""
+        """Whether nothing was found wrong with the truncation or the guide."""
         return not self.findings
 
+    @property
+    def what(self) -> str:
+        """What the verdict is on."""
+        return "truncated posterior" if self.is_truncated else "posterior"
+
     def __str__(self) -> str:
-        head = "Nothing speaks against this truncated posterior." if self.is_trusted else "Do not trust this truncated posterior as it is."
+        head = f"Nothing speaks against this {self.what}." if self.is_trusted else f"Do not trust this {self.what} as it is."
         numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
         lines = [head, *numbers, *(f"- {finding}" for finding in self.findings), *(f"- {remark}" for remark in self.remarks)]
         return "\n".join([*lines, f"report: {self.page}"] if self.page else lines)
@@ -63,7 +70,8 @@ def diagnose(
     The truncation is judged by the groups ``truncated_posterior`` (with the results of
     :func:`~pyro_truncated.diagnostics.check_truncation`, if they were given to ``to_arviz``) and ``training``, the model's predictions by
     leave-one-out cross-validation on the marginal likelihood, its transforms, and predictive p-values. What a group is missing for is
-    left out.
+    left out. Guides of other kinds are judged by the importance weights of their draws alone: a Pareto index above 0.7 says that the
+    draws do not follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
@@ -76,30 +84,31 @@ def diagnose(
         The verdict that was printed.
 
     Raises:
-        ValueError: if the data hold no truncated posterior.
+        ValueError: if the data hold no posterior.
 
     Warns:
         TruncationWarning: saying what is wrong with the truncation and what to change.
     """
     groups = set(group_names(idata))
-    if "truncated_posterior" not in groups:
-        raise ValueError(f"the data have no group truncated_posterior, only {sorted(groups)}; convert an AutoTruncated with to_arviz")
-    findings, numbers = _judge_truncation(idata)
+    if "posterior" not in groups:
+        raise ValueError(f"the data have no group posterior, only {sorted(groups)}; convert a model and its guide with to_arviz")
+    is_truncated = "truncated_posterior" in groups
+    findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
     remarks = _remarks_on_training(idata) if "training" in groups else []
     validation = _validated(idata, groups)
     if validation is not None:
         numbers["elpd (PSIS-LOO), nats"] = f"{validation.elpd:.1f} ± {validation.se:.1f}"
         remarks += [f"Leave-one-out: {caveat}." for caveat in validation.caveats]
     remarks += _remarks_on_predictions(idata, groups)
-    verdict = Verdict(findings, remarks, numbers)
+    verdict = Verdict(findings, remarks, numbers, is_truncated=is_truncated)
     if path is not None:
         sections = _sections(idata, groups, weight, image_shape)
         lead = " ".join([str(verdict).partition("\n")[0], *map(str, findings), *remarks])
-        page = write_page(path, "Diagnosis of a truncated posterior", lead, numbers, sections)
+        page = write_page(path, f"Diagnosis of a {verdict.what}", lead, numbers, sections)
         verdict = dataclasses.replace(verdict, page=page)
     print(verdict)
     if warn:
-        warn_of(verdict.findings)
+        warn_of(verdict.findings, what=verdict.what)
     return verdict
 
 
@@ -127,6 +136,19 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
     return findings, numbers
 
 
+def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str, str]]:
+    """Importance weights of the draws, where these are no point estimates."""
+    if "sample_stats" not in groups or get_dataset(idata, "posterior").attrs.get("point_estimates_only"):
+        return [], {}
+    stats = get_dataset(idata, "sample_stats")
+    if "log_weight" not in stats:
+        return [], {}
+    log_weight = stats["log_weight"].values.reshape(1, -1)
+    shape = float(pareto_shapes(log_weight)[0])
+    numbers = {"evidence lower bound": f"{log_weight.mean():.5g}", "Pareto index of the guide's weights": f"{shape:.2f}"}
+    return trust.judge_guide(shape), numbers
+
+
 def _remarks_on_training(idata: Any) -> list[str]:
     training = get_dataset(idata, "training")
     curves = training["free_energy"].values if "free_energy" in training else np.zeros((1, 1))
@@ -136,8 +158,7 @@ def _remarks_on_training(idata: Any) -> list[str]:
     if not len(curves):
         return remarks
     ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
-    bound = get_dataset(idata, "truncated_posterior")["free_energy"]
-    num_data = bound.size // bound.sizes.get("chain", 1)
+    num_data = _num_data(idata)
     if len(ends) > 1:
         remarks.append(f"{len(ends)} restarts end within {np.ptp(ends) / num_data:.3g} nats per data point of each other.")
     best = curves[ends.argmax()]
@@ -147,6 +168,14 @@ def _remarks_on_training(idata: Any) -> list[str]:
         slope = (best[-1] - best[-1 - tenth]) / num_data
         remarks.append(f"The last tenth of the training gained {slope:.3g} nats per data point.")
     return remarks
+
+
+def _num_data(idata: Any) -> int:
+    if "truncated_posterior" in group_names(idata):
+        bound = get_dataset(idata, "truncated_posterior")["free_energy"]
+        return int(bound.size // bound.sizes.get("chain", 1))
+    observed = get_dataset(idata, "observed_data") if "observed_data" in group_names(idata) else {}
+    return max((int(observed[name].size) for name in observed), default=1)
 
 
 def _validated(idata: Any, groups: set[str]) -> CrossValidation | None:
@@ -172,11 +201,22 @@ def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
 def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: tuple[int, int] | None) -> list[Section]:
     """The pictures for which there is something to show."""
     sections = []
-    data = get_dataset(idata, "truncated_posterior")
     if "training" in groups and "free_energy" in get_dataset(idata, "training"):
         sections.append(
             _section("Training", "The free energy, higher is better; restarts should end together.", figures.plot_restarts, idata)
         )
+    if "truncated_posterior" in groups:
+        sections += _sections_on_states(idata)
+    if weight is not None:
+        text = "What each latent adds to an observation; grey is zero."
+        sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
+    if figures.global_names(idata):
+        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
+    return sections + _sections_on_predictions(idata, groups)
+
+
+def _sections_on_states(idata: Any) -> list[Section]:
+    data, sections = get_dataset(idata, "truncated_posterior"), []
     text = (
         "An upper bound on the posterior mass of each population, from the states next to its own. Low values prove that much is missing; "
         "high ones do not prove that nothing is."
@@ -189,12 +229,7 @@ def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: 
         sections.append(_section("Gap of the bound", text, figures.plot_gap, idata))
     sections.append(_section("Which latents are on?", "Expected number of active latents per data point.", figures.plot_activations, idata))
     sections.append(_section("Activations", "Probabilities of the first data points' latents.", figures.plot_marginals, idata))
-    if weight is not None:
-        text = "What each latent adds to an observation; grey is zero."
-        sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
-    if figures.global_names(idata):
-        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
-    return sections + _sections_on_predictions(idata, groups)
+    return sections
 
 
 def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:

@@ -10,7 +10,8 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from pyro_truncated.diagnostics.draws import Draws
+from pyro_truncated.diagnostics.drawn import Draws, States
+from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data
 from pyro_truncated.sites import DiscreteSite
 
 Dims = Mapping[str, Sequence[str]]
@@ -29,48 +30,56 @@ class Writer:
         coords: coordinates by dimension.
         memory_budget: bytes that a single array may take.
         arguments: names of the model's arguments, for which ``dims`` may be given, too.
+        num_chains: chains that the draws are dealt to, one after the other.
 
     Raises:
         ValueError: if ``dims`` names something unknown.
     """
 
-    def __init__(self, draws: Draws, dims: Dims, coords: Coords, memory_budget: int, arguments: Sequence[str] = ()) -> None:
+    def __init__(
+        self, draws: Draws, dims: Dims, coords: Coords, memory_budget: int, arguments: Sequence[str] = (), num_chains: int = 1
+    ) -> None:
         self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
-        self.layout = draws.log_joint.layout
-        self.nodes = draws.log_joint.nodes
-        self.datum, self.sizes = self.layout.plates, draws.log_joint.sizes
+        self.nodes, self.num_chains = draws.nodes, num_chains
+        self.datum, self.sizes = tuple(draws.plates), tuple(draws.plates.values())
         unknown = set(dims) - set(self.nodes) - set(arguments)
         if unknown:
             raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
 
     def posterior(self) -> xr.Dataset:
-        """Draws of the index, of the discrete sites, and of the others."""
-        index = self.draws.index
-        variables = {self.draws.part.index_name: self._per_datum(index.to(torch.int32))}
-        omitted = []
-        for name, site in self.layout.sites.items():
-            size = index.numel() * site.num_latents
-            if size > self.memory_budget:
-                omitted.append(name)
-            else:
-                variables[name] = self._discrete_draws(name, site)
-        for name, values in self.draws.others.items():
+        """Draws of the index, of the discrete sites, of the other latents, and of what follows from them."""
+        variables: dict[str, Variable] = {}
+        omitted: list[str] = []
+        if self.draws.states is not None:
+            self._add_states(self.draws.states, variables, omitted)
+        for name, values in {**self.draws.latents, **self.draws.computed}.items():
             if values.numel() * values.element_size() > self.memory_budget:
                 omitted.append(name)
             else:
                 variables[name] = self._site(name, values)
-        hint = (
-            f"{', '.join(omitted)}: over the memory budget; {self.draws.part.index_name} indexes the state dimension of truncated_posterior"
-        )
-        return self._sampled(variables).assign_attrs({"omitted": hint} if omitted else {})
+        if not omitted:
+            return self._sampled(variables)
+        hint = f"{', '.join(omitted)}: over the memory budget"
+        if self.draws.states is not None:
+            hint += f"; {self.draws.states.part.index_name} indexes the state dimension of truncated_posterior"
+        return self._sampled(variables).assign_attrs({"omitted": hint})
 
-    def _discrete_draws(self, name: str, site: DiscreteSite) -> Variable:
-        rows = torch.arange(len(self.draws.population), device=self.draws.index.device)
-        words = self.draws.population.words[rows, self.draws.index]
-        values = self.layout.split(self.layout.space.unpack(words, _level_type(self.layout.space.cardinalities)))[name]
+    def _add_states(self, states: States, variables: dict[str, Variable], omitted: list[str]) -> None:
+        variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
+        for name, site in states.part.layout.sites.items():
+            if states.index.numel() * site.num_latents > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._discrete_draws(states, name, site)
+
+    def _discrete_draws(self, states: States, name: str, site: DiscreteSite) -> Variable:
+        layout = states.part.layout
+        rows = torch.arange(len(states.population), device=states.index.device)
+        words = states.population.words[rows, states.index]
+        values = layout.split(layout.space.unpack(words, _level_type(layout.space.cardinalities)))[name]
         plates = {frame.dim: frame.name for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
-        dims, array = self._per_datum(values.to(_value_type(site)))
+        dims, array = self._per_datum(layout.plates, states, values.to(_value_type(site)))
         return (*dims, *names), array
 
     def sample_stats(self) -> xr.Dataset:
@@ -80,13 +89,14 @@ class Writer:
         return self._sampled({name: ((), _array(value)) for name, value in columns.items()})
 
     def log_likelihood(self) -> xr.Dataset:
-        """Log likelihoods of the data points; where states are global, of the observations given them."""
-        if self.draws.is_global:
-            variables = {}
-            for name, values in self.draws.log_likelihood.items():
+        """Log likelihoods of the data points, or of the observations given their latents."""
+        variables = {}
+        for name, values in self.draws.log_likelihood.items():
+            if name == self.draws.joint:
+                variables[name] = (self.datum, _array(values.reshape(len(values), *self.sizes)))
+            else:
                 variables[name] = self._site(name, values, event_dim=0)
-            return self._sampled(variables)
-        return self._sampled({name: self._per_datum(values) for name, values in self.draws.log_likelihood.items()})
+        return self._sampled(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
 
     def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Log likelihoods of observed sites given everything that was drawn."""
@@ -97,26 +107,25 @@ class Writer:
         return self._sampled({name: ((), _array(values)) for name, values in self.draws.log_prior.items()})
 
     def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
-        """Draws ``(draws, *shape)`` of sites, one chain in front."""
+        """Draws ``(draws, *shape)`` of sites."""
+        discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
         variables = {}
         for name, draws in values.items():
-            if name in self.layout.sites:
-                draws = draws.to(_value_type(self.layout.sites[name]))
-            variables[name] = self._site(name, draws)
+            variables[name] = self._site(name, draws.to(_value_type(discrete[name])) if name in discrete else draws)
         return self._sampled(variables)
 
     def observed_data(self) -> xr.Dataset:
-        """Values of the observed sites."""
+        """Values of the observed sites; NaN where a mask hides them from the model."""
         variables = {}
         for name, node in self.nodes.items():
-            if node["is_observed"] and torch.is_tensor(node["value"]):
-                names, array = self._site(name, node["value"].unsqueeze(0))
+            if is_data(node) and torch.is_tensor(node["value"]):
+                names, array = self._site(name, _without_hidden(node).unsqueeze(0))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
     def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
         """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
-        observed = [node["value"] for node in self.nodes.values() if node["is_observed"] and torch.is_tensor(node["value"])]
+        observed = [node["value"] for node in self.nodes.values() if is_data(node) and torch.is_tensor(node["value"])]
         variables = {}
         for name, value in arguments.items():
             if torch.is_tensor(value) and not any(_same(value, other) for other in observed):
@@ -132,41 +141,42 @@ class Writer:
         leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
         return (*leading, *(f"{name}_dim_{position}" for position in range(value.dim() - len(leading))))
 
-    def truncated_posterior(self) -> xr.Dataset:
+    def truncated_posterior(self, states: States) -> xr.Dataset:
         """The populations and exact expectations under them."""
-        population, space = self.draws.population, self.layout.space
-        variables = {
-            "weights": ((*self.datum, STATE), self._rows(population.weights())),
-            "free_energy": (self.datum, self._rows(population.free_energy())),
-            "effective_states": (self.datum, self._rows(population.effective_states())),
-            "support_mass_bound": (self.datum, self._rows(self.draws.covered_mass)),
-            "activation_prob": ((*self.datum, LATENT), self._rows(population.marginals())),
-        }
-        dtype = _level_type([site.low + v for site in self.layout.sites.values() for v in site.cardinalities])
-        size = population.log_joint.numel() * space.num_latents * dtype.itemsize
+        population, layout = states.population, states.part.layout
+        variables: dict[str, Variable] = {}
+        for name, values, inner in (
+            ("weights", population.weights(), (STATE,)),
+            ("free_energy", population.free_energy(), ()),
+            ("effective_states", population.effective_states(), ()),
+            ("support_mass_bound", states.covered_mass, ()),
+            ("activation_prob", population.marginals(), (LATENT,)),
+        ):
+            variables[name] = self._rows(states, values, inner)
+        dtype = _level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
+        size = population.log_joint.numel() * layout.space.num_latents * dtype.itemsize
         attrs = {}
         if size <= self.memory_budget:
-            low = torch.tensor([site.low for site in self.layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
-            states = population.states(dtype) + low.to(population.words.device)
-            variables["states"] = ((*self.datum, STATE, LATENT), self._rows(states))
+            low = torch.tensor([site.low for site in layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
+            variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
-        labels = {LATENT: [label for name, site in self.layout.sites.items() for label in _labels(name, site.shape)]}
+        labels = {LATENT: [label for name, site in layout.sites.items() for label in _labels(name, site.shape)]}
         return self._dataset(variables, labels).assign_attrs(attrs)
 
-    def _rows(self, values: Tensor) -> np.ndarray:
+    def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
         """Values ``(N, ...)`` with one dimension per data plate."""
-        return _array(values.reshape((*self.sizes, *values.shape[1:])))
+        return (*states.part.layout.plates, *inner), _array(values.reshape((*states.log_joint.sizes, *values.shape[1:])))
 
-    def _per_datum(self, values: Tensor) -> Variable:
+    def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
         """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
-        return self.datum, _array(values.reshape(len(values), *self.sizes, *values.shape[2:]))
+        return plates, _array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
         """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
         node: Any = self.nodes[name]
         plates = {frame.dim: frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
-        event_dim = node["fn"].event_dim if event_dim is None else event_dim
+        event_dim = _event_dim(node, values.shape[1:]) if event_dim is None else event_dim
         batch_dim = values.dim() - 1 - event_dim
         names, shape = [], [len(values)]
         for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
@@ -184,8 +194,14 @@ class Writer:
         return names
 
     def _sampled(self, variables: Mapping[str, Variable]) -> xr.Dataset:
-        """A dataset of draws: one chain in front."""
-        return self._dataset({name: (("chain", "draw", *names), array[None]) for name, (names, array) in variables.items()})
+        """A dataset of draws, dealt to the chains."""
+        chains = self.num_chains
+        return self._dataset(
+            {
+                name: (("chain", "draw", *names), array.reshape(chains, len(array) // chains, *array.shape[1:]))
+                for name, (names, array) in variables.items()
+            }
+        )
 
     def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
         data = xr.Dataset({name: (names, array) for name, (names, array) in variables.items()})
@@ -196,6 +212,33 @@ class Writer:
                 raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
             coords[dim] = np.asarray(coordinate)
         return data.assign_coords(coords)
+
+
+def _event_dim(node: Mapping[str, Any], shape: Sequence[int]) -> int:
+    """Event dimensions of a site's values of this shape.
+
+    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it too: the leading ones
+    that have the sizes of the plates are the plates'.
+    """
+    event_dim: int = node["fn"].event_dim
+    if not is_computed(node) or event_dim < len(shape):
+        return event_dim
+    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
+    depth = max((-dim for dim in sizes), default=0)
+    is_batch = 0 < depth <= len(shape) and all(shape[depth + dim] == size for dim, size in sizes.items())
+    return len(shape) - depth if is_batch else event_dim
+
+
+def _without_hidden(node: Mapping[str, Any]) -> Tensor:
+    """The value of an observed site, NaN where a mask hides it."""
+    value: Tensor = node["value"]
+    hidden = hidden_entries(node)
+    if hidden is None:
+        return value
+    batch = node["fn"].batch_shape
+    hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape(*batch, *(1,) * node["fn"].event_dim)
+    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+    return torch.where(hidden, torch.nan, value)
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @torch.no_grad()
-def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 500, seed: int | None = None) -> Any:
+def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
     r"""Converts the posterior of switches and latents to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
     ``to_arviz(model.model, model.guide, y)`` does the same. For a posterior over whole patterns of switches pass it
@@ -35,27 +35,30 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 500, s
     Args:
         model: the trained model.
         y: its data.
-        num_samples: number of draws.
+        num_samples: number of draws per chain.
+        num_chains: number of chains that the independent draws are dealt to.
         seed: seeds the draws; without it torch's global generator is used.
 
     Raises:
-        ValueError: if ``num_samples`` is not positive or the data do not fit the model.
+        ValueError: if ``num_samples`` or ``num_chains`` is not positive or the data do not fit the model.
     """
     if num_samples < 1:
         raise ValueError(f"num_samples must be at least 1; got {num_samples}")
+    if num_chains < 1:
+        raise ValueError(f"num_chains must be at least 1; got {num_chains}")
     views = model.check_data(y)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**31, ()) if seed is None else seed))
     gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, model.loc, model.scale))
-    switches = torch.rand(num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma
-    used = switches.any(1).unsqueeze(1)
-    noise = torch.randn(num_samples, *loc.shape, generator=generator, dtype=torch.float64)
+    switches = torch.rand(num_chains, num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma
+    used = switches.any(2).unsqueeze(2)
+    noise = torch.randn(num_chains, num_samples, *loc.shape, generator=generator, dtype=torch.float64)
     latents = torch.where(used, loc + scale * noise, noise)
     datasets = {
         "posterior": xr.Dataset(
             {
-                "b": (("chain", "draw", "view", "latent"), _array(switches.to(torch.int8))[None]),
-                "x": (("chain", "draw", "data", "latent"), _array(latents)[None]),
+                "b": (("chain", "draw", "view", "latent"), _array(switches.to(torch.int8))),
+                "x": (("chain", "draw", "data", "latent"), _array(latents)),
             }
         ),
         "latent_posterior": xr.Dataset(

@@ -250,9 +250,9 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
 
-    def to_arviz(self, y: Views, *, num_samples: int = 500, seed: int | None = None) -> Any:
+    def to_arviz(self, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
         """Switches and latents as ArviZ data; see :func:`~pyro_truncated.gplvm.latents_to_arviz`."""
-        return latents_to_arviz(self, y, num_samples=num_samples, seed=seed)
+        return latents_to_arviz(self, y, num_samples=num_samples, num_chains=num_chains, seed=seed)
 
     # --- the Pyro programs ---
 

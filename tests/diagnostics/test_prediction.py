@@ -43,9 +43,7 @@ def draw(num_data, generator):
 
 def converted(model, y, guide=None, **kwargs):
     guide = guide or AutoTruncated(model, 4)
-    return to_arviz(
-        model, guide, y, num_samples=kwargs.pop("num_samples", 100), num_predictive=kwargs.pop("num_predictive", 100), seed=0, **kwargs
-    )
+    return to_arviz(model, guide, y, **{"num_samples": 100, "num_chains": 1, "seed": 0, **kwargs})
 
 
 def shifted(y):

@@ -260,7 +260,7 @@ def test_minibatches_come_close_to_the_collapsed_bound():
 def test_arviz_holds_switches_and_latents():
     model = random_model(5, (3, 2), 2)
     views = random_views(model)
-    idata = latents_to_arviz(model, views, num_samples=300, seed=0)
+    idata = latents_to_arviz(model, views, num_samples=300, num_chains=1, seed=0)
     posterior, exact = get_dataset(idata, "posterior"), get_dataset(idata, "latent_posterior")
     assert dict(posterior["b"].sizes) == {"chain": 1, "draw": 300, "view": 2, "latent": 2}
     # Seeded; four means of 300 draws, false alarm in fewer than 1 of 1000 seeds.
@@ -269,9 +269,9 @@ def test_arviz_holds_switches_and_latents():
     assert posterior["x"].shape == (1, 300, 5, 2)
     np.testing.assert_allclose(exact["bound"], float(model.bound(views).detach()))
     np.testing.assert_allclose(get_dataset(idata, "observed_data")["y_1"], views[1].numpy())
-    again = latents_to_arviz(model, views, num_samples=300, seed=0)
+    again = latents_to_arviz(model, views, num_samples=300, num_chains=1, seed=0)
     np.testing.assert_array_equal(get_dataset(again, "posterior")["x"], posterior["x"])
-    same = to_arviz(model.model, model.guide, views, num_samples=300, seed=0)
+    same = to_arviz(model.model, model.guide, views, num_samples=300, num_chains=1, seed=0)
     np.testing.assert_array_equal(get_dataset(same, "posterior")["b"], posterior["b"])
 
 
