@@ -16,6 +16,8 @@ from pyro_truncated.population import Population
 
 Sites = dict[str, Tensor]
 
+_MOST_NAMED = 4
+
 
 @dataclasses.dataclass
 class States:
@@ -141,8 +143,9 @@ def plates_of_data(nodes: Mapping[str, Any]) -> dict[str, int]:
 
 def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
     """What the likelihood of several sites is called: by the data among them, or else by the factors."""
-    data = [name for name in names if is_data(nodes[name])]
-    return "_".join(data or [name for name in names if is_factor(nodes[name])])
+    found = [name for name in names if is_data(nodes[name])] or [name for name in names if is_factor(nodes[name])]
+    # The observations of a long sequence would make a name that files cannot hold.
+    return "_".join(found) if len(found) <= _MOST_NAMED else f"{found[0]}_to_{found[-1]}"
 
 
 def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:

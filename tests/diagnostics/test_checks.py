@@ -178,10 +178,10 @@ def test_diagnose_counts_data_points_of_restarts_once(y):
     pictures.plot_restarts(idata, Figure().subplots())
 
 
-def test_diagnose_refuses_what_holds_no_truncated_posterior(y):
+def test_diagnose_refuses_what_holds_no_posterior(y):
     idata = to_arviz(model, AutoTruncated(model, 4), y, num_samples=5, num_predictive=0)
-    with pytest.raises(ValueError, match="no group truncated_posterior, only"):
-        diagnose(make_idata(posterior=get_dataset(idata, "posterior")), None)
+    with pytest.raises(ValueError, match="no group posterior, only"):
+        diagnose(make_idata(observed_data=get_dataset(idata, "observed_data")), None)
 
 
 def test_predictive_checks_of_whole_numbers_show_the_share_of_each(generator):
