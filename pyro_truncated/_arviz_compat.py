@@ -180,7 +180,8 @@ def draw_pareto_k(shapes: np.ndarray, ax: Axes) -> None:
 def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: int) -> None:
     """Distributions of the observed values and of drawn ones; of whole numbers, whatever their type, the share of each."""
     observed = get_dataset(idata, "observed_data")[[name]]
-    predicted = get_dataset(idata, group)[[name]].isel(draw=slice(0, draws))
+    predicted = get_dataset(idata, group)[[name]]
+    predicted = predicted.isel(draw=slice(0, max(1, draws // predicted.sizes["chain"])))
     if np.isnan(observed[name].values).any():
         # Of both only what was observed.
         seen = np.flatnonzero(~np.isnan(observed[name].values.ravel()))
@@ -196,7 +197,15 @@ def draw_predictive_check(idata: Any, group: str, name: str, ax: Axes, draws: in
         state = np.random.get_state()  # noqa: NPY002
         with quiet():
             # It shuffles the draws by the global generator, which is put back.
-            _arviz().plot_ppc(part, ax=ax, num_pp_samples=predicted.sizes["draw"], random_seed=0, mean=False, legend=False, textsize=9)
+            _arviz().plot_ppc(
+                part,
+                ax=ax,
+                num_pp_samples=predicted.sizes["chain"] * predicted.sizes["draw"],
+                random_seed=0,
+                mean=False,
+                legend=False,
+                textsize=9,
+            )
         np.random.set_state(state)  # noqa: NPY002
         _name_lines(ax)
         return

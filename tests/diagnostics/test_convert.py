@@ -140,7 +140,7 @@ def test_lp_holds_what_lies_outside_the_plate(data: Tensor, weight: Tensor) -> N
 
 def test_draws_follow_the_weights_and_index_the_states(model: Callable[..., None], data: Tensor) -> None:
     num_samples = 20_000
-    idata = to_arviz(model, fitted(model, data), data, num_samples=num_samples, seed=1)
+    idata = to_arviz(model, fitted(model, data), data, num_samples=num_samples, num_predictive=0, seed=1)
     posterior, truncated = get_dataset(idata, "posterior"), get_dataset(idata, "truncated_posterior")
     expected = truncated["activation_prob"].values
     deviation = np.sqrt(expected * (1 - expected) / num_samples)
