@@ -128,8 +128,8 @@ def test_pictures_show_the_numbers(y):
     state = np.random.get_state()[1].copy()  # noqa: NPY002
     pictures.plot_predictive_check(idata, axes[5], group="marginal_predictive")
     np.testing.assert_array_equal(np.random.get_state()[1], state)  # noqa: NPY002
-    # Twenty draws and the observed values (ArviZ 0.2x adds an empty line for its legend).
-    assert len([line for line in axes[5].lines if len(line.get_xdata())]) == 21
+    # Of thirty draws as many of each chain, and the observed values (ArviZ 0.2x adds an empty line for its legend).
+    assert len([line for line in axes[5].lines if len(line.get_xdata())]) == 29
     assert axes[5].get_legend().get_texts()[-1].get_text() == "observed"
     pictures.plot_loo_pit(idata, axes[6], features=[0, 2])
     assert len(axes[6].lines) == 2

@@ -439,5 +439,4 @@ def test_guide_lists_trained_on_minibatches(data: Tensor, weight: Tensor) -> Non
     moved = [exact_log_joint(data, weight, (shift[i] + own[i][:, None])[:, None]).logsumexp(1) for i in range(4)]
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], torch.stack(moved), rtol=1e-6)
     # Training goes on with minibatches.
-    assert guide.create_plates is None
     assert poutine.trace(guide).get_trace(data, batch_size=2).nodes["own"]["value"].shape == (2,)
