@@ -12,7 +12,7 @@ WORKERS ?= 2
 TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test arviz1 lint format papers foreign bench clean
+.PHONY: demo test arviz1 lint format papers foreign bench faults clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -53,6 +53,10 @@ foreign: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m pytest tests/benchmarks -m benchmark -s
+
+faults: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest tests/faults -m faults -s
+	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --minutes 90
 
 clean:
 	rm -rf .venv .venv-arviz1 report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

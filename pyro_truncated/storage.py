@@ -9,10 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_truncated import packed
 from pyro_truncated.population import Population, States, given_population, initial_population
 from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout
 from pyro_truncated.states import StateSpace
+
+# Values that are looked at together when states are loaded.
+_BLOCK_ENTRIES = 2**22
 
 Init = States | Callable[[], States] | None
 
@@ -71,7 +75,7 @@ class PopulationStore(torch.nn.Module):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         words, cardinalities = state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities")
-        problem = self._mismatch(words, cardinalities)
+        problem = self._mismatch(words, cardinalities) or _flaw(words, state_dict.get(prefix + "log_joint"), cardinalities)
         if problem is not None:
             error_msgs = args[-1]
             error_msgs.append(problem)
@@ -85,8 +89,8 @@ class PopulationStore(torch.nn.Module):
         for name in names:
             value = state_dict.get(prefix + name)
             held = self._buffers.get(name)
-            if value is not None and (held is None or held.shape != value.shape):
-                self.register_buffer(name, torch.empty_like(value))
+            if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
+                self.register_buffer(name, torch.empty_like(value, device=None if held is None else held.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
@@ -152,3 +156,29 @@ class PopulationStore(torch.nn.Module):
         self.log_joint[where] = log_joint
         if words is not None:
             self.words[where] = words
+
+
+def _flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor | None) -> str | None:
+    """What is wrong with populations that were saved, such that no guide could have saved them."""
+    if words is None or cardinalities is None:
+        return None
+    try:
+        space = StateSpace(cardinalities.tolist())
+        packed.check_words("words", words)
+        if words.shape[2] != space.num_words or (log_joint is not None and log_joint.shape != words.shape[:2]):
+            shape = None if log_joint is None else tuple(log_joint.shape)
+            return f"the saved populations have the shape {tuple(words.shape)}, their log joints {shape}; {space} cannot have either"
+        _check_within(words, space)
+        Population(space, words, words[..., 0]).assert_distinct()
+    except (TypeError, ValueError) as error:
+        return f"the saved populations are not those of a guide: {error}"
+    return None
+
+
+def _check_within(words: Tensor, space: StateSpace) -> None:
+    if space.is_binary:
+        packed.check_bits(words, space.num_latents)
+        return
+    for rows in words.split(max(1, _BLOCK_ENTRIES // (words.shape[1] * space.num_latents))):
+        if not torch.equal(space.pack(space.unpack(rows)), rows):
+            raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")

@@ -7,7 +7,8 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from pyro.infer import SVI
 from tqdm.auto import tqdm
 
 from pyro_truncated import packed
-from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.checkpoint import CheckpointWarning, lacks_parameters, read_checkpoint, refuse_other_runs, restore, save_checkpoint
+from pyro_truncated.checkpoint_file import claimed
 from pyro_truncated.guide import AutoTruncated
+from pyro_truncated.identity import describe_arguments, describe_run
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 
@@ -70,6 +73,7 @@ def fit(
     checkpoint: str | Path | None = None,
     checkpoint_seconds: float = 30.0,
     settings: Mapping[str, Any] | None = None,
+    may_differ: Collection[str] = (),
     **kwargs: Any,
 ) -> Training:
     r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
@@ -79,7 +83,11 @@ def fit(
     Averaging lets it work on minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
 
     With ``checkpoint`` the run is saved every so many seconds and at its end (see :func:`~pyro_truncated.checkpoint.save_checkpoint`), and
-    continued from the file if that exists: to the very numbers of a run that was never interrupted, early stopping included.
+    continued from the file if that exists: to the very numbers of a run that was never interrupted, early stopping included. A file of
+    another run is refused before anything changes: of other data (by hashes of all tensors and arrays among the arguments) or a model,
+    guide, optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``, callbacks and what else only
+    this function sees may change. A destination that cannot be written to is refused before the first step; a checkpoint that cannot be
+    written later (a full disk) is a :class:`~pyro_truncated.checkpoint.CheckpointWarning`, and tried again.
 
     Example::
 
@@ -95,9 +103,11 @@ def fit(
         progress: whether to show a bar; default: if standard error is a terminal.
         patience: steps to average over for early stopping, or ``None`` for none.
         tolerance: relative growth below which the run ends.
-        checkpoint: file.
-        checkpoint_seconds: time between checkpoints.
-        settings: what must agree for a run to be continued.
+        checkpoint: file. While the run goes on, a file ``<name>.lock`` lies beside it.
+        checkpoint_seconds: time between checkpoints; 0 for one after every step, infinity for one at the end.
+        settings: what else must agree for a run to be continued.
+        may_differ: parts that may be others than those of the run that is continued, see
+            :func:`~pyro_truncated.checkpoint.load_checkpoint`.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -105,7 +115,10 @@ def fit(
 
     Raises:
         TypeError: if ``svi`` is not Pyro's SVI, a count is no integer, or ``callbacks`` is no sequence of functions.
-        ValueError: if a count is out of range, the checkpoint does not fit, or a callback does not return the same names at every step.
+        ValueError: if a number is out of range, the checkpoint is damaged or of another run (the message names what differs), or a callback
+            does not return the same names at every step.
+        OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
+        RuntimeError: if another run is writing checkpoints there.
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
@@ -116,16 +129,43 @@ def fit(
         raise ValueError(f"steps and patience must be at least 1, tolerance a number; got {steps=}, {patience=}, {tolerance=}")
     if callable(callbacks) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
+    _check_seconds(checkpoint_seconds)
     training = Training(svi)
-    path = None if checkpoint is None else Path(checkpoint)
-    if path is not None and path.exists():
-        _resume(training, path, settings, args, kwargs)
+    if checkpoint is None:
+        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance)
+        return training
+    path = Path(checkpoint)
+    run = describe_run(svi) | describe_arguments(args, kwargs)
+    with claimed(path):
+        if path.exists():
+            _resume(training, path, settings, run, may_differ, args, kwargs)
+        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance, _Saving(path, checkpoint_seconds, settings, run))
+    return training
+
+
+def _check_seconds(seconds: Any) -> None:
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"checkpoint_seconds must be a number of seconds; got {seconds!r}")
+    if not seconds >= 0:
+        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
+
+
+def _run(
+    training: Training,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    steps: int,
+    callbacks: Sequence[Callback],
+    progress: bool | None,
+    patience: int | None,
+    tolerance: float,
+    saving: _Saving | None = None,
+) -> None:
     for callback in callbacks:
         if callable(start := getattr(callback, "start", None)):
             start(training)
-    model, guide = getattr(svi, "model", None), getattr(svi, "guide", None)
+    model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed(model, guide, training=True)
-    saved = time.monotonic()
     with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
             with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
@@ -133,10 +173,8 @@ def fit(
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
             bar.update()
             ended = training.steps >= steps or training.stopped_early or _has_ended(training, patience, tolerance)
-            if path is not None and (ended or time.monotonic() - saved >= checkpoint_seconds):
-                _save(training, path, settings)
-                saved = time.monotonic()
-    return training
+            if saving is not None:
+                saving.after_step(training, ended)
 
 
 def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -164,18 +202,45 @@ def _has_ended(training: Training, patience: int | None, tolerance: float) -> bo
     return training.stopped_early
 
 
-def _save(training: Training, path: Path, settings: Mapping[str, Any] | None) -> None:
-    history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
-    save_checkpoint(path, training.svi, history=history, settings=settings)
+class _Saving:
+    """Writes checkpoints every so often and at the end; one that cannot be written is a warning."""
+
+    def __init__(self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str]) -> None:
+        self.path, self.seconds, self.settings, self.run = path, seconds, settings, run
+        self.saved = time.monotonic()
+
+    def after_step(self, training: Training, ended: bool) -> None:
+        if not ended and time.monotonic() - self.saved < self.seconds:
+            return
+        history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
+        try:
+            save_checkpoint(self.path, training.svi, history=history, settings=self.settings, run=self.run)
+        except OSError as error:
+            then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
+            message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
+            warnings.warn(message, CheckpointWarning, stacklevel=4)
+        self.saved = time.monotonic()
 
 
-def _resume(training: Training, path: Path, settings: Mapping[str, Any] | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    # Parameters that are made when they are first asked for must exist before they can be restored.
-    with spare_random_numbers():
-        training.svi.evaluate_loss(*args, **kwargs)
-    history = load_checkpoint(path, training.svi, settings=settings)
-    if not isinstance(history, dict) or "record" not in history:
+def _resume(
+    training: Training,
+    path: Path,
+    settings: Mapping[str, Any] | None,
+    run: Mapping[str, str],
+    may_differ: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    content = read_checkpoint(path, training.svi)
+    history = content["history"]
+    if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
         raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
+    refuse_other_runs(content, run, settings, may_differ, path)
+    if lacks_parameters(content, training.svi):
+        # Parameters that are made when they are first asked for must exist before they can be restored.
+        with spare_random_numbers():
+            training.svi.evaluate_loss(*args, **kwargs)
+    restore(content, training.svi, path, keeps_optimizer="optimizer" in may_differ)
     training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
 
 

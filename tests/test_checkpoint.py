@@ -134,7 +134,7 @@ def test_other_files_are_refused(y, tmp_path):
     with pytest.raises(ValueError, match="not a checkpoint"):
         load_checkpoint(tmp_path / "other.pt", fresh("closed form", y))
     (tmp_path / "text.pt").write_text("hello")
-    with pytest.raises(ValueError, match=r"not a checkpoint .* torch cannot read it"):
+    with pytest.raises(ValueError, match=r"not a checkpoint .* there is no checksum at its end"):
         load_checkpoint(tmp_path / "text.pt", fresh("closed form", y))
     with pytest.raises(FileNotFoundError):
         load_checkpoint(tmp_path / "missing.pt", fresh("closed form", y))
@@ -177,6 +177,6 @@ def test_checkpoints_of_other_models_are_refused_and_nothing_changes(y, tmp_path
         svi.step(y)
         before = {name: value.clone() for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
         with pytest.raises(ValueError, match=f"another model or guide: .*{message}"):
-            load_checkpoint(tmp_path / "run.pt", svi)
+            load_checkpoint(tmp_path / "run.pt", svi, may_differ=["model", "guide", "optimizer", "elbo", "search"])
         after = {name: value for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
         assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -9,11 +9,13 @@ from pyro_truncated.packed.evolution import cross, draw_seed, flip_random, flip_
 from pyro_truncated.packed.initial import initial_states
 from pyro_truncated.packed.maximum import maximum_error, maximum_statistics
 from pyro_truncated.packed.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
-from pyro_truncated.packed.selection import repeated, select_top
+from pyro_truncated.packed.selection import check_bits, check_words, repeated, select_top
 from pyro_truncated.packed.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 
 __all__ = [
     "activation_probabilities",
+    "check_bits",
+    "check_words",
     "cross",
     "draw_seed",
     "draw_values",

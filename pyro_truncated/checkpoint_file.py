@@ -1,0 +1,187 @@
+"""Files that are whole or refused: written beside the last one and renamed, with a checksum at the end, by one process at a time."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # not on Windows
+    fcntl = None  # type: ignore[assignment]
+
+_logger = logging.getLogger(__name__)
+_MARK = b"\npyro_truncated sha256 "
+_TRAILER = len(_MARK) + 64
+_BLOCK = 2**20
+
+
+def write(path: Path, content: Any) -> None:
+    """Writes tensors and plain values, with a checksum; the file appears under its name once it is complete and on the disk.
+
+    Raises:
+        OSError: naming the path and the cause, such as a full disk; the last file is as it was.
+    """
+    path = Path(os.path.realpath(path))
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            _write_whole(temporary, content)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise OSError(error.errno, f"the checkpoint cannot be written: {error.strerror or error}", str(path)) from error
+
+
+def read(path: Path) -> Any:
+    """Reads what :func:`write` has written, of which not a bit may have changed.
+
+    Raises:
+        OSError: if the file cannot be read; of a missing one, ``FileNotFoundError``.
+        ValueError: if it is another file, cut short or damaged.
+    """
+    with path.open("rb") as file:
+        try:
+            _verify(file, path)
+            file.seek(0)
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except OSError as error:
+            raise OSError(error.errno, f"the checkpoint cannot be read: {error.strerror or error}", str(path)) from error
+        except (ValueError, MemoryError):
+            raise
+        except Exception as error:
+            # Of a file that holds more than tensors and plain values torch says so in as many ways as there are files.
+            raise ValueError(f"{path} is not a checkpoint written by save_checkpoint: torch cannot read it ({error})") from error
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[None]:
+    """For as long as a run writes checkpoints to a path: no other run may, and what killed runs left beside it is removed.
+
+    Raises:
+        OSError: if no file can be written there.
+        ValueError: if the path is that of a device.
+        RuntimeError: if another run has claimed it, in this process or another one on this machine.
+    """
+    path = Path(os.path.realpath(path))
+    _check_destination(path)
+    lock = path.with_name(f"{path.name}.lock")
+    descriptor = _lock(lock, path)
+    try:
+        for left in path.parent.iterdir():
+            if re.fullmatch(re.escape(path.name) + r"\.\d+\.tmp", left.name):
+                left.unlink(missing_ok=True)
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+class _Hashed:
+    """A file to write to, which keeps the checksum of what was written and the error that kept it from writing more."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self.digest = file, hashlib.sha256()
+        self.error: OSError | None = None
+
+    def write(self, data: bytes) -> int:
+        if self.error is not None:
+            raise self.error
+        try:
+            self.digest.update(data)
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _write_whole(path: Path, content: Any) -> None:
+    with path.open("wb") as file:
+        hashed = _Hashed(file)
+        try:
+            torch.save(content, hashed)  # type: ignore[arg-type]
+        except RuntimeError:
+            # Torch speaks of positions in its archive, not of the disk.
+            if hashed.error is not None:
+                raise hashed.error from None
+            raise
+        file.write(_MARK + hashed.digest.hexdigest().encode())
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _verify(file: IO[bytes], path: Path) -> None:
+    size = file.seek(0, os.SEEK_END) - _TRAILER
+    file.seek(max(0, size))
+    trailer = file.read()
+    if size < 0 or not trailer.startswith(_MARK):
+        raise ValueError(f"{path} is not a checkpoint written by save_checkpoint, or it was cut short: there is no checksum at its end")
+    file.seek(0)
+    digest = hashlib.sha256()
+    while size > 0:
+        block = file.read(min(_BLOCK, size))
+        digest.update(block)
+        size -= len(block)
+    if trailer != _MARK + digest.hexdigest().encode():
+        raise ValueError(f"{path} is damaged: its content does not have the checksum that it was written with. Take a copy or start over")
+
+
+def _sync_folder(folder: Path) -> None:
+    # The new name, too, must survive a loss of power. Not every file system can be asked.
+    with suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _check_destination(path: Path) -> None:
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, "checkpoint must name a file, and this is a folder", str(path))
+    if path.exists() and not path.is_file():
+        raise ValueError(f"checkpoint must name a file; {path} is a device, a pipe or a socket")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OSError(error.errno, f"the checkpoint's folder cannot be made: {error.strerror}", str(path.parent)) from error
+
+
+def _lock(lock: Path, path: Path) -> int:
+    """Opens and locks a file beside the checkpoint; the system frees it when the process ends, however it ends."""
+    while True:
+        try:
+            descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise OSError(error.errno, f"checkpoints cannot be written here: {error.strerror}", str(path)) from error
+        try:
+            if fcntl is not None:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Whoever held it before may have removed it in between.
+            if os.fstat(descriptor).st_nlink > 0:
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            raise RuntimeError(
+                f"another run is writing checkpoints to {path}: each would overwrite the other's. Give this run a file of its own, or wait"
+            ) from None
+        except OSError as error:
+            # Some network file systems have no locks.
+            _logger.warning("%s cannot be locked (%s): mind that no other run writes to it", path, error)
+            return descriptor
+        os.close(descriptor)
