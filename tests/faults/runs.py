@@ -18,6 +18,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsE
 from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM
 from pyro_truncated.gplvm.elbo import Analytic_ELBO
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
+from pyro_truncated.parameters import relative_names
 from pyro_truncated.search import Singletons
 
 Run = tuple[SVI, tuple[Any, ...]]
@@ -105,9 +106,8 @@ def state(svi: SVI) -> dict[str, Tensor]:
     """All that was learned: parameters and buffers by name."""
     modules = {owner for part in (svi.model, svi.guide) if isinstance(owner := getattr(part, "__self__", part), torch.nn.Module)}
     named = [item for module in sorted(modules, key=lambda module: type(module).__name__) for item in module.state_dict().items()]
-    return {
-        name: value.detach().clone() for name, value in [*named, *pyro.get_param_store().named_parameters()] if isinstance(value, Tensor)
-    }
+    loose = relative_names(dict(pyro.get_param_store().named_parameters()), svi.model, svi.guide)
+    return {name: value.detach().clone() for name, value in [*named, *loose.items()] if isinstance(value, Tensor)}
 
 
 def assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
