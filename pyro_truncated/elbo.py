@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
 import pyro.poutine as poutine
@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.guide import AutoTruncated, Searching
 from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.log_joint import LogJoint
+from pyro_truncated.log_joint import AllObservedError, LogJoint
 from pyro_truncated.parameters import refuse_shadowed
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search
@@ -68,7 +68,8 @@ class Truncated_ELBO(ELBO):
         self.search_every = search_every
         self.temperature = temperature
         self.num_evaluations = 0
-        self._stock = TraceEnum_ELBO(**kwargs)
+        # Where labels leave nothing to enumerate, that is no mistake.
+        self._stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
         self._revision: int | None = None
         self._known_guide: Any = None
 
@@ -87,9 +88,13 @@ class Truncated_ELBO(ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the free energy of the populations as they are; nothing changes."""
-        if not _stands_alone(model, guide, args, kwargs):
-            with SparseSubsamples():
-                return float(self._stock.loss(model, guide, *args, **kwargs))
+        if _stands_alone(model, guide, args, kwargs):
+            with suppress(AllObservedError):
+                return self._loss_alone(guide, args, kwargs)
+        with SparseSubsamples():
+            return float(self._stock.loss(model, guide, *args, **kwargs))
+
+    def _loss_alone(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         with torch.no_grad(), poutine.block():
             first = guide.log_joint_of(*args, values=guide.subsamples(*args, **kwargs), **kwargs)
             draws = self._draws(first, guide, args, kwargs)
@@ -101,9 +106,15 @@ class Truncated_ELBO(ELBO):
 
         Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
         """
-        if not _stands_alone(model, guide, args, kwargs):
-            with SparseSubsamples(), self._searching(model, guide, args, kwargs) if torch.is_grad_enabled() else nullcontext():
-                return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+        alone = _stands_alone(model, guide, args, kwargs)
+        if alone:
+            with suppress(AllObservedError):
+                return self._differentiable_loss_alone(model, guide, args, kwargs)
+        searches = torch.is_grad_enabled() and not alone
+        with SparseSubsamples(), self._searching(model, guide, args, kwargs) if searches else nullcontext():
+            return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _differentiable_loss_alone(self, model: Any, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
         if torch.is_grad_enabled():
             self._meet(model, guide)
         first = self._searched(guide, args, kwargs, torch.is_grad_enabled() and self._search_is_due())
@@ -122,9 +133,13 @@ class Truncated_ELBO(ELBO):
                 )
             self._meet(model, guide)
             return _checked(self._closed_form_step(closed_form, guide, args, kwargs))
-        if not alone:
-            with SparseSubsamples(), self._searching(model, guide, args, kwargs):
-                return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
+        if alone:
+            with suppress(AllObservedError):
+                return self._step_alone(model, guide, args, kwargs)
+        with SparseSubsamples(), nullcontext() if alone else self._searching(model, guide, args, kwargs):
+            return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
+
+    def _step_alone(self, model: Any, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
         self._meet(model, guide)
         temperature = self._temperature()
         with torch.enable_grad():
@@ -192,7 +207,7 @@ class Truncated_ELBO(ELBO):
     # --- the free energy of a guide that stands alone ---
 
     def _free_energy(self, guide: AutoTruncated, log_joint: LogJoint) -> Tensor:
-        population = guide.population(log_joint.indices)
+        population = guide.population_of(log_joint)
         blocks = [
             log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(guide.num_states)
         ]
@@ -202,7 +217,7 @@ class Truncated_ELBO(ELBO):
         """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
         if guide.conditional is not None:
             return self._backward_whole(guide, log_joint, temperature, particles)
-        population = guide.population(log_joint.indices)
+        population = guide.population_of(log_joint)
         blocks = list(log_joint.gradient_blocks(guide.num_states))
         # Weights need all states of a data point: where a block has them, it is scored once for weights and gradient.
         complete = all(states == slice(None) for _, states in blocks)
@@ -221,19 +236,19 @@ class Truncated_ELBO(ELBO):
                 weighted = torch.where(weights > 0, weights * scores, 0.0)
                 if weighted.requires_grad:
                     (-weighted.sum()).backward(retain_graph=True)
-        population = guide.store_(torch.cat(known), log_joint.indices)
+        population = guide.store_(torch.cat(known), log_joint.indices, population.words if log_joint.observed else None)
         return -float(log_joint.scale * population.free_energy().sum() + outside.detach())
 
     def _backward_whole(self, guide: AutoTruncated, log_joint: LogJoint, temperature: float, particles: int) -> float:
         """With a conditional, the draws that score the states must be the ones that are differentiated."""
         with torch.enable_grad():
-            population = guide.population(log_joint.indices)
+            population = guide.population_of(log_joint)
             scores = log_joint.score(population.words)
             outside = log_joint.outside()
             objective = temperature * (scores / temperature).logsumexp(-1).sum() * log_joint.scale + outside
             if objective.requires_grad:
                 (-objective / particles).backward()
-        population = guide.store_(scores.detach(), log_joint.indices)
+        population = guide.store_(scores.detach(), log_joint.indices, population.words if log_joint.observed else None)
         return -float(log_joint.scale * population.free_energy().sum() + outside.detach())
 
     # --- closed form ---

@@ -25,8 +25,8 @@ from torch import Tensor
 from pyro_truncated import inspection
 from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.isolation import free_plate_dims
-from pyro_truncated.log_joint import Conditional, LogJoint
+from pyro_truncated.isolation import free_plate_dims, isolated
+from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.plates import SharedPlates, model_plates, open_plates, recorded_subsamples, refuse_subsampled_latents, share_plates
 from pyro_truncated.population import Population
@@ -227,10 +227,16 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         found = model_plates(self.model, guide_list._prototype_frames, args, kwargs)
         if self._layout is not None:
             size = math.prod(found[name].size for name in self.layout.plates if name in found)
-            if "words" in self._buffers and size != len(self.words):
+            if "words" in self._buffers and size != len(self.words) and not self._are_all_observed(args, kwargs):
                 raise self._other_data(size)
             refuse_subsampled_latents(guide_list, {name: found[name] for name in self.layout.plates if name in found})
         return list(found.values())
+
+    def _are_all_observed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the model observes all discrete sites with these arguments."""
+        with spare_random_numbers(), torch.no_grad(), isolated():
+            nodes = sample_nodes(poutine.trace(self.model).get_trace(*args, **kwargs))
+        return all(name in nodes and nodes[name]["is_observed"] for name in self.layout.sites)
 
     def __getstate__(self) -> dict[str, Any]:
         # Autoguides are pickled without model and list, but the base class takes them from the living guide too.
@@ -334,7 +340,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         observations = log_joint.observations()
         for rows in log_joint.row_blocks(2 * self.num_states):
             where = rows if indices is None else indices[rows]
-            words = self.words[where]
+            words = log_joint.fitted(self.words[where])
             score = log_joint.scorer(rows)
             known = Population(self.space, words, score(words), self._positions(rows, indices))
             batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
@@ -357,7 +363,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             return self._store_averages_(averaged)
         log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
         population = self.rescored(log_joint)
-        return self.store_(population.log_joint, log_joint.indices)
+        return self.store_(population.log_joint, log_joint.indices, population.words if log_joint.observed else None)
 
     def infer(
         self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
@@ -424,7 +430,10 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             in_list = self.master is not None and hasattr(self.master(), "plates")
             values = self._values_from_trace(args, kwargs, _indices_of(self.master().plates) if in_list else None)  # type: ignore[misc]
         with torch.no_grad():
-            plates, log_joint = self._open_plates(values, args, kwargs)
+            try:
+                plates, log_joint = self._open_plates(values, args, kwargs)
+            except AllObservedError:
+                return self._sample_given_states(values, args, kwargs)
             population = self._searched(log_joint).without_impossible()
         hidden = log_joint.hidden_log_probs(population.words)
         with ExitStack() as stack:
@@ -434,7 +443,25 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
             result: dict[str, Tensor] = {name: values[name] for name in self.layout.other_latents if name in values} | states
             if self.conditional is not None:
-                result.update(self.conditional(states, *args, **kwargs) or {})
+                given = {name: log_joint.nodes[name]["value"] for name in log_joint.observed}
+                result.update(self.conditional({**given, **states}, *args, **kwargs) or {})
+        return result
+
+    def _sample_given_states(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Where the model observes all discrete sites: nothing is left to sample but what ``conditional`` does."""
+        result: dict[str, Tensor] = {name: values[name] for name in self.layout.other_latents if name in values}
+        if self.conditional is None:
+            return result
+        in_list = self.master is not None or self.create_plates is not None
+        with SharedPlates(), ExitStack() as stack:
+            plates = self._create_plates(*args, **kwargs) if in_list else model_plates(self.model, self._prototype_frames, args, kwargs)  # type: ignore[no-untyped-call]
+            for name in self.layout.plates:
+                _enter(stack, plates[name])
+            try:
+                self.log_joint_of(*args, values={**values, **_indices_of(plates)}, **kwargs)
+            except AllObservedError as observed:
+                with torch.enable_grad():
+                    result.update(self.conditional(observed.values, *args, **kwargs) or {})
         return result
 
     def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], LogJoint]:
@@ -493,7 +520,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             # The guide's density gives back what a mask takes away from the model's, see LogJoint.
             densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
             zero = logits.new_zeros(())
-            return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in values.items()}
+            latent = {name: value for name, value in values.items() if name not in log_joint.observed}
+            return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in latent.items()}
 
     def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
         """Batch shape with the draws of other latents (vectorised particles) at the plates that they come from, else left-most."""

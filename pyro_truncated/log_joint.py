@@ -17,11 +17,24 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.isolation import Assign, isolated
+from pyro_truncated.packed import repeated
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
 from pyro_truncated.subsampling import SparseSubsamples
 from pyro_truncated.supports import supported_log_prob
 
 Conditional = Callable[..., Any]
+
+
+class AllObservedError(ValueError):
+    """The model observes all discrete sites that the guide was set up for, so that there is no posterior of them.
+
+    Attributes:
+        values: the observed values by site name.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(f"the model observes all its discrete sites {list(values)} with these arguments: there is nothing to infer")
+        self.values = dict(values)
 
 
 class LogJoint:
@@ -77,11 +90,13 @@ class LogJoint:
         if torch.as_tensor(self.scale).numel() != 1 or float(self.scale) <= 0:
             raise ValueError(f"discrete sites must have one positive scale for all data points (poutine.scale); got {self.scale}")
         given = values or {}
-        self.uncovered = {name for name in layout.other_latents if name not in given}
+        self.uncovered = {name for name in layout.other_latents if name not in given and not self._is_observed(name)}
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         # Vectorised particles: scores gain dimensions for the draws of other latents.
         self.is_vectorized = self.depth > layout.depth
+        self.observed = [name for name in layout.sites if self._is_observed(name)]
+        self._known = self._known_levels() if self.observed else None
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
@@ -102,9 +117,52 @@ class LogJoint:
             raise
 
     def _check_structure(self) -> None:
-        missing = [name for name in self.layout.sites if name not in self.nodes or self.nodes[name]["is_observed"]]
+        missing = [name for name in self.layout.sites if name not in self.nodes]
         if missing:
             raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
+        known = {*self.layout.sites, *self.layout.other_latents}
+        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
+        if new:
+            raise ValueError(
+                f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. Set the guide up with "
+                "arguments for which the model observes none of its latents: call guide.setup(*args), or the guide list, with them first"
+            )
+        if all(self._is_observed(name) for name in self.layout.sites):
+            raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+
+    def _is_observed(self, name: str) -> bool:
+        return name in self.nodes and bool(self.nodes[name]["is_observed"])
+
+    # --- discrete sites that are observed in this call ---
+
+    def _known_levels(self) -> Tensor:
+        """What is observed of the states, ``(N, 1, L)``; -1 where nothing is."""
+        given = self.observations() if self.layout.dims else {name: self.nodes[name]["value"].unsqueeze(0) for name in self.observed}
+        parts = []
+        for name, site in self.layout.sites.items():
+            if name in self.observed:
+                shape = (self.num_data, *site.shape, *([site.cardinalities[0]] if site.kind == "one_hot" else []))
+                parts.append(site.to_levels(given[name].reshape(shape)).reshape(self.num_data, site.num_latents))
+            else:
+                parts.append(torch.full((self.num_data, site.num_latents), -1, device=self.device))
+        return torch.cat(parts, -1).unsqueeze(1)
+
+    def contradicted(self, words: Tensor) -> Tensor:
+        """Which of the states ``(N, C, num_words)`` are not what the model observes of them."""
+        assert self._known is not None
+        return ((self.layout.space.unpack(words).long() != self._known) & (self._known >= 0)).any(-1)
+
+    def fitted(self, words: Tensor) -> Tensor:
+        """Distinct states ``(N, S, num_words)`` with what the model observes put in; those that would repeat others stay as they are."""
+        if self._known is None:
+            return words
+        space = self.layout.space
+        put_in = space.pack(torch.where(self._known >= 0, self._known, space.unpack(words).long()))
+        # States that have it already count as the first of their kind: they repeat none of each other.
+        order = self.contradicted(words).byte().argsort(dim=-1, stable=True)
+        ordered = put_in.gather(1, order.unsqueeze(-1).expand_as(put_in))
+        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(ordered))
+        return torch.where(repeats.unsqueeze(-1), words, put_in)
 
     @property
     def indices(self) -> Tensor | None:
@@ -174,6 +232,8 @@ class LogJoint:
         if rows is not None and self.packed is None and words.shape[0] != self.num_data:
             raise ValueError("this model can only be scored on all data points of the batch at once")
         log_joint = self._score_packed(words, rows) if self.packed is not None else self._score_dense(words)
+        if self._known is not None:
+            log_joint = log_joint.masked_fill(self.contradicted(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
 
@@ -288,7 +348,7 @@ class LogJoint:
         hidden = {}
         for name in self.layout.sites:
             node = nodes[name]
-            if node["mask"] is not None:
+            if node["mask"] is not None and not node["is_observed"]:
                 log_prob = self._log_prob(node) * (node["scale"] / self.scale)
                 hidden[name] = torch.where(torch.as_tensor(node["mask"], device=log_prob.device), 0.0, log_prob)
         return hidden
@@ -313,10 +373,13 @@ class LogJoint:
         )
         return log_prob
 
+    def _mask(self, node: Any) -> Any:
+        return None if node["name"] in self.layout.sites and not node["is_observed"] else node["mask"]
+
     def _reduce(self, node: Any) -> Tensor:
         """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
         log_prob: Any = self._log_prob(node)
-        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, None if node["name"] in self.layout.sites else node["mask"])
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, self._mask(node))
         log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(self.layout.dims)
         if inner:

@@ -62,9 +62,14 @@ class TruncatedPosterior(PopulationStore):
             log_joint = self.log_joint_of(*args, values=self._values_from_trace(args, kwargs), **kwargs)
             return self.rescored(log_joint)
 
+    def population_of(self, log_joint: LogJoint) -> Population:
+        """The stored populations of a scorer's data points, with what the model observes of their states put in."""
+        population = self.population(log_joint.indices)
+        return dataclasses.replace(population, words=log_joint.fitted(population.words))
+
     def rescored(self, log_joint: LogJoint) -> Population:
         """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
-        population = self.population(log_joint.indices)
+        population = self.population_of(log_joint)
         blocks = [log_joint.score(population.words[rows], rows) for rows in log_joint.row_blocks(self.num_states)]
         return dataclasses.replace(population, log_joint=torch.cat(blocks))
 

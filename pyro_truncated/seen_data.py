@@ -128,7 +128,9 @@ def _hash_data(log_joint: LogJoint, nodes: Mapping[str, Any]) -> dict[str, Tenso
         node = nodes[name]
         others = [frame for frame in node["cond_indep_stack"] if frame.name not in log_joint.layout.plates]
         is_partial = any(frame.size != (frame.full_size or frame.size) for frame in others)
-        if len(value) == log_joint.num_data and not is_partial and not is_delta(node):
+        # Labels of a latent are put into the populations.
+        is_label = name in log_joint.layout.sites
+        if len(value) == log_joint.num_data and not is_partial and not is_label and not is_delta(node):
             found[name] = _hash_rows(value.detach().reshape(len(value), -1))
     return found
 

@@ -139,7 +139,10 @@ class Layout:
     ) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
-            raise ValueError("the model has no discrete latent site; AutoTruncated has nothing to infer")
+            raise ValueError(
+                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
+                "this call, show the guide one in which it does not, first: guide.setup(*args)"
+            )
         for node in nodes:
             _refuse_sequential(node)
         _check_bounds(max_count, [node["name"] for node in nodes])

@@ -132,13 +132,13 @@ class PopulationStore(torch.nn.Module):
             return Population(self.space, self.words, self.log_joint)
         return Population(self.space, self.words[indices], self.log_joint[indices], indices)
 
-    def store_(self, log_joint: Tensor, indices: Tensor | None) -> Population:
-        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, and returns these.
+    def store_(self, log_joint: Tensor, indices: Tensor | None, words: Tensor | None = None) -> Population:
+        """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, or with new ones, and returns these.
 
         Raises:
             ValueError: if a data point's states all have probability zero.
         """
-        self._keep_(log_joint, slice(None) if indices is None else indices)
+        self._keep_(log_joint, slice(None) if indices is None else indices, words)
         self.revision += 1
         return self.population(indices)
 

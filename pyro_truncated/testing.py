@@ -105,13 +105,15 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
     columns = []
     for column in layout.space.unpack(words).unbind(1):
         states = layout.site_values(column, log_joint.sizes, log_joint.dtypes)
+        states = {name: value for name, value in states.items() if name not in log_joint.observed}
         # A state outside the support of an observation has probability zero: to the model it is no mistake.
         with poutine.block(), pyro.validation_enabled(False):
             trace = poutine.trace(poutine.condition(log_joint.model, data={**log_joint.values, **states})).get_trace(
                 *log_joint.args, **log_joint.kwargs
             )
         columns.append(_per_data_point(trace, log_joint))
-    return torch.stack(columns, -1)
+    scores = torch.stack(columns, -1)
+    return scores.masked_fill(log_joint.contradicted(words), -torch.inf) if log_joint.observed else scores
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
@@ -124,7 +126,7 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
         if node["type"] != "sample" or site_is_subsample(node) or not plates >= set(layout.plates):
             continue
         # A latent that is summed out has a distribution whether masked or not.
-        mask = None if node["name"] in layout.sites else node["mask"]
+        mask = None if node["name"] in layout.sites and not node["is_observed"] else node["mask"]
         log_prob = scale_and_mask(supported_log_prob(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
         log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
         total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)
