@@ -180,7 +180,7 @@ def write_arviz(folder: Path, svi: SVI, held_out: HeldOut, history: dict[str, li
         svi.model,
         held_out.guide,
         held_out.y,
-        num_samples=200,
+        num_samples=50,
         num_predictive=0,
         dims={"s": ["field"], "y": ["pixel"]},
         seed=0,

@@ -19,7 +19,7 @@ from pyro_truncated._arviz_compat import make_idata
 from pyro_truncated.diagnostics.drawn import Draws
 from pyro_truncated.diagnostics.draws import draw
 from pyro_truncated.diagnostics.predictive import affordable, conditional_likelihoods, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.writer import Coords, Dims, Writer, training_dataset
+from pyro_truncated.diagnostics.writer import Coords, Dims, Writer, training_dataset, variable_name
 
 _ON_DATA = (
     "observed_data",
@@ -84,11 +84,13 @@ def to_arviz(
     (:func:`~pyro.infer.infer_discrete`), and summed out of the log likelihood where data points have their own. Missing data are drawn from
     the model. Other latents that the guide does not cover are an error: they would come from the prior.
 
-    Dimensions are named after the plates. All draws are independent; they are dealt to four chains so that ArviZ's chain diagnostics, which
-    have nothing to find, run. Parameters of the model are taken as they are. If the draws of no global latent differ (there is none, or
-    ``AutoDelta`` holds it), whatever is made from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so,
-    and ``arviz.loo`` warns of it in its way. Latents of data points that another guide draws are not summed out; the attribute
-    ``conditional_on`` of ``log_likelihood`` names them.
+    Dimensions are named after the plates, variables after the sites; ``/`` becomes ``.``, and names that ArviZ or the group
+    ``truncated_posterior`` uses get an ending: the dimension ``draw_plate`` of a plate ``draw``.
+
+    All draws are independent; they are dealt to four chains so that ArviZ's chain diagnostics, which have nothing to find, run. Parameters
+    of the model are taken as they are. If the draws of no global latent differ (there is none, or ``AutoDelta`` holds it), whatever is made
+    from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so, and ``arviz.loo`` warns of it in its way.
+    Latents of data points that another guide draws are not summed out; the attribute ``conditional_on`` of ``log_likelihood`` names them.
 
     Several guides (restarts) become chains, each with its own ``truncated_posterior`` along the dimension ``chain``. Latents of restarts
     come in any order: align them first (:func:`~pyro_truncated.diagnostics.compare_restarts`), or compare only what does not depend on it.
@@ -222,17 +224,20 @@ def _convert(
         # Of a space beyond the integers that files hold, the size does not matter.
         limits = {"num_states": draws.states.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
         datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
-    datasets = _without_unseen(datasets, draws)
-    attrs = {"point_estimates_only": int(not _has_parameters_drawn(draws)), "latents_of_data_points": ", ".join(sorted(draws.local))}
+    datasets = _without_unseen(datasets, draws, writer)
+    attrs = {
+        "point_estimates_only": int(not _has_parameters_drawn(draws)),
+        "latents_of_data_points": ", ".join(sorted(map(variable_name, draws.local))),
+    }
     return {name: data.assign_attrs(attrs) for name, data in datasets.items() if data.sizes or data.data_vars}
 
 
-def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws) -> dict[str, xr.Dataset]:
+def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
     """The groups on data without the data points of which nothing was observed: their likelihoods would be taken for observations."""
     seen = draws.observed()
     if seen is None:
         return datasets
-    (plate,) = draws.plates
+    (plate,) = writer.datum
     chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
     return {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
 

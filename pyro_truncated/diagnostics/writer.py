@@ -41,10 +41,15 @@ class Writer:
     ) -> None:
         self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
         self.nodes, self.num_chains = draws.nodes, num_chains
-        self.datum, self.sizes = tuple(draws.plates), tuple(draws.plates.values())
+        self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
+        self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
         unknown = set(dims) - set(self.nodes) - set(arguments)
         if unknown:
             raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
+
+    def dimension(self, plate: str) -> str:
+        """Name of the dimension of a plate: its own, unless that means something else to ArviZ or here."""
+        return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
 
     def posterior(self) -> xr.Dataset:
         """Draws of the index, of the discrete sites, of the other latents, and of what follows from them."""
@@ -77,7 +82,7 @@ class Writer:
         rows = torch.arange(len(states.population), device=states.index.device)
         words = states.population.words[rows, states.index]
         values = layout.split(layout.space.unpack(words, _level_type(layout.space.cardinalities)))[name]
-        plates = {frame.dim: frame.name for frame in site.frames}
+        plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
         dims, array = self._per_datum(layout.plates, states, values.to(_value_type(site)))
         return (*dims, *names), array
@@ -166,29 +171,31 @@ class Writer:
 
     def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
         """Values ``(N, ...)`` with one dimension per data plate."""
-        return (*states.part.layout.plates, *inner), _array(values.reshape((*states.log_joint.sizes, *values.shape[1:])))
+        return (*map(self.dimension, states.part.layout.plates), *inner), _array(
+            values.reshape((*states.log_joint.sizes, *values.shape[1:]))
+        )
 
     def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
         """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
-        return plates, _array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
+        return tuple(map(self.dimension, plates)), _array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
         """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
         node: Any = self.nodes[name]
-        plates = {frame.dim: frame.name for frame in node["cond_indep_stack"] if frame.vectorized}
+        plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
         event_dim = _event_dim(node, values.shape[1:]) if event_dim is None else event_dim
         batch_dim = values.dim() - 1 - event_dim
         names, shape = [], [len(values)]
         for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
             dim = position - batch_dim
             if dim in plates or size != 1:
-                names.append(plates.get(dim, f"{name}_batch_{position}"))
+                names.append(plates.get(dim, f"{variable_name(name)}_batch_{position}"))
                 shape.append(size)
         array = values.reshape(*shape, *values.shape[1 + batch_dim :])
         return (*names, *self._event_names(name, event_dim)), _array(array)
 
     def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
-        names = tuple(self.dims.get(name, [f"{name}_dim_{i}" for i in range(event_dim)]))
+        names = tuple(self.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)]))
         if len(names) != event_dim:
             raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
         return names
@@ -204,7 +211,7 @@ class Writer:
         )
 
     def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
-        data = xr.Dataset({name: (names, array) for name, (names, array) in variables.items()})
+        data = xr.Dataset({variable_name(name): (names, array) for name, (names, array) in variables.items()})
         coords = {}
         for dim, size in data.sizes.items():
             coordinate = self.coords.get(str(dim), (labels or {}).get(str(dim), range(size)))
@@ -212,6 +219,11 @@ class Writer:
                 raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
             coords[dim] = np.asarray(coordinate)
         return data.assign_coords(coords)
+
+
+def variable_name(site: str) -> str:
+    """What a site is called: as in the model, unless files or ArviZ cannot have a variable of that name."""
+    return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
 
 
 def _event_dim(node: Mapping[str, Any], shape: Sequence[int]) -> int:

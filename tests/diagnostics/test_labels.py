@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 
@@ -15,6 +16,7 @@ import torch
 from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.infer.reparam import LocScaleReparam, TransformReparam
+from pyro.nn import PyroModule
 
 from pyro_truncated import AutoTruncated, to_arviz
 from pyro_truncated._arviz_compat import ARVIZ_V1, get_dataset, group_names
@@ -209,6 +211,45 @@ def test_masked_entries_are_no_data(generator):
     assert observed["data"].values.tolist() == get_dataset(idata, "log_likelihood")["data"].values.tolist() == [0, 2, 3]
     np.testing.assert_array_equal(observed, torch.where(is_seen, y, torch.nan)[[0, 2, 3]])
     assert get_dataset(idata, "posterior")["z"].sizes["data"] == 4
+
+
+def test_names_that_arviz_or_files_cannot_have(generator, tmp_path):
+    y = torch.randn(3, 2, generator=generator)
+
+    def model(y):
+        draw = pyro.sample("draw", dist.Normal(0.0, 1.0))
+        mean = pyro.sample("scope/mean.a[0]", dist.Normal(0.0, 1.0))
+        with pyro.plate("chain", 3, dim=-2):
+            z = pyro.sample("z", dist.Bernoulli(RATE))
+            with pyro.plate("state", 2, dim=-1):
+                pyro.sample("y", dist.Normal(draw + mean + z, 1.0), obs=y)
+
+    idata = to_arviz(model, guide_list(model, ["draw", "scope/mean.a[0]"], num_states=2), y, num_samples=2)
+    posterior = get_dataset(idata, "posterior")
+    assert set(posterior.data_vars) == {"draw_site", "scope.mean.a[0]", "z", "z_index"}
+    assert posterior["z"].dims == ("chain", "draw", "chain_plate")
+    assert get_dataset(idata, "observed_data")["y"].dims == ("chain_plate", "state_plate")
+    assert get_dataset(idata, "truncated_posterior")["weights"].dims == ("chain_plate", "state")
+    idata.to_netcdf(tmp_path / "fit.nc")
+    assert get_dataset(az.from_netcdf(tmp_path / "fit.nc"), "posterior")["z"].shape == (4, 2, 3)
+
+
+@pytest.mark.parametrize("wrap", [lambda model, y: (functools.partial(model, y), ()), lambda model, y: (Wrapped(model), (y,))])
+def test_models_in_wrappers(generator, wrap):
+    model, args = wrap(described, torch.randn(4, generator=generator))
+    guide = guide_list(model, ["mu"], num_states=2)
+    idata = to_arviz(model, guide, *args, num_samples=2)
+    assert variables(idata, "posterior") == {"z_index", "mu", "z", "double", "mean"}
+    assert get_dataset(idata, "log_likelihood")["y"].shape == (4, 2, 4)
+
+
+class Wrapped(PyroModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, y):
+        return self.model(y)
 
 
 @pytest.mark.skipif(ARVIZ_V1, reason="names and defaults of ArviZ 0.2x; 1.x has its own test")
