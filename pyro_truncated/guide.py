@@ -424,14 +424,17 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
         self.setup(*args, **kwargs)
-        if self.master is None and self._inherited is not None:
+        values = self._recorded_values()
+        # A guide around this one may have sampled the other latents already.
+        inherits = self.master is None and self._inherited is not None and not values
+        if inherits:
             values = self._run_inherited(args, kwargs)
-        else:
-            in_list = self.master is not None and hasattr(self.master(), "plates")
-            values = self._values_from_trace(args, kwargs, _indices_of(self.master().plates) if in_list else None)  # type: ignore[misc]
+        elif not values:
+            subsamples = _indices_of(getattr(self.master(), "plates", {})) if self.master is not None else {}
+            values = self._values_from_siblings(args, kwargs, subsamples=subsamples)
         with torch.no_grad():
             try:
-                plates, log_joint = self._open_plates(values, args, kwargs)
+                plates, log_joint = self._open_plates(values, args, kwargs, are_made=inherits)
             except AllObservedError:
                 return self._sample_given_states(values, args, kwargs)
             population = self._searched(log_joint).without_impossible()
@@ -464,13 +467,15 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                     result.update(self.conditional(observed.values, *args, **kwargs) or {})
         return result
 
-    def _open_plates(self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], LogJoint]:
+    def _open_plates(
+        self, values: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], are_made: bool = False
+    ) -> tuple[dict[str, Any], LogJoint]:
         """The plates to sample in, from the guide list or ``create_plates``, else with the very subsamples that the model draws.
 
         So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word. A guide around
         this one that has the plates already decides.
         """
-        if self.master is None and self._inherited is not None:
+        if are_made:
             return self.plates, self.log_joint_of(*args, values={**values, **_indices_of(self.plates)}, **kwargs)
         if self.master is not None or self.create_plates is not None:
             with SharedPlates():
@@ -568,12 +573,10 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         found = inspection.recorded_values(names, self._prototype_frames, self.layout.depth) if names else {}
         return found | recorded_subsamples(self._prototype_frames) if found else {}
 
-    def _values_from_trace(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents by the guides before this one, from the trace that is being recorded where there is one."""
         recorded = self._recorded_values() if self._layout is not None else {}
-        return recorded or self._values_from_siblings(args, kwargs, subsamples=subsamples)
+        return recorded or self._values_from_siblings(args, kwargs)
 
     def _values_from_siblings(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False, subsamples: Mapping[str, Tensor] | None = None

@@ -35,9 +35,7 @@ class TruncatedPosterior(PopulationStore):
         """A scorer of states for the data points that the model selects when called with these arguments; left to the guide."""
         raise NotImplementedError
 
-    def _values_from_trace(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], subsamples: Mapping[str, Tensor] | None = None
-    ) -> dict[str, Any]:
+    def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents, from the trace that is being recorded where there is one; left to the guide."""
         raise NotImplementedError
 
