@@ -267,7 +267,7 @@ def _noisy_or(statement: Statement, suffix: str, mean: Tensor, width: Tensor, kn
 
 def _noisy_or_spelled_out(statement: Statement, suffix: str, mean: Tensor, width: Tensor, known: Any) -> None:
     states, weight = _weights(statement, known, 0.5 * width)
-    probs = -torch.expm1(-(states @ weight.mT) - 0.1)
+    probs = 1 - 0.9 * (1 - weight * states.unsqueeze(-2)).prod(-1)
     _observe(dataclasses.replace(statement, hidden="entries"), suffix, dist.Bernoulli(probs), 1)
 
 
