@@ -17,6 +17,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 
 from pyro_truncated.isolation import spare_random_numbers as spare_random_numbers
 from pyro_truncated.sites import latent_nodes
+from pyro_truncated.supports import PythonReads
 
 
 def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
@@ -47,10 +48,14 @@ def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwar
 
 
 def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
-    """Sites downstream of the named ones, through any number of others."""
+    """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
     # Whether the data are possible is checked elsewhere, where the message can name what is not.
-    with poutine.block(), pyro.validation_enabled(False):
-        found: Any = get_dependencies(model, args, dict(kwargs))
+    with poutine.block(), pyro.validation_enabled(False), PythonReads():
+        try:
+            found: Any = get_dependencies(model, args, dict(kwargs))
+        except Exception:
+            # Tensors that carry their provenance are strange to some code.
+            return _later(poutine.trace(model).get_trace(*args, **kwargs), names)
     upstream = found["prior_dependencies"]
     below = set(names)
     grown = True
@@ -59,6 +64,12 @@ def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...]
         below |= more
         grown = bool(more)
     return below - names
+
+
+def _later(trace: poutine.Trace, names: set[str]) -> set[str]:
+    """Sample sites after the first of the named ones."""
+    sites = [name for name, node in trace.nodes.items() if node["type"] == "sample"]
+    return set(sites[min(map(sites.index, names)) :]) - names
 
 
 def plates_around(own: Container[str]) -> list[Any]:

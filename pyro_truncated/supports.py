@@ -50,7 +50,7 @@ class Dependencies:
         self.parents: dict[str, frozenset[str]] = {}
         self.leaked: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
-        reader = _PythonReads()
+        reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
                 trace = poutine.trace(TrackProvenance()(model)).get_trace(*args, **kwargs)
@@ -87,8 +87,13 @@ class Dependencies:
                 before.add(name)
 
     def upstream(self, name: str) -> set[str]:
-        """The latents that the support of a site depends on, as far as can be told."""
-        return set(self.parents[name] | self.leaked[name])
+        """The latents that the support of a site depends on, as far as can be told, directly or through the supports of others."""
+        found: set[str] = set()
+        new = {name}
+        while new:
+            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - found
+            found |= new
+        return found
 
     def conditional(self, discrete: set[str]) -> set[str]:
         """The sites whose supports depend on discrete latents."""
@@ -238,8 +243,8 @@ class _StopAt(Messenger):
         return torch.where(possible, low, HUGE), torch.where(possible, high, -HUGE)
 
 
-class _PythonReads(TorchFunctionMode):
-    """Notes the latents whose values leave the world of tensors, where their provenance is lost."""
+class PythonReads(TorchFunctionMode):
+    """Notes the latents whose values leave the world of tensors, where their provenance is lost, and keeps it from being wrong there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,6 +254,9 @@ class _PythonReads(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in _LEAKS:
             self.names |= get_provenance([args, kwargs or {}])
+        if name == "new":
+            # Pyro turns the shape, a torch.Size, into a tuple, which `new` takes for numbers (as in torch's Geometric).
+            return func(_detached(args[0]), *args[1:], **(kwargs or {}))
         if name not in _KEEP_OWN_VALUES:
             return func(*args, **(kwargs or {}))
         plain = _detached([args, kwargs or {}])
@@ -262,7 +270,7 @@ class _PythonReads(TorchFunctionMode):
 class _Marks(Messenger):
     """Notes what Python has read when each sample site is reached."""
 
-    def __init__(self, reader: _PythonReads) -> None:
+    def __init__(self, reader: PythonReads) -> None:
         super().__init__()
         self.reader = reader
         self.seen: dict[str, frozenset[str]] = {}

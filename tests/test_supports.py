@@ -190,6 +190,45 @@ def test_loss_gradient_and_marginals_equal_brute_force_whatever_the_seed(model, 
             torch.testing.assert_close(found[row, latent], marginal, rtol=1e-10, atol=1e-12)
 
 
+def test_a_support_reaches_through_the_supports_of_others():
+    def thrice():
+        a = pyro.sample("a", dist.Binomial(2, rate()))
+        b = pyro.sample("b", dist.Binomial(a, rate()))
+        c = pyro.sample("c", dist.Binomial(b, rate()))
+        pyro.sample("y", dist.Normal(c, 0.3), obs=Y[0])
+
+    for seed in range(8):
+        pyro.set_rng_seed(seed)
+        found = AutoTruncated(thrice, 1)
+        found.setup()
+        assert found.space.cardinalities == (3, 3, 3)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_plates_and_supports_of_a_model_that_is_hard_to_follow(breaks):
+    y = torch.tensor([2.0, 0.0])
+
+    def model(y):
+        shift = pyro.sample("shift", dist.Delta(torch.tensor(0.1)))
+        with pyro.plate("data", 2, dim=-1):
+            with pyro.plate("inner", 2, dim=-2):
+                z = pyro.sample("z", dist.Bernoulli(0.4))
+            # torch's Geometric asks for new numbers in a shape that Pyro's provenance makes a tuple of.
+            g = pyro.sample("g", dist.Geometric(logits=z.sum(-2, keepdim=True)))
+            assert not (breaks and type(z).__name__ == "ProvenanceTensor")
+            pyro.sample("b", dist.Binomial(g, 0.5), obs=torch.zeros(1, 2))
+            pyro.sample("y", dist.Normal(g + shift, 1.0), obs=y)
+
+    guide = AutoTruncated(model, 16, max_count=3)
+    loss = Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=2).loss_and_grads(model, guide, y)
+    assert guide.layout.plates == ("data",)
+    number, counts = torch.tensor([0.0, 1.0, 1.0, 2.0]), torch.arange(4.0)
+    prior = dist.Bernoulli(0.4).log_prob(torch.tensor([[0.0, 0], [0, 1], [1, 0], [1, 1]])).sum(-1)
+    joint = prior.unsqueeze(-1) + dist.Geometric(logits=number.unsqueeze(-1)).log_prob(counts) + counts * math.log(0.5)
+    exact = (joint + dist.Normal(counts + 0.1, 1.0).log_prob(y[:, None, None])).flatten(1).logsumexp(1).sum()
+    assert loss == pytest.approx(-exact.item(), rel=1e-12)
+
+
 def test_a_number_of_classes_that_python_reads_reaches_the_largest():
     for seed in range(3):
         pyro.set_rng_seed(seed)
