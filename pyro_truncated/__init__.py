@@ -1,6 +1,7 @@
 """Truncated posteriors over huge discrete latent spaces, as guides for Pyro models."""
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from pyro_truncated.averaging import OneDrawWarning
@@ -16,6 +17,7 @@ from pyro_truncated.states import StateSpace
 from pyro_truncated.training import Training, fit, fit_restarts
 
 if TYPE_CHECKING:
+    __version__: str
     from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
     from pyro_truncated.gp import InducingSubset, SubsetGPRegression
     from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM, SpikeSlabMRD
@@ -43,6 +45,7 @@ __all__ = [
     "Training",
     "Truncated_ELBO",
     "TruncationWarning",
+    "__version__",
     "best_start",
     "check_truncation",
     "covered_mass",
@@ -68,6 +71,8 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
         return value
+    if name == "__version__":
+        return importlib.metadata.version("pyro-truncated")
     if name in _SUBPACKAGES:
         return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import AllObservedError, LogJoint
 from pyro_truncated.parameters import refuse_shadowed
 from pyro_truncated.population import Population
+from pyro_truncated.representation import Described
 from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
 from pyro_truncated.subsampling import SparseSubsamples
@@ -27,7 +28,7 @@ from pyro_truncated.subsampling import SparseSubsamples
 Temperature = float | Callable[[int], float]
 
 
-class Truncated_ELBO(ELBO):
+class Truncated_ELBO(Described, ELBO):
     r"""Searches the populations of :class:`~pyro_truncated.AutoTruncated` guides, then evaluates the free energy and its gradient.
 
     .. math:: \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n), \qquad

@@ -11,6 +11,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.population import Population
+from pyro_truncated.representation import Described
 
 Statistics = dict[str, Tensor]
 
@@ -41,7 +42,7 @@ def default_step_size(step: int) -> float:
     return float((step + 2) ** -0.6)
 
 
-class ClosedForm(PyroOptim):
+class ClosedForm(Described, PyroOptim):
     r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
 
     Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the

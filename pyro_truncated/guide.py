@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import math
 import warnings
 import weakref
@@ -31,6 +32,7 @@ from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.plates import SharedPlates, model_plates, open_plates, recorded_subsamples, refuse_subsampled_latents, share_plates
 from pyro_truncated.population import Population
 from pyro_truncated.posterior import TruncatedPosterior
+from pyro_truncated.representation import power_of_ten
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.seen_data import SeenData
 from pyro_truncated.siblings import Siblings, refuse_subsampling, refuse_uncovered, with_subsamples
@@ -254,6 +256,21 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         duplicate._model, duplicate._conditional, duplicate._init = self._model, self._conditional, self._init
         duplicate._inherited = self._inherited
         return duplicate
+
+    def _takes_arguments(self) -> bool:
+        parameters = inspect.signature(self.model.forward if isinstance(self.model, torch.nn.Module) else self.model).parameters.values()
+        if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+            # Handlers around a model hide what it takes.
+            return len(parameters) > 0 and not bool(self.log_joint.isnan().any())
+        return True
+
+    def extra_repr(self) -> str:
+        """What the guide holds; the search belongs to the ELBO."""
+        if self._layout is None:
+            return f"num_states={self.num_states}, not set up yet: call it, or svi.step, with the model's arguments"
+        sites, plates, size = ", ".join(self.layout.sites), ", ".join(self.layout.plates), power_of_ten(self.space.size)
+        data = f"{self.layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
+        return f"sites: {sites}; {data}; {self.num_states} of {size} states each"
 
     # --- scoring and search ---
 

@@ -102,17 +102,19 @@ class TruncatedPosterior(PopulationStore):
         return self.layout.split(self.space.unpack(self._scored(indices).mode()))
 
     def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
-        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior."""
-        with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
-            population = self.rescored(log_joint)
-        return self.layout.site_values(self.space.unpack(population.mode()), log_joint.sizes)
+        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior.
+
+        Without the arguments that the model takes, those of all data points as they were last scored (in training, say).
+        """
+        population, sizes = self._given_medians(args, kwargs)
+        return self.layout.site_values(self.space.unpack(population.mode()), sizes)
 
     def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         r"""Quantiles of the marginal posterior of every latent.
 
         The ``q``-quantile is the smallest value :math:`v` of positive probability with :math:`P(s \le v) \ge q`. The other latents of the
-        model have their medians, as in :meth:`median`. Classes are taken for the numbers they have.
+        model have their medians, as in :meth:`median`. Classes are taken for the numbers they have. Without the arguments that the model
+        takes, they are those of all data points as they were last scored.
 
         Args:
             quantiles: numbers from 0 to 1.
@@ -129,15 +131,14 @@ class TruncatedPosterior(PopulationStore):
         wanted = torch.as_tensor(quantiles, dtype=torch.float64).flatten()
         if not bool(((wanted >= 0) & (wanted <= 1)).all()):
             raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted.tolist()}")
-        with torch.no_grad():
-            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
-            one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
-            if one_hot:
-                raise NotImplementedError(f"the values of the one-hot sites {one_hot} have no order; use mode(), median() or marginals()")
-            below = self.rescored(log_joint).value_probabilities().double().cumsum(-1)
+        population, sizes = self._given_medians(args, kwargs)
+        one_hot = [name for name, site in self.layout.sites.items() if site.kind == "one_hot"]
+        if one_hot:
+            raise NotImplementedError(f"the values of the one-hot sites {one_hot} have no order; use mode(), median() or marginals()")
+        below = population.value_probabilities().double().cumsum(-1)
         # A value counts as reached in spite of rounding, and the smallest one only if it has any probability.
         levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=below.shape[-1] - 1) for q in wanted.tolist()]
-        values = [self.layout.site_values(level, log_joint.sizes) for level in levels]
+        values = [self.layout.site_values(level, sizes) for level in levels]
         return {name: torch.stack([value[name] for value in values]) for name in self.layout.sites}
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
@@ -150,6 +151,21 @@ class TruncatedPosterior(PopulationStore):
         """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
         words = self._scored(indices).sample(num_samples, generator)
         return self.layout.split(self.space.unpack(words))
+
+    def _given_medians(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Population, tuple[int, ...]]:
+        """Populations given the medians of other latents, and the sizes of their data plates.
+
+        Those of all data points as they were last scored, where the model's arguments are left out.
+        """
+        if self._layout is not None and not (args or kwargs) and self._takes_arguments():
+            return self._scored(None), self.layout.full_sizes
+        with torch.no_grad():
+            log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs, median=True), **kwargs)
+            return self.rescored(log_joint), log_joint.sizes
+
+    def _takes_arguments(self) -> bool:
+        """Whether the model takes arguments, left to the guide."""
+        raise NotImplementedError
 
     def _scored(self, indices: Tensor | None) -> Population:
         population = self.population(indices)

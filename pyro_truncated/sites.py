@@ -116,6 +116,7 @@ class Layout:
         sites: the discrete sites by name.
         plates: names of the data plates, by dimension from left to right.
         dims: their dimensions (negative).
+        full_sizes: their sizes.
         num_data: number of data points: product of the data plates' full sizes.
         space: the joint state space of one data point.
         other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
@@ -149,7 +150,8 @@ class Layout:
         frames = _data_plates(trace, nodes, dependents)
         self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
         self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
-        self.num_data: int = math.prod(frame.full_size or frame.size for frame in frames)
+        self.full_sizes: tuple[int, ...] = tuple(frame.full_size or frame.size for frame in frames)
+        self.num_data: int = math.prod(self.full_sizes)
         self.sites: dict[str, DiscreteSite] = {}
         checked = set()
         for node in nodes:

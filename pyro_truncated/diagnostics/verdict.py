@@ -50,6 +50,10 @@ class Verdict:
         """What the verdict is on."""
         return "truncated posterior" if self.is_truncated else "posterior"
 
+    def __repr__(self) -> str:
+        # What a notebook shows of the value of a call that has printed the verdict already.
+        return f"<Verdict: {'trusted' if self.is_trusted else f'{len(self.findings)} findings'}>"
+
     def __str__(self) -> str:
         head = f"Nothing speaks against this {self.what}." if self.is_trusted else f"Do not trust this {self.what} as it is."
         numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
@@ -59,13 +63,13 @@ class Verdict:
 
 def diagnose(
     idata: Any,
-    path: str | Path | None = "diagnosis.html",
+    path: str | Path | None = None,
     *,
     weight: Tensor | None = None,
     image_shape: tuple[int, int] | None = None,
     warn: bool = True,
 ) -> Verdict:
-    """Prints a short verdict on a converted posterior, and writes a page with its pictures into one file.
+    """Prints a short verdict on a converted posterior, once; with a path, writes a page with its pictures into that file, too.
 
     The truncation is judged by the groups ``truncated_posterior`` (with the results of
     :func:`~pyro_truncated.diagnostics.check_truncation`, if they were given to ``to_arviz``) and ``training``, the model's predictions by
@@ -75,7 +79,7 @@ def diagnose(
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
-        path: the page; ``None`` writes none.
+        path: the page, such as ``"diagnosis.html"``; default: none is written.
         weight: dictionary ``(D, H)`` to show as images, for image models.
         image_shape: height and width of the images; default: square.
         warn: whether to issue a :class:`TruncationWarning` if something is wrong with the truncation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import multiprocessing
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,10 @@ import numba
 from numba.core.caching import FunctionCache
 
 _logger = logging.getLogger(__name__)
+
+# Numba logs every instruction it compiles at the level DEBUG: users whose root logger has that level drown in it.
+if logging.getLogger("numba").level == logging.NOTSET:
+    logging.getLogger("numba").setLevel(logging.WARNING)
 
 
 def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **options: Any) -> Any:
@@ -40,10 +45,13 @@ class _Cache(FunctionCache):
 
     def load_overload(self, *arguments: Any) -> Any:
         try:
-            return super().load_overload(*arguments)
+            found = super().load_overload(*arguments)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             _say_once(error)
             return None
+        if found is None:
+            _say_compiling()
+        return found
 
     def save_overload(self, *arguments: Any) -> None:
         try:
@@ -55,6 +63,16 @@ class _Cache(FunctionCache):
 def _say_once(error: Exception) -> None:
     _logger.debug("no cache of compiled kernels: %s", error)
     _say()
+
+
+@functools.cache
+def _say_compiling() -> None:
+    # Workers compile what their parent has not; one line, from the parent, is enough.
+    if multiprocessing.parent_process() is None:
+        _logger.warning(
+            "compiling kernels for their first use on this machine, which takes up to a minute; the next process finds them on disk "
+            '("python -m pyro_truncated.warmup" compiles all of them at once)'
+        )
 
 
 @functools.cache

@@ -53,6 +53,7 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
             finally:
                 numba.set_num_threads(num_threads)
 
+        call.compiled = compiled  # type: ignore[attr-defined]
         return call
 
     return decorate

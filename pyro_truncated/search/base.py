@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from pyro_truncated.population import Population, join
+from pyro_truncated.representation import Described
 from pyro_truncated.states import StateSpace
 
 
@@ -41,7 +42,7 @@ class SearchBatch:
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
 
 
-class Search(abc.ABC):
+class Search(Described, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
     Searches add up: ``a + b`` lets both propose for the same populations.
@@ -55,7 +56,7 @@ class Search(abc.ABC):
         """The improved populations: by default the union of population and proposals cut down to the best, so no free energy ever falls."""
         return batch.population.merge(self.propose(batch))
 
-    def forget(self) -> None:  # noqa: B027, most have nothing to do
+    def forget(self) -> None:
         """Forgets what the search has learned of data, so that it can be used for others; most searches learn nothing."""
 
     def __add__(self, other: Search) -> Search:
@@ -88,6 +89,9 @@ class CombinedSearch(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """All proposals side by side."""
         return join([search.propose(batch) for search in self.searches])
+
+    def __repr__(self) -> str:
+        return " + ".join(map(repr, self.searches))
 
     def forget(self) -> None:
         """All searches forget."""

@@ -1,0 +1,166 @@
+"""Compiles all kernels into the cache on disk, so that no later process waits for it: ``python -m pyro_truncated.warmup``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import SVI
+from pyro.optim import PyroOptim
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    ExhaustiveSearch,
+    GibbsEM,
+    GibbsGuide,
+    Preselection,
+    SampledSearch,
+    Search,
+    Truncated_ELBO,
+    models,
+)
+from pyro_truncated.gp.mixture_products import mixture_products
+from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
+from pyro_truncated.search.affinities import Singletons
+
+_LATENTS = 13
+
+Task = Callable[[torch.dtype], None]
+
+
+def warm_up(progress: bool | None = None) -> None:
+    """Runs everything that is compiled, on little data, in both precisions.
+
+    Pyro's parameter store and torch's generator are as before afterwards.
+
+    Args:
+        progress: whether to show a bar; default: if standard error is a terminal.
+    """
+    tasks = [(name, task, dtype) for dtype in (torch.float32, torch.float64) for name, task in _TASKS.items()]
+    with tqdm(tasks, disable=None if progress is None else not progress, unit="task") as bar:
+        for name, task, dtype in bar:
+            bar.set_description(f"{name}, {str(dtype).removeprefix('torch.')}")
+            with torch.random.fork_rng(devices=[]), pyro.get_param_store().scope():
+                torch.manual_seed(0)
+                task(dtype)
+
+
+def _data(dtype: torch.dtype) -> Tensor:
+    return 1 + torch.rand(4, 9, dtype=dtype)
+
+
+def _train(model: Any, y: Tensor, search: Search, *, closed_form: bool = False, num_states: int = 16) -> AutoTruncated:
+    guide = AutoTruncated(model, num_states=num_states)
+    optimizer = ClosedForm(model) if closed_form else PyroOptim(torch.optim.Adam, {"lr": 1e-3})
+    SVI(model, guide, optimizer, Truncated_ELBO(search)).step(y)
+    return guide
+
+
+def _any_model(dtype: torch.dtype) -> None:
+    """A user's model with binary latents, and what is read from its posterior."""
+
+    def model(y: Tensor) -> None:
+        weight = pyro.param("weight", lambda: torch.rand(_LATENTS, 9, dtype=dtype))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((_LATENTS,), 0.2, dtype=dtype)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y)
+
+    for search in (EvolutionarySearch(crossover=True), EvolutionarySearch(mutation="sparseflips"), SampledSearch(4)):
+        guide = _train(model, _data(dtype), search)
+    guide.marginals()
+    guide.sample_posterior(2)
+    guide.mode()
+
+
+def _other_latents(dtype: torch.dtype) -> None:
+    """A user's model with latents of several values."""
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            k = pyro.sample("k", dist.Categorical(torch.ones(3, 4, dtype=dtype)).to_event(1))
+            b = pyro.sample("b", dist.Bernoulli(torch.tensor(0.5, dtype=dtype)))
+            loc = (k.sum(-1) + b).unsqueeze(-1) + torch.zeros(9, dtype=dtype)
+            pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y)
+
+    for search in (EvolutionarySearch(), EvolutionarySearch(mutation="sparseflips"), SampledSearch(4), ExhaustiveSearch()):
+        guide = _train(model, _data(dtype), search)
+    guide.marginals()
+
+
+def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = False) -> Task:
+    """A model with closed-form M-steps, and with gradients; of complete data, and with missing entries."""
+
+    def task(dtype: torch.dtype) -> None:
+        y = (_data(dtype) > 1.5).to(dtype) if binary else _data(dtype)
+        holed = y.clone()
+        holed[0, 0] = torch.nan
+        for data in (y, holed) if missing else (y,):
+            model = kind(9, _LATENTS, dtype=dtype).initialize(y)
+            _train(model, data, EvolutionarySearch(), closed_form=True)
+            model.closed_form = None
+            _train(model, data, EvolutionarySearch())
+
+    return task
+
+
+def _selected(dtype: torch.dtype) -> None:
+    model = models.BinarySparseCoding(9, _LATENTS, dtype=dtype).initialize(_data(dtype))
+    _train(model, _data(dtype), Preselection(Singletons(), 3), closed_form=True)
+
+
+def _gibbs(dtype: torch.dtype) -> None:
+    model = models.MaxSpikeSlabSparseCoding(9, 5, dtype=dtype).initialize(_data(dtype))
+    SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3))).step(_data(dtype))
+
+
+def _scenes(dtype: torch.dtype) -> None:
+    y = torch.rand(4, 5, 5, 1, dtype=dtype)
+    for order in ("exclusive", "depth"):
+        model = models.OcclusiveComponents(3, (5, 5), (2, 2), 1, order=order, dtype=dtype)
+        scan = PlaceScan(model.parameters_of_scene, model.canvas)
+        moves = PlacementMoves(model.canvas.grid, parents=2, children=2)
+        for affinity in (scan, RefinedPlaces(scan, scan, 2)):
+            _train(model, y, PlacementSelection(affinity, 2) + moves, closed_form=True)
+            model.closed_form = None
+        _train(model, y, moves)
+
+
+def _psi(dtype: torch.dtype) -> None:
+    rows, columns = torch.rand(4, 6, 3, dtype=dtype), torch.rand(3, 3, 5, dtype=dtype)
+    for summed in (False, True):
+        factors = [factor.clone().requires_grad_() for factor in (*rows, *columns)]
+        mixture_products(*factors, summed=summed).sum().backward()
+
+
+_TASKS: dict[str, Task] = {
+    "models with binary latents": _any_model,
+    "models with other latents": _other_latents,
+    "binary sparse coding": _causes(models.BinarySparseCoding),
+    "preselection": _selected,
+    "spike-and-slab sparse coding": _causes(models.SpikeSlabSparseCoding),
+    "noisy-OR": _causes(models.NoisyOr, binary=True),
+    "maximal causes": _causes(models.MaximalCauses),
+    "maximum of slabs": _gibbs,
+    "scenes of objects": _scenes,
+    "Gaussian process latent variables": _psi,
+}
+
+
+def main() -> None:
+    """The command."""
+    # The bar says it already.
+    logging.getLogger("pyro_truncated").setLevel(logging.ERROR)
+    warm_up(progress=True)
+    print("All kernels are compiled.")
+
+
+if __name__ == "__main__":
+    main()
