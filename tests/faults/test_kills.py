@@ -1,0 +1,38 @@
+"""Runs that are killed at any moment go on from their last checkpoint, to the numbers of runs that were not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+
+
+def kill(*options: str, timeout: float) -> str:
+    """Runs in a process of its own: children are forked, which a process with threads had better not do."""
+    command = [sys.executable, "-m", "tests.faults.kills", *options]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_killed_runs_lose_nothing():
+    table = kill("--kills", "8", "--inside", "4", "--modes", "incremental", timeout=300)
+    kills, inside, *_ = map(int, table.splitlines()[-1].split()[1:])
+    assert kills >= 8
+    assert inside >= 2
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(7200)
+def test_two_hundred_kills_lose_nothing():
+    rows = kill("--kills", "200", "--inside", "56", timeout=7000).splitlines()[1:]
+    kills, inside = (sum(int(row.split()[column]) for row in rows) for column in (1, 2))
+    assert kills >= 200
+    assert inside >= 50
