@@ -239,8 +239,10 @@ def _windows(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Tensor, 
     inner = 1 - 0.2 * ((row[:, None] / height).square() + (column / width).square())
     kernel = torch.nn.functional.pad(inner, (margin,) * 4, value=-2.0)
     kernels = torch.stack([kernel, torch.ones_like(kernel)]).unsqueeze(1).to(contrast)
-    reach = (margin, margin + width - 1, margin, margin + height - 1)
-    surround = torch.nn.functional.pad(contrast.unsqueeze(1), reach, mode="circular")
+    # Around the canvas, more than once where template and margin together are larger.
+    around_rows = torch.arange(-margin, canvas.height + height + margin - 1, device=images.device) % canvas.height
+    around_columns = torch.arange(-margin, canvas.width + width + margin - 1, device=images.device) % canvas.width
+    surround = contrast[:, around_rows][:, :, around_columns].unsqueeze(1)
     score, around = torch.nn.functional.conv2d(surround, kernels)[..., : canvas.grid[0], : canvas.grid[1]].flatten(2).unbind(1)
     best = score.argmax(1, keepdim=True)
     under = canvas.pixels.to(images.device)[best.squeeze(1)]

@@ -226,7 +226,8 @@ class OccludedScene(TorchDistribution):
             own = own[1:]
         if own != batch[len(batch) - len(own) :]:
             own = batch
-        images = value.expand(own + self.event_shape).flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
+        value = value.reshape(own + value.shape[-3:]) if len(own) < value.dim() - 3 else value.expand(own + self.event_shape)
+        images = value.flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
         places = self._by_image(torch.where(self.presence > 0, self.position.long(), -1), batch, len(own))
         rank = None if self.order is None else self._by_image(depth_rank(self.order.long(), self.presence), batch, len(own))
         log_prob = scene_log_prob(places, images, self._scene(), self.canvas, rank)
