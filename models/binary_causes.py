@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 from pyro_truncated.sites import Layout
@@ -24,8 +25,7 @@ def check_sizes(**sizes: int) -> None:
         ValueError: naming one that is no positive integer.
     """
     for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-            raise ValueError(f"{name} must be a positive integer; got {size!r}")
+        check_count(name, size)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:

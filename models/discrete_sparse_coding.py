@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, rows_of
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, check_sizes, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
@@ -68,6 +68,7 @@ class DiscreteSparseCoding(UniqueModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_sizes(num_observed=num_observed, num_latents=num_latents)
         numbers = [float(value) for value in values]
         if len(numbers) < 2 or len(set(numbers)) < len(numbers) or 0.0 not in numbers:
             raise ValueError(f"values must be at least two distinct numbers, with zero among them; got {tuple(values)}")

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
-from pyro_truncated.models.binary_causes import best_prior, rows_of
+from pyro_truncated.models.binary_causes import best_prior, check_sizes, rows_of
 from pyro_truncated.packed.occlusion import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
@@ -85,6 +85,7 @@ class OcclusiveComponents(UniqueModule):
         super().__init__()
         if order not in ("exclusive", "depth"):
             raise ValueError(f"order must be 'exclusive' or 'depth'; got {order!r}")
+        check_sizes(num_objects=num_objects, num_channels=num_channels)
         if not 0 < min_mask < 0.5 or not min_scale > 0:
             raise ValueError(f"min_mask must lie in (0, 0.5) and min_scale be positive; got {min_mask} and {min_scale}")
         self.num_objects, self.num_channels, self.order = num_objects, num_channels, order

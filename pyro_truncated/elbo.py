@@ -14,6 +14,7 @@ from pyro.infer.elbo import ELBOModule
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_truncated.counts import check_counts
 from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.guide import AutoTruncated, Searching
 from pyro_truncated.inspection import spare_random_numbers
@@ -60,9 +61,7 @@ class Truncated_ELBO(Described, ELBO):
     ) -> None:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {type(search).__name__}")
-        for name, value in (("search_steps", search_steps), ("search_every", search_every)):
-            if not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer; got {value!r}")
+        search_steps, search_every = check_counts(search_steps=search_steps, search_every=search_every)
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.search = search
         self.search_steps = search_steps

@@ -16,6 +16,7 @@ from pyro.nn import PyroModule
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import SearchBatch
@@ -290,10 +291,8 @@ class GibbsEM(ELBO):
     ) -> None:
         if not isinstance(search, Preselection):
             raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
-        if sweeps < 1 or burn_in < 0:
-            raise ValueError(f"sweeps must be at least 1 and burn_in not be negative; got {sweeps} and {burn_in}")
-        if batch_size is not None and batch_size < 1:
-            raise ValueError(f"batch_size must be a positive integer or None; got {batch_size}")
+        sweeps, burn_in = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0)
+        batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         super().__init__()  # type: ignore[no-untyped-call]
         self.search = search
         self.sweeps = sweeps

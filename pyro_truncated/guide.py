@@ -25,6 +25,7 @@ from torch import Tensor
 
 from pyro_truncated import inspection
 from pyro_truncated.averaging import Call, average_over_draws, average_stored
+from pyro_truncated.counts import check_count, naming_empty_plates
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims, isolated
 from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint
@@ -107,10 +108,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         for name, function in (("model", model), ("conditional", conditional or model)):
             if not callable(function):
                 raise TypeError(f"{name} must be callable; got {function!r}")
-        if not isinstance(num_states, int) or isinstance(num_states, bool) or num_states < 1:
-            raise ValueError(f"num_states must be a positive integer; got {num_states!r}")
-        if not isinstance(memory_budget, int) or memory_budget < 2**20:
-            raise ValueError(f"memory_budget is in bytes and must be an integer of at least 2**20; got {memory_budget!r}")
+        num_states = check_count("num_states", num_states)
+        memory_budget = check_count("memory_budget (in bytes)", memory_budget, 2**20)
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.num_states = num_states
         self.max_count = max_count
@@ -172,7 +171,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         self._check_alone()
         refuse_shadowed(self.model, self.conditional)
         inspection.refuse_hidden_latents(self.model, args, kwargs)
-        with poutine.block(), torch.no_grad(), ShadowWatch():
+        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
             trace = poutine.trace(self.model).get_trace(*args, **kwargs)
         self._layout = Layout(
             trace,
@@ -415,9 +414,10 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 was trained on, or if no guide in the list covers a latent, so that it could only be drawn from the prior.
         """
         args = data if isinstance(data, tuple) else (data,)
+        steps = check_count("steps", steps)
         guide = AutoTruncated(
             self.model,
-            num_states or self.num_states,
+            self.num_states if num_states is None else num_states,
             conditional=self.conditional,
             init=init,
             max_count=self.max_count,

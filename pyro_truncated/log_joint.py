@@ -16,6 +16,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
+from pyro_truncated.counts import naming_empty_plates
 from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.packed import repeated
 from pyro_truncated.sites import Layout, is_delta, latent_nodes, sample_nodes
@@ -100,7 +101,7 @@ class LogJoint:
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
-        with isolated(), SparseSubsamples(), Assign(values):
+        with naming_empty_plates(), isolated(), SparseSubsamples(), Assign(values):
             return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
 
     def _trace_candidates(self, values: Mapping[str, Any]) -> poutine.Trace:

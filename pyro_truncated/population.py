@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_count
 from pyro_truncated.sites import Layout
 from pyro_truncated.states import StateSpace
 
@@ -108,8 +109,7 @@ class Population:
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws from the truncated posterior as words ``(num_samples, N, num_words)``."""
-        if not isinstance(num_samples, int) or num_samples < 1:
-            raise ValueError(f"num_samples must be a positive integer; got {num_samples!r}")
+        num_samples = check_count("num_samples", num_samples)
         chosen = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
         return self._at(chosen).transpose(0, 1).contiguous()
 

@@ -9,6 +9,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+from pyro_truncated.counts import check_counts
 from pyro_truncated.elbo import Temperature, Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide, GibbsModel
@@ -55,9 +56,7 @@ def best_start(
         ValueError: if a count is below 1.
         TypeError: if the model lacks ``initialize`` or closed-form M-steps, or the search selects no latents for a Gibbs sampler.
     """
-    for name, value in (("num_starts", num_starts), ("num_data", num_data), ("steps", steps), ("num_states", num_states)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1; got {value}")
+    num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
     device = None if generator is None else generator.device

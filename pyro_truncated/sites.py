@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.states import StateSpace
 from pyro_truncated.supports import HUGE, INTEGER, Bounds, Dependencies, bounds_of, elementwise
 
@@ -262,8 +263,8 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
     if unknown:
         raise ValueError(f"max_count bounds {sorted(unknown)}, but the model's discrete sites are {list(names)}")
     for bound in bounds.values():
-        if bound is not None and (not isinstance(bound, int) or isinstance(bound, bool) or bound < 1):
-            raise ValueError(f"max_count must be a positive integer, or a dictionary of them by site; got {max_count!r}")
+        if bound is not None:
+            check_count("max_count, or each of its entries by site,", bound)
 
 
 def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_count
 from pyro_truncated.packed.selection import WORD_BITS
 
 _MAX_ENUMERATED = 2**22
@@ -44,8 +45,8 @@ class StateSpace:
     """
 
     def __init__(self, cardinalities: Sequence[int]) -> None:
-        self.cardinalities = tuple(int(v) for v in cardinalities)
-        if not self.cardinalities or min(self.cardinalities) < 1 or max(self.cardinalities) > _MAX_CARDINALITY:
+        self.cardinalities = tuple(check_count("the number of values of a latent", v) for v in cardinalities)
+        if not self.cardinalities or max(self.cardinalities) > _MAX_CARDINALITY:
             raise ValueError(f"cardinalities must be integers from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
         word, shift, bits = [], [], []
         used = 0

@@ -24,7 +24,7 @@ def step(model, *args, num_states=2, search=SEARCH, **options):
     [
         ({"num_states": True}, ValueError, "num_states must be a positive integer; got True"),
         ({"num_states": 8.0}, ValueError, "num_states must be a positive integer; got 8.0"),
-        ({"memory_budget": "1GB"}, ValueError, "memory_budget is in bytes .* got '1GB'"),
+        ({"memory_budget": "1GB"}, ValueError, "memory_budget .* must be an integer of at least 1048576; got '1GB'"),
         ({"conditional": 3}, TypeError, "conditional must be callable; got 3"),
     ],
 )
@@ -41,7 +41,7 @@ def test_a_model_is_callable():
 @pytest.mark.parametrize("bound", [-1, 0, 2.5, True, "x", {"n": 0}])
 def test_bounds_of_counts(bound):
     case = zoo.counts()
-    with pytest.raises(ValueError, match="max_count must be a positive integer, or a dictionary of them by site"):
+    with pytest.raises(ValueError, match=r"max_count, .* must be a positive integer"):
         step(case.model, *case.args, max_count=bound)
 
 

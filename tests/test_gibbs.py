@@ -178,7 +178,7 @@ def test_errors_say_what_is_wrong() -> None:
         guide.marginals()
     with pytest.raises(TypeError, match="search must select latents"):
         GibbsEM(EvolutionarySearch())
-    with pytest.raises(ValueError, match="sweeps must be at least 1"):
+    with pytest.raises(ValueError, match="sweeps must be a positive integer"):
         GibbsEM(search, sweeps=0)
     with pytest.raises(ValueError, match="batch_size must be a positive integer"):
         GibbsEM(search, batch_size=0)

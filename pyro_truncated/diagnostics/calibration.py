@@ -11,6 +11,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
+from pyro_truncated.counts import check_counts
 from pyro_truncated.diagnostics.scoring import plain, truncated_part
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.log_joint import LogJoint
@@ -72,9 +73,7 @@ def simulation_based_calibration(
     Raises:
         ValueError: if a count is below 1 or the model subsamples.
     """
-    for name, count in (("num_simulations", num_simulations), ("num_draws", num_draws)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1; got {count}")
+    num_simulations, num_draws = check_counts(num_simulations=num_simulations, num_draws=num_draws)
     collected: dict[str, list[Tensor]] = {}
     for _ in range(num_simulations):
         for name, values in _simulate(model, args, kwargs, fit or fit_populations, num_draws).items():

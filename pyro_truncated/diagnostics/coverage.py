@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_count
 from pyro_truncated.diagnostics.scoring import plain, scored_populations
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population, initial_population
@@ -79,8 +80,7 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
         ValueError: if ``num_parents`` is below 1.
         TypeError: if the guide has no ``AutoTruncated``.
     """
-    if num_parents is not None and num_parents < 1:
-        raise ValueError(f"num_parents must be at least 1; got {num_parents}")
+    num_parents = None if num_parents is None else check_count("num_parents", num_parents)
     _, log_joint, population = scored_populations(guide, args, kwargs)
     return plain(certificate(log_joint, population, num_parents))
 
@@ -165,8 +165,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     Returns:
         The free energies; in float64, on the CPU.
     """
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1; got {steps}")
+    steps = check_count("steps", steps)
     if search is not None and not isinstance(search, Search):
         raise TypeError(f"search must be a Search; got {type(search).__name__}")
     _, log_joint, population = scored_populations(guide, args, kwargs)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import packed
 from pyro_truncated._arviz_compat import pareto_shapes
+from pyro_truncated.counts import check_count
 from pyro_truncated.diagnostics.scoring import plain, scored_populations
 from pyro_truncated.diagnostics.trust import PARETO_LIMIT, TruncationWarning
 from pyro_truncated.population import Population
@@ -122,8 +123,8 @@ def estimate_evidence(
     Warns:
         TruncationWarning: if the estimates of more than a tenth of the data points are not reliable.
     """
-    if num_samples < 25:
-        raise ValueError(f"num_samples must be at least 25 to tell how reliable the estimate is; got {num_samples}")
+    # Fewer do not tell how reliable the estimate is.
+    num_samples = check_count("num_samples", num_samples, 25)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
     part, log_joint, population = scored_populations(guide, args, kwargs)

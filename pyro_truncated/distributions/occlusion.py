@@ -216,6 +216,9 @@ class OccludedScene(TorchDistribution):
         """Log density of images ``(*batch, height, width, F)``, in the type of the features or the images, whichever is wider.
 
         Differentiable once in features, masks, scales and background.
+
+        Raises:
+            ValueError: for a place off the canvas, or an order that is none.
         """
         if self._validate_args:
             self._validate_sample(value)
@@ -229,10 +232,23 @@ class OccludedScene(TorchDistribution):
         value = value.reshape(own + value.shape[-3:]) if len(own) < value.dim() - 3 else value.expand(own + self.event_shape)
         images = value.flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
         places = self._by_image(torch.where(self.presence > 0, self.position.long(), -1), batch, len(own))
-        rank = None if self.order is None else self._by_image(depth_rank(self.order.long(), self.presence), batch, len(own))
+        rank = None if self.order is None else self._by_image(self._rank(), batch, len(own))
         log_prob = scene_log_prob(places, images, self._scene(), self.canvas, rank)
         dtype = torch.promote_types(self.features.dtype, value.dtype)
         return log_prob.mT.reshape(batch).to(dtype)
+
+    def _rank(self) -> Tensor:
+        """Ranks of the present objects, from codes that are checked: out of range they would be no order."""
+        assert self.order is not None
+        present = self.presence > 0
+        places = torch.where(present, self.order, 0)
+        wrong = (places < 0) | (places >= present.cumsum(-1).clamp(min=1))
+        if bool(wrong.any()):
+            raise ValueError(
+                "the order's code of a present object is the number of present objects of smaller index in front of it, so at most "
+                f"their number; got {int(places.broadcast_to(wrong.shape)[wrong][0])} for object {int(wrong.nonzero()[0, -1])}"
+            )
+        return depth_rank(self.order.long(), self.presence)
 
     def _by_image(self, states: Tensor, batch: torch.Size, image_dims: int) -> Tensor:
         """States ``(images, states of each, H)``."""

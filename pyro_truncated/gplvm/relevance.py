@@ -16,6 +16,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.psi_statistics import covariance_of
@@ -96,15 +97,9 @@ class SpikeSlabMRD(UniqueModule):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
-        for name, number in (
-            ("num_data", num_data),
-            ("num_latents", num_latents),
-            *((f"num_observed[{c}]", d) for c, d in enumerate(num_observed)),
-        ):
-            if number < 1:
-                raise ValueError(f"{name} must be a positive integer; got {number}")
-        if num_inducing is not None and num_inducing < 1:
-            raise ValueError(f"num_inducing must be a positive integer; got {num_inducing}")
+        num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
+        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
+        num_inducing = None if num_inducing is None else check_count("num_inducing", num_inducing)
         self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
         self.collapsed = collapsed
         shape = (len(self.num_observed), num_latents)

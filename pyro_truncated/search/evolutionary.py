@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_counts
 from pyro_truncated.population import Population, join
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states import StateSpace
@@ -67,9 +68,7 @@ class EvolutionarySearch(Search):
         target_activity: float | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, number in (("parents", parents), ("children", children), ("generations", generations)):
-            if number < 1:
-                raise ValueError(f"{name} must be a positive integer; got {number}")
+        parents, children, generations = check_counts(parents=parents, children=children, generations=generations)
         if selection not in ("fitparents", "randparents"):
             raise ValueError(f"selection must be 'fitparents' or 'randparents'; got {selection!r}")
         if mutation not in ("randflips", "sparseflips"):
@@ -115,9 +114,14 @@ class EvolutionarySearch(Search):
 
     def _target(self, population: Population) -> float:
         """Mean number of active binary latents; latents of more values have no activity to steer."""
-        if self.target_activity is not None:
-            return self.target_activity
         binary = population.space.cardinality == 2
+        if self.target_activity is not None:
+            if self.target_activity > int(binary.sum()):
+                raise ValueError(
+                    f"target_activity must not exceed the number of binary latents, {int(binary.sum())}, of which it is the mean number "
+                    f"that are active; got {self.target_activity}"
+                )
+            return self.target_activity
         return float(population.marginals()[:, binary.to(population.words.device)].sum(-1).mean())
 
     def _breed(self, pool: Population, target: float, known_distinct: bool) -> Tensor:

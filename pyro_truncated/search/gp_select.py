@@ -10,6 +10,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_counts
 from pyro_truncated.gp.regression import LeaveOneOutRegression
 from pyro_truncated.search.affinities import options_of
 from pyro_truncated.search.base import SearchBatch
@@ -59,9 +60,7 @@ class RegressionAffinity:
         max_fit: int = 500,
         generator: torch.Generator | None = None,
     ) -> None:
-        for name, number in (("refit_every", refit_every), ("fit_steps", fit_steps), ("max_fit", max_fit)):
-            if number < 1:
-                raise ValueError(f"{name} must be a positive integer; got {number}")
+        check_counts(refit_every=refit_every, fit_steps=fit_steps, max_fit=max_fit)
         if isinstance(inputs, Tensor) and inputs.dim() != 2:
             raise ValueError(f"inputs must have shape (N, D), one row per data point of the full data set; got {tuple(inputs.shape)}")
         self.kernel = kernel

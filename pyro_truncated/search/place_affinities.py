@@ -10,6 +10,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_counts
 from pyro_truncated.gp.leave_one_out import DenseCovariance
 from pyro_truncated.gp.regression import LeaveOneOutRegression
 from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scan_at, scan_places
@@ -163,10 +164,7 @@ class PlaceRegression:
         site: str = "y",
         generator: torch.Generator | None = None,
     ) -> None:
-        numbers = {"refit_every": refit_every, "num_candidates": num_candidates, "fit_steps": fit_steps, "max_fit": max_fit}
-        for name, number in numbers.items():
-            if number < 1:
-                raise ValueError(f"{name} must be a positive integer; got {number}")
+        check_counts(refit_every=refit_every, num_candidates=num_candidates, fit_steps=fit_steps, max_fit=max_fit)
         self.canvas, self.kernel, self.refit_every, self.rank = canvas, kernel, refit_every, rank
         self.num_candidates, self.smooth, self.inputs, self.leave_out = num_candidates, smooth, inputs, leave_out
         self.fit_steps, self.max_fit, self.site, self.generator = fit_steps, max_fit, site, generator

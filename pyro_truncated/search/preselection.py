@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_count
 from pyro_truncated.packed.combination import combine
 from pyro_truncated.population import Population
 from pyro_truncated.search.affinities import Affinity, Options, options_of
@@ -65,10 +66,8 @@ class Preselection(Search):
     ) -> None:
         if not callable(affinity):
             raise TypeError(f"affinity must be a function of a SearchBatch, such as Singletons(); got {type(affinity).__name__}")
-        if num_selected < 1:
-            raise ValueError(f"num_selected must be a positive integer; got {num_selected}")
-        if max_active is not None and max_active < 1:
-            raise ValueError(f"max_active must be a positive integer or None; got {max_active}")
+        num_selected = check_count("num_selected", num_selected)
+        max_active = None if max_active is None else check_count("max_active", max_active)
         if not 0 <= explore <= 1:
             raise ValueError(f"explore must lie in [0, 1]; got {explore}")
         self.affinity = affinity

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from pyro_truncated import packed
+from pyro_truncated.counts import check_count
 from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search, SearchBatch
 
@@ -26,8 +27,7 @@ class SampledSearch(Search):
     """
 
     def __init__(self, num_samples: int, *, prior_share: float = 0.5, generator: torch.Generator | None = None) -> None:
-        if num_samples < 1:
-            raise ValueError(f"num_samples must be a positive integer; got {num_samples}")
+        num_samples = check_count("num_samples", num_samples)
         if not 0 <= prior_share <= 1:
             raise ValueError(f"prior_share must lie in [0, 1]; got {prior_share}")
         self.num_samples = num_samples

@@ -163,7 +163,7 @@ def test_tails_of_large_spaces_are_fitted(generator):
 def test_bad_arguments_are_refused():
     case = zoo.binary()
     guide = AutoTruncated(case.model, 2)
-    with pytest.raises(ValueError, match="num_samples must be at least 25"):
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 25"):
         estimate_evidence(guide, *case.args, num_samples=10)
     with pytest.raises(ValueError, match="confidence must lie between 0 and 1; got 1"):
         estimate_evidence(guide, *case.args, confidence=1)

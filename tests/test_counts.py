@@ -1,0 +1,117 @@
+"""Counts are whole numbers of any integer type, and nothing else; empty data and impossible numbers are named."""
+
+from __future__ import annotations
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+
+from pyro_truncated import (
+    AutoTruncated,
+    EvolutionarySearch,
+    ExhaustiveSearch,
+    Preselection,
+    SampledSearch,
+    StateSpace,
+    Truncated_ELBO,
+    estimate_evidence,
+)
+from pyro_truncated import models as library
+from pyro_truncated.counts import check_count
+from pyro_truncated.distributions.occlusion import OccludedScene
+from pyro_truncated.search import Singletons
+from tests import zoo
+
+SEARCH = ExhaustiveSearch()
+
+
+def guide_of(num_states=4, **options):
+    case = zoo.binary()
+    guide = AutoTruncated(case.model, num_states, **options)
+    guide.refresh_(*case.args)
+    return guide
+
+
+COUNTS = {
+    "num_states": lambda n: guide_of(n),
+    "max_count": lambda n: AutoTruncated(zoo.counts().model, 2, max_count=n).setup(*zoo.counts().args),
+    "search_steps": lambda n: Truncated_ELBO(SEARCH, search_steps=n),
+    "search_every": lambda n: Truncated_ELBO(SEARCH, search_every=n),
+    "parents": lambda n: EvolutionarySearch(parents=n),
+    "children": lambda n: EvolutionarySearch(children=n),
+    "generations": lambda n: EvolutionarySearch(generations=n),
+    "num_selected": lambda n: Preselection(Singletons(), n),
+    "max_active": lambda n: Preselection(Singletons(), 2, max_active=n),
+    "num_samples": lambda n: SampledSearch(n),
+    "num_samples of draws": lambda n: guide_of().sample_posterior(n),
+    "steps": lambda n: guide_of().infer(zoo.binary().args, SEARCH, n),
+    "num_states of infer": lambda n: guide_of().infer(zoo.binary().args, SEARCH, 1, num_states=n),
+    "number of values": lambda n: StateSpace([2, n]),
+    "num_observed": lambda n: library.DiscreteSparseCoding(n, 2),
+    "num_latents": lambda n: library.BinaryVAE(3, n),
+    "num_objects": lambda n: library.OcclusiveComponents(n, (3, 3), (2, 2)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_whatever_is_an_integer_is_a_count(name):
+    for two in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
+        COUNTS[name](two)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.0, 2.7, True, "2", None, np.float64(2), torch.tensor(2.0), torch.tensor(True), np.bool_(True)])
+@pytest.mark.parametrize("name", COUNTS)
+def test_nothing_else_is(name, value):
+    if value is None and name in ("max_active", "num_states of infer", "max_count"):
+        return
+    with pytest.raises(ValueError, match=rf"{name.split(' of ')[0]}.* must be a positive integer; got "):
+        COUNTS[name](value)
+
+
+def test_counts_become_python_integers():
+    assert type(check_count("n", np.int32(3))) is int
+    assert check_count("n", 0, 0) == 0
+    with pytest.raises(ValueError, match="num_samples must be an integer of at least 25; got 24"):
+        estimate_evidence(guide_of(), *zoo.binary().args, num_samples=24)
+
+
+def model(y, positions=None, size=None):
+    with pyro.plate("data", len(y) if size is None else size, subsample=positions):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s.sum(-1), 1.0), obs=y)
+
+
+def test_no_data_points_are_named():
+    with pytest.raises(ValueError, match=r"a plate has no members: no data points \(N = 0\), or an empty minibatch"):
+        AutoTruncated(model, 2)(torch.zeros(0))
+    guide = AutoTruncated(model, 2)
+    guide(torch.zeros(3))
+    with pytest.raises(ValueError, match="an empty minibatch"):
+        guide(torch.zeros(0), torch.zeros(0, dtype=torch.long), 3)
+    for family in (library.BinarySparseCoding, library.GaussianMixture, library.PoissonMixture, library.NoisyOr):
+        with pytest.raises(ValueError, match=r"y must have shape \(N, 3\) with N > 0"):
+            family(3, 2).initialize(torch.zeros(0, 3))
+
+
+def test_an_activity_beyond_the_number_of_latents():
+    guide = AutoTruncated(model, 4)
+    search = EvolutionarySearch(2, 2, mutation="sparseflips", target_activity=3.5)
+    with pytest.raises(ValueError, match=r"target_activity must not exceed the number of binary latents, 3, .* got 3\.5"):
+        Truncated_ELBO(search).loss_and_grads(model, guide, torch.ones(4))
+    Truncated_ELBO(EvolutionarySearch(2, 2, mutation="sparseflips", target_activity=3.0)).loss_and_grads(model, guide, torch.ones(4))
+
+
+@pytest.mark.parametrize("code", [10**9, 2, -1])
+def test_an_order_that_is_none(code):
+    def scene(order):
+        return OccludedScene(
+            torch.ones(1, 2), torch.tensor([[0, 3]]), torch.rand(2, 2, 2, 1), torch.full((2, 2, 2), 0.5), 0.3, torch.zeros(1), 0.2, (4, 4),
+            order=torch.tensor([order]), validate_args=False,
+        )  # fmt: skip
+
+    image = torch.rand(1, 4, 4, 1)
+    assert bool(scene([0, 1]).log_prob(image).isfinite())
+    with pytest.raises(ValueError, match=rf"order's code of a present object .* got {code} for object 1"):
+        scene([0, code]).log_prob(image)
