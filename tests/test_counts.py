@@ -113,5 +113,5 @@ def test_an_order_that_is_none(code):
 
     image = torch.rand(1, 4, 4, 1)
     assert bool(scene([0, 1]).log_prob(image).isfinite())
-    with pytest.raises(ValueError, match=rf"order's code of a present object .* got {code} for object 1"):
+    with pytest.raises(ValueError, match=rf"codes of a depth order of 2 objects must lie in 0 \.\. 1; got .*{code}"):
         scene([0, code]).log_prob(image)

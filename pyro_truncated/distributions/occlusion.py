@@ -218,7 +218,7 @@ class OccludedScene(TorchDistribution):
         Differentiable once in features, masks, scales and background.
 
         Raises:
-            ValueError: for a place off the canvas, or an order that is none.
+            ValueError: for a place off the canvas, or a code of the order that no number of objects has.
         """
         if self._validate_args:
             self._validate_sample(value)
@@ -238,15 +238,12 @@ class OccludedScene(TorchDistribution):
         return log_prob.mT.reshape(batch).to(dtype)
 
     def _rank(self) -> Tensor:
-        """Ranks of the present objects, from codes that are checked: out of range they would be no order."""
+        """Ranks of the present objects; codes that only other objects could have are scored, too, as it is the prior that excludes them."""
         assert self.order is not None
-        present = self.presence > 0
-        places = torch.where(present, self.order, 0)
-        wrong = (places < 0) | (places >= present.cumsum(-1).clamp(min=1))
-        if bool(wrong.any()):
+        if self.order.numel() and not 0 <= int(self.order.min()) <= int(self.order.max()) < self.presence.shape[-1]:
             raise ValueError(
-                "the order's code of a present object is the number of present objects of smaller index in front of it, so at most "
-                f"their number; got {int(places.broadcast_to(wrong.shape)[wrong][0])} for object {int(wrong.nonzero()[0, -1])}"
+                f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "
+                f"got {int(self.order.min())} .. {int(self.order.max())}"
             )
         return depth_rank(self.order.long(), self.presence)
 
