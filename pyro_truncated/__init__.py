@@ -15,6 +15,7 @@ from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect
 from pyro_truncated.seen_data import ChangedDataWarning
 from pyro_truncated.states import StateSpace
 from pyro_truncated.training import Training, fit, fit_restarts
+from pyro_truncated.vectorization import VectorizationWarning
 
 if TYPE_CHECKING:
     __version__: str
@@ -45,6 +46,7 @@ __all__ = [
     "Training",
     "Truncated_ELBO",
     "TruncationWarning",
+    "VectorizationWarning",
     "__version__",
     "best_start",
     "check_truncation",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pyro.poutine as poutine
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.counts import check_counts
 from pyro_truncated.em import ClosedForm, Statistics
+from pyro_truncated.given_draws import free_energy_given_draws
 from pyro_truncated.guide import AutoTruncated, Searching
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.log_joint import AllObservedError, LogJoint
@@ -26,6 +27,15 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
 from pyro_truncated.subsampling import SparseSubsamples
 
+_NO_PART = "Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs"
+_PYRO_SAYS = (
+    "packing tensors",
+    "max_plate_nesting",
+    "nvalid log_prob shape",
+    "Shape mismatch inside plate",
+    "enumerat",
+    "must match the size of",
+)
 Temperature = float | Callable[[int], float]
 
 
@@ -38,7 +48,8 @@ class Truncated_ELBO(Described, ELBO):
     The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes
     populations; ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first. Where the guide has
     other parts (continuous latents beside the discrete ones), the search scores states given draws of these, and loss and gradient are
-    those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws.
+    those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws; for models that do not take many states at once (see
+    ``vectorize`` of the guide) they are computed from these draws directly, which have to be reparametrised.
 
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
@@ -72,6 +83,7 @@ class Truncated_ELBO(Described, ELBO):
         self._stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
         self._revision: int | None = None
         self._known_guide: Any = None
+        self._known_parts: tuple[Any, list[AutoTruncated]] | None = None
 
     # --- what Pyro calls ---
 
@@ -88,10 +100,15 @@ class Truncated_ELBO(Described, ELBO):
 
     def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Minus the free energy of the populations as they are; nothing changes."""
-        if _stands_alone(model, guide, args, kwargs):
+        alone = _stands_alone(model, guide, args, kwargs)
+        if alone:
             with suppress(AllObservedError):
                 return self._loss_alone(guide, args, kwargs)
-        with SparseSubsamples():
+        with SparseSubsamples(), _explained():
+            slow = None if alone else self._slow_part(model, guide, args, kwargs)
+            if slow is not None:
+                with suppress(AllObservedError), torch.no_grad():
+                    return _checked(-float(self._mean_given_draws(slow, guide, args, kwargs)))
             return float(self._stock.loss(model, guide, *args, **kwargs))
 
     def _loss_alone(self, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
@@ -111,7 +128,11 @@ class Truncated_ELBO(Described, ELBO):
             with suppress(AllObservedError):
                 return self._differentiable_loss_alone(model, guide, args, kwargs)
         searches = torch.is_grad_enabled() and not alone
-        with SparseSubsamples(), self._searching(model, guide, args, kwargs) if searches else nullcontext():
+        with SparseSubsamples(), _explained(), self._searching(model, guide, args, kwargs) if searches else nullcontext():
+            slow = None if alone else self._slow_part(model, guide, args, kwargs)
+            if slow is not None:
+                with suppress(AllObservedError):
+                    return -self._mean_given_draws(slow, guide, args, kwargs)
             return self._stock.differentiable_loss(model, guide, *args, **kwargs)  # type: ignore[no-any-return]
 
     def _differentiable_loss_alone(self, model: Any, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
@@ -136,7 +157,11 @@ class Truncated_ELBO(Described, ELBO):
         if alone:
             with suppress(AllObservedError):
                 return self._step_alone(model, guide, args, kwargs)
-        with SparseSubsamples(), nullcontext() if alone else self._searching(model, guide, args, kwargs):
+        with SparseSubsamples(), _explained(), nullcontext() if alone else self._searching(model, guide, args, kwargs):
+            slow = None if alone else self._slow_part(model, guide, args, kwargs)
+            if slow is not None:
+                with suppress(AllObservedError):
+                    return self._backward_given_draws(slow, guide, args, kwargs)
             return float(self._stock.loss_and_grads(model, guide, *args, **kwargs))
 
     def _step_alone(self, model: Any, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
@@ -147,6 +172,33 @@ class Truncated_ELBO(Described, ELBO):
         particles = self._particles(guide)
         draws = self._draws(first, guide, args, kwargs)
         return _checked(sum(self._backward(guide, log_joint, temperature, particles) for log_joint in draws) / particles)
+
+    # --- beside other guides, for models that Pyro cannot enumerate ---
+
+    def _slow_part(self, model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
+        """The truncated part of a guide if it scores this very model, and Pyro cannot enumerate it in parallel."""
+        parts = self._parts(guide, args, kwargs)
+        return parts[0] if len(parts) == 1 and not parts[0].is_enumerable and bool(model == parts[0].model) else None
+
+    def _parts(self, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[AutoTruncated]:
+        """The truncated parts of a guide, which is run once to find them."""
+        if self._known_parts is None or self._known_parts[0] is not guide:
+            with spare_random_numbers(), poutine.block(), torch.no_grad():
+                self._known_parts = guide, _marked_parts(poutine.trace(guide).get_trace(*args, **kwargs))
+        return self._known_parts[1]
+
+    def _mean_given_draws(self, part: AutoTruncated, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+        draws = [free_energy_given_draws(part, guide, args, kwargs) for _ in range(self.num_particles)]
+        return torch.stack(draws).mean()
+
+    def _backward_given_draws(self, part: AutoTruncated, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
+        total = 0.0
+        for _ in range(self.num_particles):
+            loss = -free_energy_given_draws(part, guide, args, kwargs) / self.num_particles
+            if loss.requires_grad:
+                loss.backward()
+            total += float(loss.detach())
+        return _checked(total)
 
     def _draws(self, first: LogJoint, guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[LogJoint]:
         """One scorer per particle, of the same data points, each with its own draws of other latents."""
@@ -197,10 +249,10 @@ class Truncated_ELBO(Described, ELBO):
         with spare_random_numbers():
             if self._known_guide is not guide:
                 refuse_shadowed(model, guide)
-                with poutine.block(), torch.no_grad():
-                    truncated_parts(poutine.trace(guide).get_trace(*args, **kwargs))
-                self._meet(model, guide)
-            if self._stock.max_plate_nesting == math.inf:
+            if not self._parts(guide, args, kwargs):
+                raise TypeError(_NO_PART)
+            self._meet(model, guide)
+            if self._slow_part(model, guide, args, kwargs) is None and self._stock.max_plate_nesting == math.inf:
                 self._stock._guess_max_plate_nesting(model, guide, args, kwargs)
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
 
@@ -292,13 +344,33 @@ class Truncated_ELBO(Described, ELBO):
         return total
 
 
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Says what to do where Pyro's own ELBO cannot enumerate what is scored without trouble."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or not any(hint in str(error) for hint in _PYRO_SAYS):
+            raise
+        error.add_note(
+            "Beside other guides Truncated_ELBO leaves the loss to Pyro's TraceEnum_ELBO, which enumerates the states in a dimension left "
+            "of all plates. If max_plate_nesting does not count all plates (Truncated_ELBO(search, max_plate_nesting=...)), set it; if the "
+            "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
+        )
+        raise
+
+
 def truncated_parts(trace: poutine.Trace) -> list[AutoTruncated]:
     """The truncated guides that took part in a guide trace; they announce themselves at their index sites."""
-    marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(trace).values()]
-    parts = [mark["guide"]() for mark in marks if mark is not None]
+    parts = _marked_parts(trace)
     if not parts:
-        raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
+        raise TypeError(_NO_PART)
     return parts
+
+
+def _marked_parts(trace: poutine.Trace) -> list[AutoTruncated]:
+    marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(trace).values()]
+    return [mark["guide"]() for mark in marks if mark is not None]
 
 
 def _stands_alone(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

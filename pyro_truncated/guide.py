@@ -28,7 +28,7 @@ from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.counts import check_count, naming_empty_plates
 from pyro_truncated.inspection import spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims, isolated
-from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint
+from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint, Scoring
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.plates import SharedPlates, model_plates, open_plates, recorded_subsamples, refuse_subsampled_latents, share_plates
 from pyro_truncated.population import Population
@@ -41,6 +41,7 @@ from pyro_truncated.sites import Layout, sample_nodes, trim
 from pyro_truncated.storage import Init
 from pyro_truncated.subsampling import SparseSubsamples
 from pyro_truncated.supports import Dependencies
+from pyro_truncated.vectorization import check_choice, scoring_for
 
 
 class Searching(Messenger):
@@ -76,7 +77,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         guide.marginals()["s"]  # posterior probability that each latent is on
 
     Args:
-        model: a Pyro model that vectorises over a left-most dimension, as parallel enumeration asks for.
+        model: a Pyro model; fast if it vectorises over a left-most dimension, as parallel enumeration asks for.
         num_states: states per data point, ``S``. Memory is ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
             samples (with ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its
@@ -85,13 +86,18 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             callable that returns one of these, or ``None`` for the zero state, single active latents and random sparse states.
         max_count: largest value of count sites, one number or by site name: needed where the support is infinite (Poisson) or depends on
             continuous latents or on very many discrete ones; overrides the distribution's own bound where it is smaller.
+        vectorize: whether the states are scored together, in a new left-most dimension (``True``), or one after the other (``False``).
+            ``None`` finds out on the first call, from a few states: a model that does not take many states at once (``X @ (s * beta)``,
+            ``s[:, 0]``, ``if z == 1``) is scored by :func:`torch.func.vmap` where that is right, else one state after the other, with one
+            :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
     Raises:
         ValueError: on the first call, if there is no discrete site, a count has no bound, ``num_states`` exceeds the state space, or the
             initial states are misshapen or repeat.
-        NotImplementedError: on the first call, if a discrete site lies in a sequential plate.
+        NotImplementedError: on the first call, if a discrete site lies in a sequential plate of which the model takes a subsample, or if
+            sites are sampled for some states only.
     """
 
     def __init__(
@@ -102,6 +108,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         conditional: Conditional | None = None,
         init: Init = None,
         max_count: int | Mapping[str, int] | None = None,
+        vectorize: bool | None = None,
         create_plates: Callable[..., Any] | None = None,
         memory_budget: int = 2**28,
     ) -> None:
@@ -110,9 +117,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 raise TypeError(f"{name} must be callable; got {function!r}")
         num_states = check_count("num_states", num_states)
         memory_budget = check_count("memory_budget (in bytes)", memory_budget, 2**20)
+        check_choice(vectorize)
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.num_states = num_states
         self.max_count = max_count
+        self.vectorize = vectorize
+        self._scoring: Scoring = "together"
+        self._is_enumerable = True
         self.memory_budget = memory_budget
         self._init = init
         # Neither may become a submodule: their parameters belong to the model or to other guides.
@@ -184,7 +195,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
                 super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
         except NotImplementedError:
-            # Sequential plates trouble us only around discrete sites, which Layout has refused already.
+            # Sequential plates are no trouble to us: their sites are parts of a joint state.
             self._prototype_frames = {
                 f.name: f for _, site in trace.iter_stochastic_nodes() for f in site["cond_indep_stack"] if f.vectorized
             }
@@ -199,6 +210,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         for name in self._layout.sites:
             # The prototype stays with the guide: of the states, only their shape and type are needed.
             nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
+        layout, conditional, budget = self._layout, self.conditional, self.memory_budget
+        with torch.no_grad():
+            self._scoring, self._is_enumerable = scoring_for(
+                self.vectorize, lambda: LogJoint(self.model, layout, args, kwargs, conditional=conditional, memory_budget=budget)
+            )
         return device
 
     def _check_alone(self) -> None:
@@ -273,6 +289,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
 
     # --- scoring and search ---
 
+    @property
+    def is_enumerable(self) -> bool:
+        """Whether Pyro's own ELBOs can run the model on many states at once; otherwise they enumerate them one after the other."""
+        return self._is_enumerable
+
     def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
         """A scorer of states for the data points that the model selects when called with these arguments.
 
@@ -294,7 +315,14 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 stacklevel=2,
             )
         log_joint = LogJoint(
-            self.model, self.layout, args, kwargs, values=values, conditional=self.conditional, memory_budget=self.memory_budget
+            self.model,
+            self.layout,
+            args,
+            kwargs,
+            values=values,
+            conditional=self.conditional,
+            memory_budget=self.memory_budget,
+            scoring=self._scoring,
         )
         if log_joint.full_size != self.words.shape[0]:
             raise self._other_data(log_joint.full_size)
@@ -421,6 +449,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             conditional=self.conditional,
             init=init,
             max_count=self.max_count,
+            vectorize=self.vectorize,
             create_plates=self.create_plates,
             memory_budget=self.memory_budget,
         )
@@ -500,11 +529,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             if self.master is not None:
                 refuse_subsampled_latents(self.master(), {name: created[name] for name in self.layout.plates})
             return created, self.log_joint_of(*args, values={**values, **_indices_of(created)}, **kwargs)
-        frames = {frame.name: frame for site in self.layout.sites.values() for frame in site.frames}
+        frames = {frame.name: frame for site in self.layout.sites.values() for frame in site.frames if frame.vectorized}
         opened = open_plates({name: frame.dim for name, frame in frames.items()})
         known = recorded_subsamples(frames) | _indices_of(opened)
         log_joint = self.log_joint_of(*args, values={**values, **known}, **kwargs)
-        frames = {f.name: f for site in self.layout.sites for f in log_joint.nodes[site]["cond_indep_stack"]}
+        frames = {f.name: f for site in self.layout.sites for f in log_joint.nodes[site]["cond_indep_stack"] if f.vectorized}
         with SharedPlates():
             self.plates = {
                 name: opened.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=log_joint.values[name], dim=frame.dim)
@@ -531,7 +560,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         logits = population.log_joint.log_softmax(-1)
         batch = layout.spread(log_joint.sizes)
         logits = logits.reshape(*self._spread_draws(logits.shape[:-2], batch, log_joint.depth), logits.shape[-1])
-        infer: Any = {"enumerate": "parallel", "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
+        # What does not take many states at once can be enumerated one by one, by Pyro's ELBOs too.
+        enumerate_ = "parallel" if self.is_enumerable else "sequential"
+        infer: Any = {"enumerate": enumerate_, "is_auxiliary": True, "truncated": {"guide": weakref.ref(self)}}
         # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
         with poutine.scale(scale=log_joint.scale_beyond_plates):
             index = pyro.sample(self.index_name, dist.Categorical(logits=logits), infer=infer)
@@ -561,7 +592,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         site = self.layout.sites[name]
         with ExitStack() as stack:
             for frame in site.frames:
-                if frame.name not in self.layout.plates:
+                if frame.vectorized and frame.name not in self.layout.plates:
                     _enter(stack, plates[frame.name])
             value = trim(value, site.event_dim, site.depth)
             shape = value.shape[: value.dim() - site.event_dim]

@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Literal
 
 import pyro
 import pyro.poutine as poutine
@@ -24,6 +24,11 @@ from pyro_truncated.subsampling import SparseSubsamples
 from pyro_truncated.supports import supported_log_prob
 
 Conditional = Callable[..., Any]
+Scoring = Literal["together", "vmap", "singly"]
+
+
+class ChangingSitesError(NotImplementedError):
+    """A model samples other sites for some states than for others."""
 
 
 class AllObservedError(ValueError):
@@ -60,6 +65,8 @@ class LogJoint:
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly.
+        scoring: whether the states are scored together, in a new left-most dimension; by ``torch.func.vmap``, for models that do not take
+            such a dimension; or one after the other, for models whose Python code looks at values.
     """
 
     def __init__(
@@ -72,7 +79,13 @@ class LogJoint:
         values: Mapping[str, Any] | None = None,
         conditional: Conditional | None = None,
         memory_budget: int = 2**28,
+        scoring: Scoring = "together",
     ) -> None:
+        self.scoring = scoring
+        # Values that the conditional's sites take in place of draws, for looking at how it computes.
+        self.held: dict[str, Any] = {}
+        # The most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot enumerate.
+        self.most_dims = 0
         self.model, self.layout, self.args, self.kwargs = model, layout, args, dict(kwargs)
         self.values = dict(values or {})
         self.conditional = conditional
@@ -111,9 +124,12 @@ class LogJoint:
                 return self.run(values)
         except (RuntimeError, IndexError, ValueError) as error:
             shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.layout.sites)
+            if self.scoring != "together":
+                raise
             error.add_note(
                 f"This happened when the model was run on many states at once: {shapes}. AutoTruncated puts them in a new left-most "
-                "dimension, as parallel enumeration does: address dimensions from the right (sum(-1), s @ W.mT, Vindex)."
+                "dimension, as parallel enumeration does: address dimensions from the right (sum(-1), s @ W.mT, Vindex), or score "
+                "one state after the other: AutoTruncated(..., vectorize=False)."
             )
             raise
 
@@ -249,7 +265,7 @@ class LogJoint:
 
     def gradient_blocks(self, num_states: int) -> Iterator[tuple[slice, slice]]:
         """Blocks of data points and states (all: ``slice(None)``) to differentiate one by one, each within the memory budget."""
-        step = self._candidates_per_run()
+        step = self.candidates_per_run()
         if self.packed is not None or step >= num_states:
             yield from ((rows, slice(None)) for rows in self.row_blocks(num_states))
             return
@@ -283,7 +299,7 @@ class LogJoint:
     def _score_dense(self, words: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             return self._score_possible(words) if self.layout.checked else self._score_block(words)
-        return torch.cat([self._score_block(block) for block in words.split(self._candidates_per_run(), 1)], 1)
+        return torch.cat([self._score_block(block) for block in words.split(self.candidates_per_run(), 1)], 1)
 
     def _score_possible(self, words: Tensor) -> Tensor:
         """Scores with the best state in place of impossible ones, whose densities may be anything and would spoil gradients."""
@@ -296,7 +312,7 @@ class LogJoint:
         scores = self._score_block(torch.where(impossible.unsqueeze(-1), words.gather(1, best), words))
         return scores.masked_fill(impossible, -math.inf)
 
-    def _candidates_per_run(self) -> int:
+    def candidates_per_run(self) -> int:
         """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
         largest: int = max(math.prod((*node["fn"].batch_shape, *node["fn"].event_shape)) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
@@ -326,26 +342,61 @@ class LogJoint:
         batch = self.layout.spread(self.sizes, self.depth)
         return self.layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), self.depth, self.dtypes)
 
+    def single_values(self, words: Tensor) -> dict[str, Tensor]:
+        """Site values of candidates ``(N, C, num_words)``: the candidates in front, then exactly the shapes of the model's sites."""
+        levels = self.layout.space.unpack(words).transpose(0, 1)
+        batch = self.layout.spread(self.sizes, self.layout.depth)
+        values = self.layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), self.layout.depth, self.dtypes)
+        return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in self.layout.sites.items()}
+
     def site_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """Log probability of each site inside the data plate, ``(C, ..., N)``, for candidates ``(N, C, num_words)``."""
-        states = self.assigned_values(words)
+        if self.scoring == "together":
+            return self._terms(self.assigned_values(words))
+        values = self.single_values(words)
+        if self.scoring == "vmap":
+            terms = torch.func.vmap(self._terms, randomness="different")(values)
+            return {name: term.squeeze(1) for name, term in terms.items()}
+        columns = [self._terms(states) for states in _unbind(values)]
+        return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+    def _terms(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Log probability of each site inside the data plate in one run of the model."""
         values = {**self.values, **states}
         terms: dict[str, Tensor] = {}
         if self.conditional is not None:
             for node in latent_nodes(self._conditional_trace(states)):
                 values[node["name"]] = node["value"]
                 terms[f"conditional of {node['name']}"] = -self._reduce(node)
-        for name, node in sample_nodes(self._trace_candidates(values)).items():
+        nodes = sample_nodes(self._trace_candidates(values))
+        if self.scoring == "singly":
+            self._check_sites(nodes)
+        for name, node in nodes.items():
             # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
             if self.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):
                 terms[name] = self._reduce(node)
         return terms
 
+    def _check_sites(self, nodes: Mapping[str, Any]) -> None:
+        changed = sorted(set(nodes) ^ set(self.nodes))
+        if changed:
+            raise ChangingSitesError(
+                f"the sites {changed} are sampled for some states of {list(self.layout.sites)} only. Sample the same sites for every "
+                "state: mask an observation (poutine.mask) where it shall not count, and let a latent have no influence where it is not "
+                "needed."
+            )
+
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
         if all(self.nodes[name]["mask"] is None for name in self.layout.sites):
             return {}
-        nodes = sample_nodes(self._trace_candidates({**self.values, **self.assigned_values(words)}))
+        if self.scoring == "together":
+            return self._hidden(self.assigned_values(words))
+        columns = [self._hidden(states) for states in _unbind(self.single_values(words))]
+        return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
+
+    def _hidden(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        nodes = sample_nodes(self._trace_candidates({**self.values, **states}))
         hidden = {}
         for name in self.layout.sites:
             node = nodes[name]
@@ -356,7 +407,7 @@ class LogJoint:
 
     def _conditional_trace(self, states: Mapping[str, Tensor]) -> poutine.Trace:
         assert self.conditional is not None
-        with isolated(), ExitStack() as stack:
+        with isolated(), Assign(self.held), ExitStack() as stack:
             for frame in self._frames:
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values[frame.name], dim=frame.dim))
             return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
@@ -380,6 +431,7 @@ class LogJoint:
     def _reduce(self, node: Any) -> Tensor:
         """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
         log_prob: Any = self._log_prob(node)
+        self.most_dims = max(self.most_dims, log_prob.dim())
         log_prob = scale_and_mask(log_prob, node["scale"] / self.scale, self._mask(node))
         log_prob = log_prob.reshape((1,) * (self.depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
         inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(self.layout.dims)
@@ -425,6 +477,12 @@ class LogJoint:
                     value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
                     found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
         return found
+
+
+def _unbind(values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The values of one candidate after the other."""
+    for column in zip(*(value.unbind(0) for value in values.values()), strict=True):
+        yield dict(zip(values, column, strict=True))
 
 
 def sum_block(terms: Mapping[str, Tensor]) -> Tensor:

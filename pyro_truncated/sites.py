@@ -55,7 +55,7 @@ class DiscreteSite:
     @property
     def depth(self) -> int:
         """Number of batch dimensions that the site's plates take up."""
-        return max((-frame.dim for frame in self.frames), default=0)
+        return max((-frame.dim for frame in self.frames if frame.vectorized), default=0)
 
     @property
     def event_dim(self) -> int:
@@ -128,8 +128,8 @@ class Layout:
     Raises:
         ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
             continuous latents or on too many others, or a bound is none.
-        NotImplementedError: for a sequential plate, a subsampled plate other than a data plate that holds a discrete latent, or a site
-            whose entries depend on each other by its support (multinomial counts).
+        NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
+            or a site whose entries depend on each other by its support (multinomial counts).
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Layout:
                 "this call, show the guide one in which it does not, first: guide.setup(*args)"
             )
         for node in nodes:
-            _refuse_sequential(node)
+            _refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])
         frames = _data_plates(trace, nodes, dependents)
         self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
@@ -207,6 +207,18 @@ class Layout:
             start += site.num_latents
         return values
 
+    def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
+        """Inverse of :meth:`site_values`: unpacked states ``(N, L)`` from values in the shapes of the model's sites."""
+        found = {}
+        for name, site in self.sites.items():
+            value, event_dim = values[name], site.event_dim
+            value = value.reshape((1,) * (self.depth - value.dim() + event_dim) + tuple(value.shape))
+            if self.dims:
+                value = value.movedim(tuple(dim - event_dim for dim in self.dims), tuple(range(len(self.dims))))
+            event = (site.cardinalities[0],) if site.kind == "one_hot" else ()
+            found[name] = value.reshape(math.prod(sizes), *site.shape, *event)
+        return self.encode(found)
+
     def encode(self, values: Mapping[str, Tensor]) -> Tensor:
         """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``.
 
@@ -248,12 +260,13 @@ def is_delta(node: Mapping[str, Any]) -> bool:
     return family(node["fn"]) == "Delta"
 
 
-def _refuse_sequential(node: Mapping[str, Any]) -> None:
+def _refuse_partial_sequence(node: Mapping[str, Any]) -> None:
     for frame in node["cond_indep_stack"]:
-        if not frame.vectorized:
+        if not frame.vectorized and frame.full_size is not None and frame.full_size != frame.size:
             raise NotImplementedError(
-                f"discrete latent site '{node['name']}' lies in the sequential plate '{frame.name}' (iterated over in a Python loop). "
-                f"Vectorise it: `with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
+                f"discrete latent site '{node['name']}' lies in the sequential plate '{frame.name}', of which the model takes "
+                f"{frame.size} of {frame.full_size} members, so that its sites change. Iterate over all, or vectorise it: "
+                f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
             )
 
 
@@ -269,8 +282,10 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
 
 def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:
     """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
-    stacks = [node["cond_indep_stack"] for node in nodes]
-    shared = set.intersection(*({frame.name for frame in stack} for stack in stacks))
+    stacks = [[frame for frame in node["cond_indep_stack"] if frame.vectorized] for node in nodes]
+    # A plate that is opened anew with another size or dimension is another plate.
+    same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))
+    shared = {name for name, _, _ in same}
     names = {node["name"] for node in nodes}
     others = {
         node["name"]: {frame.name for frame in node["cond_indep_stack"]}
@@ -285,7 +300,7 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
 
 
 def _describe(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:
-    inner = sorted((f for f in node["cond_indep_stack"] if f.name not in data_plates), key=lambda f: f.dim)
+    inner = sorted((f for f in node["cond_indep_stack"] if f.vectorized and f.name not in data_plates), key=lambda f: f.dim)
     for frame in inner:
         if frame.full_size is not None and frame.full_size != frame.size:
             raise NotImplementedError(

@@ -328,8 +328,6 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
 def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
     """Log density of values that may lie outside of the support, where it is ``-inf`` whatever the formula says there."""
     possible = possible_values(fn, value)
-    if bool(possible.all()):
-        return fn.log_prob(value)  # type: ignore[no-any-return]
     low = getattr(elementwise(_support_of(fn)), "lower_bound", None)
     if low is not None:
         # A value that is possible, so that nothing infinite gets into gradients.

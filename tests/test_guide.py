@@ -426,15 +426,6 @@ def test_bad_initial_states():
             run(case.model, *case.args, num_states=6, init=init)
 
 
-def test_sequential_plates_are_refused_by_name():
-    def model(y):
-        for i in pyro.plate("data", 3):
-            pyro.sample(f"s{i}", dist.Bernoulli(0.5))
-
-    with pytest.raises(NotImplementedError, match=r"site 's0' lies in the sequential plate 'data'.*Vectorise"):
-        run(model, torch.zeros(3))
-
-
 def test_nan_and_inf_name_the_site():
     def model(y, extra):
         with pyro.plate("data", len(y)):
