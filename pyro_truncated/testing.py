@@ -126,7 +126,7 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
         if node["type"] != "sample" or site_is_subsample(node) or not plates >= set(layout.plates):
             continue
         # A latent that is summed out has a distribution whether masked or not.
-        mask = None if node["name"] in layout.sites and not node["is_observed"] else node["mask"]
+        mask = None if node["name"] in layout.sites and node["name"] not in log_joint.observed else node["mask"]
         log_prob = scale_and_mask(supported_log_prob(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
         log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
         total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)

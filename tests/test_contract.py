@@ -568,7 +568,7 @@ def test_models_that_do_not_vectorise_are_told_how():
             pyro.sample("y", dist.Normal(mean, 1.0).to_event(1), obs=y)
 
     with pytest.raises(RuntimeError) as error:
-        train(model, AutoTruncated(model, 16), vector_data())
+        train(model, AutoTruncated(model, 16, vectorize=True), vector_data())
     assert any("run on many states at once: 's' of shape (16, 8, 4)" in note for note in error.value.__notes__)
 
 
@@ -580,7 +580,7 @@ def test_check_guide_finds_models_that_vectorise_wrongly():
             pyro.sample("y", dist.Normal(flat @ WEIGHT.mT, 1.0).to_event(1), obs=y)
 
     y = vector_data()
-    guide = AutoTruncated(model, 4)
+    guide = AutoTruncated(model, 4, vectorize=True)
     train(model, guide, y)
     with pytest.raises(AssertionError, match=r"differ from those of plain runs of the model .*left-most dimension"):
         check_guide(guide, y)
