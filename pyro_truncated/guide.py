@@ -26,7 +26,7 @@ from torch import Tensor
 from pyro_truncated import inspection
 from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.counts import check_count, naming_empty_plates
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.inspection import ordinary_tensors, spare_random_numbers
 from pyro_truncated.isolation import free_plate_dims, isolated
 from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint, Scoring
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
@@ -166,12 +166,13 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         try:
-            with spare_random_numbers(), free_plate_dims():
-                device = self._inspect(args, kwargs)
-            if "words" in self._buffers:
-                self._check_loaded()
-            else:
-                self._create_populations(device)
+            with ordinary_tensors():
+                with spare_random_numbers(), free_plate_dims():
+                    device = self._inspect(args, kwargs)
+                if "words" in self._buffers:
+                    self._check_loaded()
+                else:
+                    self._create_populations(device)
         except BaseException:
             # The next call must not take this guide for one that is ready.
             self.prototype_trace, self._layout = None, None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pyro
@@ -18,6 +19,16 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro_truncated.isolation import spare_random_numbers as spare_random_numbers
 from pyro_truncated.sites import latent_nodes
 from pyro_truncated.supports import PythonReads
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Makes tensors that may be changed and trained with later, inside :func:`torch.inference_mode` too; without gradients there."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
 
 
 def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.inspection import ordinary_tensors, spare_random_numbers
 from pyro_truncated.observed import ObservedValues
 from pyro_truncated.sites import is_delta, sample_nodes
 
@@ -64,15 +64,17 @@ class SeenData:
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
         if self._checked is None or self._checked.device != log_joint.device:
-            self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
+            with ordinary_tensors():
+                self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
         if bool((self._checked[where] == self._round).all()):
             return
         self._observed.check(log_joint)
         self._checked[where] = self._round
         changed = []
         for name, new in _hash_data(log_joint, log_joint.nodes).items():
-            held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
-            self._hashes[name] = held = held.to(new.device)
+            with ordinary_tensors():
+                held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
+                self._hashes[name] = held = held.to(new.device)
             old = held[where]
             if bool(((old != 0) & (old != new)).any()) and name not in self._computed:
                 changed.append(name)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.inspection import ordinary_tensors
 from pyro_truncated.population import Population, States, given_population, initial_population
 from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout
@@ -152,7 +153,8 @@ class PopulationStore(torch.nn.Module):
                 "likelihood a floor (a leak, a noise term)."
             )
         if self.log_joint.dtype != log_joint.dtype:
-            self.log_joint = self.log_joint.to(log_joint.dtype)
+            with ordinary_tensors():
+                self.log_joint = self.log_joint.to(log_joint.dtype)
         self.log_joint[where] = log_joint
         if words is not None:
             self.words[where] = words

@@ -126,8 +126,10 @@ class LinearSuperposition(Superposition):
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients ``(*batch, H)``, ``(H, H)`` and constant ``(*batch)`` of the log density as a quadratic function of the state."""
         # Another view of the same memory counts as the same value; the cache keeps the memory alive.
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version)
-        if self._cached is not None and self._cached[0] == key and not torch.is_grad_enabled():
+        # Whether an inference tensor has been changed since cannot be told.
+        is_kept = not torch.is_grad_enabled() and not value.is_inference()
+        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
+        if is_kept and self._cached is not None and self._cached[0] == key:
             return self._cached[2]
         weight, precision = self.weight.double(), self._precision()
         centred = value.double() - self.bias.double()
@@ -135,7 +137,7 @@ class LinearSuperposition(Superposition):
         linear = product(weight.mT, scaled)
         pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
         constant = self._log_normalizer(value) - 0.5 * (scaled * centred).sum(-1)
-        if not torch.is_grad_enabled():
+        if is_kept:
             self._cached = key, value, (linear, pairwise, constant)
         return linear, pairwise, constant
 
