@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
@@ -39,6 +40,7 @@ class BinarySparseCoding(SparseCoding):
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.parameters import UniqueModule
@@ -66,6 +67,7 @@ class BinaryVAE(UniqueModule):
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         decoder, scale, prior = self.decoder, self.scale, self.prior
@@ -75,6 +77,7 @@ class BinaryVAE(UniqueModule):
             return pyro.sample("y", dist.Normal(decoder(states), scale).to_event(1), obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor) -> BinaryVAE:
         r"""Starts from the data: :math:`\sigma^2` is the data's variance, and a network that ends in a linear layer starts at their mean.
 

@@ -11,6 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, check_sizes, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
@@ -80,6 +81,7 @@ class DiscreteSparseCoding(UniqueModule):
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(self._first_prior(), constraints.simplex)  # type: ignore[assignment]
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weight, scale, prior = self.weight, self.scale, self.prior
@@ -90,6 +92,7 @@ class DiscreteSparseCoding(UniqueModule):
             return pyro.sample("y", LinearSuperposition(coefficients, weight, scale), obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
         r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance, two latents are on in the mean.
 
@@ -107,6 +110,7 @@ class DiscreteSparseCoding(UniqueModule):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import GivenActiveSet
 from pyro_truncated.gp import ActiveSet
 from pyro_truncated.parameters import UniqueModule
@@ -124,6 +125,7 @@ class GatedDecoder(UniqueModule):
         """The processes given the examples."""
         return ActiveSet(self.kernel, self.noise, self.active_inputs, self.active_outputs)
 
+    @takes_arrays
     def forward(self, x: Tensor, batch_size: int | None = None) -> None:
         """The generative program of images ``(N, D)`` that are not among the examples; NaN where pixels are missing."""
         active = self.active_set()
@@ -136,12 +138,14 @@ class GatedDecoder(UniqueModule):
     def _pose_prior(self) -> Any:
         return dist.Normal(self.active_outputs.new_zeros(self.num_parts, self.pose_dim), 1.0).to_event(2)
 
+    @takes_arrays
     def poses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means and standard deviations ``(N, H, P)`` of the poses of images ``(N, D)`` under the guide."""
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
         return loc, nn.functional.softplus(raw) + 1e-3
 
     @pyro_method
+    @takes_arrays
     def pose_guide(self, states: dict[str, Tensor], x: Tensor, batch_size: int | None = None) -> None:
         """Samples poses given the switches: the network's for parts that are present, the prior's for absent ones."""
         present = states["b"].unsqueeze(-1) > 0.5

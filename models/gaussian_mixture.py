@@ -9,6 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.parameters import UniqueModule
@@ -60,6 +61,7 @@ class GaussianMixture(UniqueModule):
         self.scale = PyroParam(self._scale_of(torch.eye(num_observed, dtype=dtype)), support)  # type: ignore[assignment]
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, scale = self.weights, self.loc, self.scale
@@ -74,6 +76,7 @@ class GaussianMixture(UniqueModule):
             return pyro.sample("y", likelihood, obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GaussianMixture:
         """Starts from the data: means are (about) random data points, every covariance is that of all data, components are equally likely.
 
@@ -96,6 +99,7 @@ class GaussianMixture(UniqueModule):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.gibbs import GibbsDraws
 from pyro_truncated.models.binary_causes import check_data
@@ -91,6 +92,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         self.slab_scale = PyroParam(0.5**0.5 * slab, constraints.positive)  # type: ignore[assignment]
         self.register_buffer("unit", torch.ones_like(slab, dtype=torch.float64))
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
@@ -101,6 +103,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return pyro.sample("y", MaximumSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
 
     @pyro_method
+    @takes_arrays
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
@@ -109,6 +112,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """See :meth:`SparseCoding.initialize`."""
         super().initialize(y, generator)
@@ -119,6 +123,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     # --- the E-step: what a GibbsGuide asks for ---
 
     @torch.no_grad()
+    @takes_arrays
     def gibbs(
         self,
         y: Tensor,
@@ -163,6 +168,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         )
 
     @torch.no_grad()
+    @takes_arrays
     def singletons(self, y: Tensor) -> Tensor:
         r"""Exact log joint of the state without active latents and of those with one, slabs integrated out.
 
@@ -188,6 +194,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         return {"s": is_on.to(self.weight), "z": torch.where(is_on, coefficients.to(self.weight), slabs)}
 
     @torch.no_grad()
+    @takes_arrays
     def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
         r"""Log joint of data, indicators and slabs of active latents, averaged over the draws and summed over the data points.
 
@@ -211,6 +218,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     # --- the M-step ---
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, draws: GibbsDraws, y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:

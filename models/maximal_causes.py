@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary, data_scale
@@ -49,6 +50,7 @@ class MaximalCauses(SparseCoding):
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
@@ -99,6 +101,7 @@ class MaximalCauses(SparseCoding):
         self._set_dictionary(weight, statistics["errors"], statistics)
 
     @torch.no_grad()
+    @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         """Posterior mean of the noise-free data, for denoising and in-painting.
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
 from pyro_truncated.parameters import UniqueModule
@@ -85,6 +86,7 @@ class NoisyOr(UniqueModule):
         else:
             self.register_buffer("leak", torch.tensor(leak, dtype=dtype))
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)`` in {0, 1}; without data it generates ``num_data`` observations."""
         weight, leak, prior = self.weight, self.leak, self.prior
@@ -94,6 +96,7 @@ class NoisyOr(UniqueModule):
             return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> NoisyOr:
         r"""Starts from the data: weights uniform in [0.2, 0.7], a little higher where a random data point is on; :math:`\pi = 2 / H`.
 
@@ -112,6 +115,7 @@ class NoisyOr(UniqueModule):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
 from pyro_truncated.models.binary_causes import best_prior, check_sizes, rows_of
 from pyro_truncated.packed.occlusion import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
@@ -99,6 +100,7 @@ class OcclusiveComponents(UniqueModule):
         self.background = PyroParam(torch.zeros(num_channels, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.background_scale = PyroParam(0.1 * one, constraints.positive)  # type: ignore[assignment]
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
         features, masks, scale = self.features, self.masks, self.scale
@@ -115,6 +117,7 @@ class OcclusiveComponents(UniqueModule):
             return pyro.sample("y", scene, obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 0.2) -> OcclusiveComponents:
         """Starts from the data: objects are windows of random images, the background is the most frequent colour.
 
@@ -151,6 +154,7 @@ class OcclusiveComponents(UniqueModule):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes, random_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
 from pyro_truncated.parameters import UniqueModule
@@ -44,6 +45,7 @@ class PoissonMixture(UniqueModule):
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.rate = PyroParam(0.5 + torch.rand(num_components, num_observed, dtype=dtype), constraints.positive)  # type: ignore[assignment]
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of counts ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, rate = self.weights, self.rate
@@ -53,6 +55,7 @@ class PoissonMixture(UniqueModule):
             return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=None if y is None else y[index])
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
         """Starts from the data: rates halfway between random data points and the mean of all data, equally likely components.
 
@@ -69,6 +72,7 @@ class PoissonMixture(UniqueModule):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:

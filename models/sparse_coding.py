@@ -12,6 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
 from pyro_truncated.parameters import UniqueModule
@@ -54,6 +55,7 @@ class SparseCoding(UniqueModule):
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(first_prior(num_latents, shared_prior, dtype), constraints.unit_interval)  # type: ignore[assignment]
 
+    @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         prior, parameters = self.prior, self._superposition_parameters()
@@ -67,6 +69,7 @@ class SparseCoding(UniqueModule):
         return self.weight, self.scale
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         r"""Starts from the data.
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import best_dictionary, best_slabs, squared_residuals
@@ -73,6 +74,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         return self.weight, self.scale, self.slab_mean, self.slab_scale
 
     @pyro_method
+    @takes_arrays
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The same model with the slabs as a site ``z (H,)``; those of latents that are off have their prior."""
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
@@ -83,6 +85,7 @@ class SpikeSlabSparseCoding(SparseCoding):
             return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
 
     @pyro_method
+    @takes_arrays
     def conditional(
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
@@ -91,6 +94,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
+    @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """See :meth:`SparseCoding.initialize`."""
         super().initialize(y, generator)
@@ -99,6 +103,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         return self
 
     @torch.no_grad()
+    @takes_arrays
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
@@ -156,6 +161,7 @@ class SpikeSlabSparseCoding(SparseCoding):
             statistics[name] = statistics[name] * factor
 
     @torch.no_grad()
+    @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Posterior mean of the noise-free data, :math:`W \langle b \odot z \rangle`, for denoising and in-painting.
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
+from pyro_truncated.arrays import as_tensors
 from pyro_truncated.counts import check_count
 from pyro_truncated.sites import Layout
 from pyro_truncated.states import StateSpace
@@ -238,6 +239,7 @@ def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
         TypeError: if they are neither a tensor nor a dictionary.
         ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
     """
+    states = as_tensors(states)
     if not isinstance(states, (Tensor, Mapping)):
         raise TypeError(
             f"init must be a tensor, a dictionary of tensors by site name, or a callable that returns one; got {type(states).__name__}"

@@ -9,6 +9,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+from pyro_truncated.arrays import as_tensors
 from pyro_truncated.counts import check_counts
 from pyro_truncated.elbo import Temperature, Truncated_ELBO
 from pyro_truncated.em import ClosedForm
@@ -59,6 +60,7 @@ def best_start(
     num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
+    y = as_tensors(y)
     device = None if generator is None else generator.device
     part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
     if not isinstance(model, GibbsModel):

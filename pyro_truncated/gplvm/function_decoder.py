@@ -12,6 +12,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_set import ActiveSet
 from pyro_truncated.gp.splits import Choose, Split
@@ -30,6 +31,7 @@ class PointwiseSites(nn.Module):
         self.slope = nn.Parameter(torch.full((num_outputs,), 4.0))
         self.centre = nn.Parameter(torch.full((num_outputs,), 0.5))
 
+    @takes_arrays
     def forward(self, x: Tensor) -> Tensor:
         """Targets ``(B, D)`` of data points ``(B, D)``."""
         targets: Tensor = self.slope * (x - self.centre)
@@ -74,6 +76,7 @@ class SASFunctionDecoder(SASDecoder):
         self.noise = PyroParam(torch.tensor(0.05), constraints.positive)
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
+    @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASFunctionDecoder:
         """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
         self._check_data(x)
@@ -104,6 +107,7 @@ class SASFunctionDecoder(SASDecoder):
         pyro.sample("x", self.observe(functions), obs=x[split.indices])
 
     @pyro_method
+    @takes_arrays
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of latents and functions of a minibatch."""
         split = self._split(split)
@@ -113,6 +117,7 @@ class SASFunctionDecoder(SASDecoder):
             targets = self.sites(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
+    @takes_arrays
     def condition_(
         self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None
     ) -> SASFunctionDecoder:

@@ -16,6 +16,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
@@ -156,6 +157,7 @@ class SpikeSlabMRD(UniqueModule):
         """What a view sees of the latents of some data points."""
         return SpikeSlabInputs(self.loc[index], self.scale[index].square(), self.probability[view].to(self.loc.dtype))
 
+    @takes_arrays
     def check_data(self, y: Views) -> list[Tensor]:
         """The views' outputs as a list.
 
@@ -172,6 +174,7 @@ class SpikeSlabMRD(UniqueModule):
 
     # --- the bound ---
 
+    @takes_arrays
     def bound(self, y: Views, batch_size: int | None = None) -> Tensor:
         """Lower bound of the log evidence of the data (on a minibatch: an unbiased estimate of it), in float64.
 
@@ -237,6 +240,7 @@ class SpikeSlabMRD(UniqueModule):
         total: Tensor = (loc.square() + scale.square() - 2 * scale.log() - 1).sum(0)
         return total / 2
 
+    @takes_arrays
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
         """Posteriors of the inducing variables of each view; a collapsed model needs the data for it."""
         if not self.collapsed:
@@ -245,6 +249,7 @@ class SpikeSlabMRD(UniqueModule):
             raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
 
+    @takes_arrays
     def to_arviz(self, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
         """Switches and latents as ArviZ data; see :func:`~pyro_truncated.gplvm.latents_to_arviz`."""
         return latents_to_arviz(self, y, num_samples=num_samples, num_chains=num_chains, seed=seed)
@@ -252,6 +257,7 @@ class SpikeSlabMRD(UniqueModule):
     # --- the Pyro programs ---
 
     @pyro_method
+    @takes_arrays
     def model(self, y: Views | None = None, batch_size: int | None = None) -> list[Tensor]:
         """The generative model; without data it generates some.
 
@@ -290,6 +296,7 @@ class SpikeSlabMRD(UniqueModule):
         return pyro.sample(f"y_{c}", dist.Normal(mean, noise.sqrt()).mask(seen.bool()).to_event(1), obs=data.values)
 
     @pyro_method
+    @takes_arrays
     def guide(self, y: Views | None = None, batch_size: int | None = None) -> None:
         """The posterior: switches, latents given the switches, inducing variables."""
         self._check_batch(batch_size)
@@ -303,6 +310,7 @@ class SpikeSlabMRD(UniqueModule):
             pyro.sample("x", dist.Normal(loc, torch.where(is_used, self.scale[index], 1.0)).to_event(1))
 
     @pyro_method
+    @takes_arrays
     def switch_model(self, y: Views) -> None:
         r"""The model of the switches alone, everything else integrated out at its optimum: for posteriors over whole patterns of switches.
 

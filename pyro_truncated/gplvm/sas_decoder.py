@@ -17,6 +17,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_set import ActiveSet
 from pyro_truncated.gp.projected_set import ProjectedSet
@@ -123,6 +124,7 @@ class SASDecoder(UniqueModule):
 
     # --- set-up ---
 
+    @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASDecoder:
         """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
 
@@ -199,6 +201,7 @@ class SASDecoder(UniqueModule):
         if bool(x.isinf().any()):
             raise ValueError("data must be finite, or NaN where missing; got infinity")
 
+    @takes_arrays
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
         r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
 
@@ -287,6 +290,7 @@ class SASDecoder(UniqueModule):
         return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
 
     @pyro_method
+    @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
         """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
         split = self._split(split)
@@ -299,6 +303,7 @@ class SASDecoder(UniqueModule):
         pyro.sample("x", likelihood, obs=x[split.indices])
 
     @pyro_method
+    @takes_arrays
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of the latents of the same minibatch."""
         split = self._split(split)
@@ -328,6 +333,7 @@ class SASDecoder(UniqueModule):
 
     # --- after training ---
 
+    @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
         """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy."""
         with torch.no_grad():
@@ -341,6 +347,7 @@ class SASDecoder(UniqueModule):
         order = x.flatten(1).isnan().any(1).byte().argsort(stable=True)
         return x[order[: max(1, self.num_active)]]
 
+    @takes_arrays
     def encode(self, x: Tensor) -> Tensor:
         """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``.
 
@@ -359,6 +366,7 @@ class SASDecoder(UniqueModule):
         with torch.no_grad():
             return self._encode(x, active)[0]
 
+    @takes_arrays
     def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> SASDecoder:
         """Keeps what predictions condition on: all training data ``(N, D)``, or ``size`` of them chosen to leave the least variance.
 
@@ -416,6 +424,7 @@ class SASDecoder(UniqueModule):
             pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
         return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
 
+    @takes_arrays
     def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05, block: int = 2000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 

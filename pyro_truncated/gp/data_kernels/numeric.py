@@ -10,6 +10,7 @@ from pyro import poutine
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
 
 
@@ -23,6 +24,7 @@ class InputKernel(DataKernel):
     inputs: Tensor
 
     def __init__(self, inputs: Tensor) -> None:
+        inputs = as_tensors(inputs)
         if not isinstance(inputs, Tensor) or inputs.dim() not in (1, 2) or not inputs.is_floating_point():
             raise TypeError(f"inputs must be a floating point tensor of shape (n, D) or (n,); got {_describe(inputs)}")
         if not bool(inputs.isfinite().all()):
@@ -55,6 +57,7 @@ class InputKernel(DataKernel):
         return self.variances(self._points(new))
 
     def _points(self, new: Any) -> Tensor:
+        new = as_tensors(new)
         if not isinstance(new, Tensor) or new.shape[1:] != self.inputs.shape[1:]:
             raise ValueError(f"new inputs must have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")
         return new.to(self.inputs)

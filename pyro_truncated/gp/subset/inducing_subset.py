@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.evidence import Basis
@@ -149,6 +150,7 @@ def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
 
 
 def _matrix(targets: Tensor) -> Tensor:
+    targets = as_tensors(targets)
     if not isinstance(targets, Tensor) or targets.dim() not in (1, 2):
         shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
         raise ValueError(f"targets must be a tensor of shape (n,) or (n, H); got {shape}")

@@ -16,6 +16,7 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
 from torch import Tensor
 
+from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, as_data_kernel, positive_parameter
 from pyro_truncated.gp.leave_one_out import stable_cholesky
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
@@ -44,7 +45,7 @@ class SubsetModel(UniqueModule, Parameterized):
     def __init__(self, kernel: Any, y: Tensor, num_inducing: int, index: Tensor | None, jitter: float) -> None:
         super().__init__()
         self.kernel: DataKernel = _unused(as_data_kernel(kernel))
-        n = self.kernel.num_data
+        n, y = self.kernel.num_data, as_tensors(y)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
         if not 1 <= num_inducing <= n:

@@ -1,0 +1,65 @@
+"""NumPy arrays where tensors are expected: converted once, where they come in."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def as_tensors(value: Any, like: Tensor | None = None) -> Any:
+    """The value with NumPy arrays in it, or in its lists, tuples and dictionaries, made tensors; anything else is as it was.
+
+    Args:
+        value: any value.
+        like: floating point arrays take its type, and all arrays its device; without it they keep their own type.
+    """
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        tensor = torch.from_numpy(_torchable(value))
+        if like is None:
+            return tensor
+        return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
+    if isinstance(value, (list, tuple)) and any(isinstance(part, np.ndarray) for part in value):
+        return type(value)(as_tensors(part, like) for part in value)
+    if isinstance(value, Mapping) and any(isinstance(part, np.ndarray) for part in value.values()):
+        return {name: as_tensors(part, like) for name, part in value.items()}
+    return value
+
+
+def _torchable(array: np.ndarray) -> np.ndarray:
+    """The array itself where torch can share its memory, else a copy: of read-only arrays, reversed ones and foreign byte orders."""
+    native = array.astype(array.dtype.newbyteorder("="), copy=False)
+    return native if native.flags.writeable and all(stride >= 0 for stride in native.strides) else native.copy()
+
+
+def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
+    """Lets a method take NumPy arrays for tensors; floating point ones take the type of the module's parameters."""
+
+    @functools.wraps(method)
+    def converted(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
+            return method(*args, **kwargs)
+        like = _number_of(args[0])
+        taken = [as_tensors(value, like) for value in args[1:]]
+        named = {name: as_tensors(value, like) for name, value in kwargs.items()}
+        return method(args[0], *taken, **named)  # type: ignore[arg-type]
+
+    return converted
+
+
+def _holds_array(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
+    return any(isinstance(part, np.ndarray) for part in parts)
+
+
+def _number_of(module: Any) -> Tensor | None:
+    """A tensor of the type and device of a module's numbers."""
+    tensors = (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
+    return next((tensor for tensor in tensors if tensor.is_floating_point()), None)
