@@ -116,7 +116,8 @@ class Writer:
         discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
         variables = {}
         for name, draws in values.items():
-            variables[name] = self._site(name, draws.to(_value_type(discrete[name])) if name in discrete else draws)
+            integers = draws.to(_value_type(discrete[name])) if name in discrete else _as_counts(self.nodes.get(name), draws)
+            variables[name] = self._site(name, integers)
         return self._sampled(variables)
 
     def observed_data(self) -> xr.Dataset:
@@ -124,7 +125,7 @@ class Writer:
         variables = {}
         for name, node in self.nodes.items():
             if is_data(node) and torch.is_tensor(node["value"]):
-                names, array = self._site(name, _without_hidden(node).unsqueeze(0))
+                names, array = self._site(name, _as_counts(node, _without_hidden(node)).unsqueeze(0))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
@@ -251,6 +252,12 @@ def _without_hidden(node: Mapping[str, Any]) -> Tensor:
     hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape(*batch, *(1,) * node["fn"].event_dim)
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     return torch.where(hidden, torch.nan, value)
+
+
+def _as_counts(node: Mapping[str, Any] | None, values: Tensor) -> Tensor:
+    """Values of a discrete site, which Pyro often holds as floats, as integers: ArviZ draws histograms of these, densities of floats."""
+    is_count = node is not None and bool(getattr(node["fn"].support, "is_discrete", False)) and values.is_floating_point()
+    return values.to(torch.int32) if is_count and bool(values.isfinite().all()) else values
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -440,3 +440,21 @@ def test_guide_lists_trained_on_minibatches(data: Tensor, weight: Tensor) -> Non
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"].values[0], torch.stack(moved), rtol=1e-6)
     # Training goes on with minibatches.
     assert poutine.trace(guide).get_trace(data, batch_size=2).nodes["own"]["value"].shape == (2,)
+
+
+def test_observed_counts_are_integers_and_plotted_as_such():
+    def model(y: Tensor, seen: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Poisson(1.0 + z), obs=y)
+            # Constant in the draws: a density of these floats cannot be drawn.
+            pyro.sample("seen", dist.Bernoulli(0.999 * torch.ones(len(y))), obs=seen)
+
+    data = torch.tensor([0.0, 2.0, 1.0]), torch.ones(3)
+    guide = AutoTruncated(model, 2)
+    idata = convert(model, guide, *data, num_samples=10, seed=0)
+    for group in ("observed_data", "posterior_predictive", "prior_predictive", "marginal_predictive"):
+        for name in ("y", "seen"):
+            assert get_dataset(idata, group)[name].dtype == np.int32
+    if hasattr(az, "plot_ppc"):  # ArviZ 1.x calls it otherwise.
+        az.plot_ppc(idata, num_pp_samples=5)

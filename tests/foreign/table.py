@@ -1,10 +1,12 @@
-"""Writes RESULTS.md: what came of every foreign model. ``python -m tests.foreign.table`` (some minutes)."""
+"""Writes RESULTS.md: what came of every foreign model, or of those that are named: ``python -m tests.foreign.table [name ...]``."""
 
 from __future__ import annotations
 
 import logging
 import re
+import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.foreign import Foreign
@@ -31,22 +33,22 @@ Written by `python -m tests.foreign.table`. Each model was written after a publi
 _COLUMNS = "| model | after | states | loss | gradient | marginals | habits |\n| --- | --- | --- | --- | --- | --- | --- |\n"
 
 
-def row(name: str) -> tuple[str, bool]:
-    """The line of a model, and whether all is well with it."""
+def row(name: str) -> str:
+    """The line of a model; what is not well stands in bold letters."""
     source = (MODELS[name].__doc__ or "").partition("\n")[0].replace("|", "/")
     if name in OPEN:
-        return f"| `{name}` | {source} | | | | | **open**: {OPEN[name]} |", False
+        return f"| `{name}` | {source} | | | | | **open**: {OPEN[name]} |"
     try:
         with as_a_new_user(name) as case:
             if case.refused is not None:
-                return f"| `{name}` | {source} | | | | | refused: {_refusal(case)} |", True
+                return f"| `{name}` | {source} | | | | | refused: {_refusal(case)} |"
             errors = compare(case)
     except Exception as error:
-        return f"| `{name}` | {source} | | | | | **fails**: {_short(error)} |", False
+        return f"| `{name}` | {source} | | | | | **fails**: {_short(error)} |"
     numbers = (f"{value:.0e}" if value else "0" for value in (max(errors.loss, errors.stock_loss), errors.gradient, errors.marginals))
     remarks = [remark for habit in HABITS if (remark := _remark(name, habit))]
-    fine = errors.worst < 1e-8 and not any("**" in remark for remark in remarks)
-    return f"| `{name}` | {source} | {errors.states} | {' | '.join(numbers)} | {'; '.join(remarks) or 'all'} |", fine
+    wrong = "" if errors.worst < 1e-8 else "**wrong**; "
+    return f"| `{name}` | {source} | {errors.states} | {' | '.join(numbers)} | {wrong}{'; '.join(remarks) or 'all'} |"
 
 
 def _refusal(case: Foreign) -> str:
@@ -75,19 +77,29 @@ def _short(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:160]}".replace("|", "/")
 
 
-def main() -> None:
-    """Runs everything and writes the table."""
+def listed() -> dict[str, str]:
+    """The lines of the table as it is, by model."""
+    lines = PATH.read_text().splitlines() if PATH.exists() else []
+    found = ((re.match(r"\| `(\w+)` \|", line), line) for line in lines)
+    return {match.group(1): line for match, line in found if match}
+
+
+def main(names: Sequence[str]) -> None:
+    """Runs the named models, or all, and writes the table."""
     logging.disable(logging.INFO)
     warnings.simplefilter("ignore")
-    rows = []
-    for name in MODELS:
-        rows.append(row(name))
-        print(rows[-1][0], flush=True)
-    fine = sum(well for _, well in rows)
-    refused = sum("| refused: " in line for line, _ in rows)
-    summary = f"{len(rows)} models: {fine - refused} exact, {refused} refused by name, {len(rows) - fine} open.\n\n"
-    PATH.write_text(_HEAD + summary + _COLUMNS + "\n".join(line for line, _ in rows) + "\n")
+    new = {}
+    for name in names or MODELS:
+        new[name] = row(name)
+        print(new[name], flush=True)
+    rows = listed() | new
+    lines = [rows[name] for name in MODELS if name in rows]
+    refused = sum("| refused: " in line for line in lines)
+    numbers = sum("**wrong**" not in line and "**open**" not in line and "**fails**" not in line for line in lines) - refused
+    flawless = sum("**" not in line for line in lines) - refused
+    summary = f"{len(lines)} models: {numbers} exact, {flawless} of them with every habit in order, {refused} refused by name.\n\n"
+    PATH.write_text(_HEAD + summary + _COLUMNS + "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
