@@ -13,7 +13,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
 from pyro_truncated.datasets import bar_components, linear_bars, noisy_or_bars
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide
-from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr
+from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, NoisyOr
 from pyro_truncated.restarts import best_start
 from pyro_truncated.search import Cosine, Preselection, SearchBatch
 from tests import zoo
@@ -294,3 +294,36 @@ def test_best_start_of_a_small_space_takes_all_of_it():
         runs.append(best_start(BinarySparseCoding(4, 4), y, EvolutionarySearch(2, 2), num_starts=2, steps=2, **options))
     assert len(runs[0]) == 2
     assert runs[0] == runs[1]
+
+
+def test_online_em_of_one_component_converges_to_the_moments_of_all_data():
+    # With steps 1 / (t + 1) the statistics are the mean over the minibatches: after each data point was in one, those of all data.
+    y = torch.randn(60, 3, dtype=torch.float64) * 2 + torch.tensor([1.0, -5.0, 3.0], dtype=torch.float64)
+    model = GaussianMixture(3, 1, dtype=torch.float64).initialize(y)
+    guide = AutoTruncated(model, num_states=1)
+    guide.refresh_(y)
+    closed_form = ClosedForm(model, minibatch="online", step_size=lambda step: 1 / (step + 1))
+    for indices in torch.randperm(60).split(10):
+        closed_form.collect(model.sufficient_statistics(guide.population(indices), y), None, indices, 60)
+        closed_form(())
+    for name, value in model.sufficient_statistics(guide.population(), y).items():
+        torch.testing.assert_close(closed_form.statistics[name], value)
+    torch.testing.assert_close(model.loc.detach()[0], y.mean(0))
+    covariance = model.scale.detach()[0] @ model.scale.detach()[0].mT
+    torch.testing.assert_close(covariance, y.mT.cov(correction=0))
+
+
+def test_online_statistics_are_blended_at_the_default_step_size():
+    model, y = problem("bsc")
+    closed_form = ClosedForm(model, minibatch="online")
+    svi = SVI(model, AutoTruncated(model, num_states=20), closed_form, Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
+    collect, batches = closed_form.collect, []
+    closed_form.collect = lambda new, *rest: batches.append(dict(new)) or collect(new, *rest)
+    expected = None
+    for step in range(6):
+        svi.step(y, 50)
+        rate = 1.0 if expected is None else (step + 2) ** -0.6
+        whole = {name: 3 * value for name, value in batches[-1].items()}
+        expected = {name: rate * value + (0 if expected is None else (1 - rate) * expected[name]) for name, value in whole.items()}
+        for name, value in expected.items():
+            torch.testing.assert_close(closed_form.statistics[name], value)
