@@ -98,7 +98,8 @@ def diagnose(
         raise ValueError(f"the data have no group posterior, only {sorted(groups)}; convert a model and its guide with to_arviz")
     is_truncated = "truncated_posterior" in groups
     findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
-    remarks = _remarks_on_training(idata) if "training" in groups else []
+    remarks = [] if numbers else ["Nothing here tells how far the guide is right: it has no density, or holds the parameters at points."]
+    remarks += _remarks_on_training(idata) if "training" in groups else []
     validation = _validated(idata, groups)
     if validation is not None:
         numbers["elpd (PSIS-LOO), nats"] = f"{validation.elpd:.1f} ± {validation.se:.1f}"

@@ -11,7 +11,7 @@ import xarray as xr
 from torch import Tensor
 
 from pyro_truncated.diagnostics.drawn import Draws, States
-from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data
+from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data, is_latent
 from pyro_truncated.sites import DiscreteSite
 
 Dims = Mapping[str, Sequence[str]]
@@ -61,7 +61,7 @@ class Writer:
             if values.numel() * values.element_size() > self.memory_budget:
                 omitted.append(name)
             else:
-                variables[name] = self._site(name, values)
+                variables[name] = self._site(name, self._as_integers(name, values))
         if not omitted:
             return self._sampled(variables)
         hint = f"{', '.join(omitted)}: over the memory budget"
@@ -116,9 +116,17 @@ class Writer:
         discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
         variables = {}
         for name, draws in values.items():
-            integers = draws.to(_value_type(discrete[name])) if name in discrete else _as_counts(self.nodes.get(name), draws)
-            variables[name] = self._site(name, integers)
+            variables[name] = self._site(
+                name, draws.to(_value_type(discrete[name])) if name in discrete else self._as_integers(name, draws)
+            )
         return self._sampled(variables)
+
+    def _as_integers(self, name: str, values: Tensor) -> Tensor:
+        """Values of a discrete latent as integers of the smallest type that holds them."""
+        node: Any = self.nodes[name]
+        if not is_latent(node) or not node["fn"].support.is_discrete or not values.numel():
+            return values
+        return values.to(_level_type([int(values.max()) + 1, -int(values.min())]))
 
     def observed_data(self) -> xr.Dataset:
         """Values of the observed sites; NaN where a mask hides them from the model."""
