@@ -68,8 +68,9 @@ def to_arviz(
     ``prior_predictive``      draws of the observations that go with them.
     ``posterior_predictive``  observations drawn given ``posterior``: the data points as they were inferred, repeated.
     ``marginal_predictive``   observations of *new* data points: global latents from the posterior, those of data points from their prior.
-    ``observed_data``         the observed sites (``x_observed`` of an ``obs_mask``); NaN where a mask hides an entry from the model.
-                              Data points that masks hide altogether are left out here, in the predictive groups and the likelihoods.
+    ``observed_data``         the observed sites (``x_observed`` of an ``obs_mask``), integers where their support is discrete; NaN where
+                              a mask hides an entry from the model. Data points that masks hide altogether are left out here, in the
+                              predictive groups and the likelihoods.
     ``constant_data``         tensors among the arguments that are not observed.
     ``truncated_posterior``   the posterior over the discrete latents without sampling noise: ``states``, their ``weights``,
                               ``free_energy``, ``effective_states`` :math:`= \exp` of the entropy of the weights, ``activation_prob``

@@ -11,7 +11,7 @@ import xarray as xr
 from torch import Tensor
 
 from pyro_truncated.diagnostics.drawn import Draws, States
-from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data, is_latent
+from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
 from pyro_truncated.sites import DiscreteSite
 
 Dims = Mapping[str, Sequence[str]]
@@ -122,18 +122,22 @@ class Writer:
         return self._sampled(variables)
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
-        """Values of a discrete latent as integers of the smallest type that holds them."""
+        """Values of a discrete site as integers, so that ArviZ counts instead of smoothing; of a latent of the smallest type."""
         node: Any = self.nodes[name]
-        if not is_latent(node) or not node["fn"].support.is_discrete or not values.numel():
+        if is_computed(node) or is_factor(node) or not _is_discrete(node["fn"]) or not values.numel():
             return values
-        return values.to(_level_type([int(values.max()) + 1, -int(values.min())]))
+        if is_latent(node):
+            return values.to(_level_type([int(values.max()) + 1, -int(values.min())]))
+        # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
+        is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
+        return values.to(torch.int32) if is_whole else values
 
     def observed_data(self) -> xr.Dataset:
         """Values of the observed sites; NaN where a mask hides them from the model."""
         variables = {}
         for name, node in self.nodes.items():
             if is_data(node) and torch.is_tensor(node["value"]):
-                names, array = self._site(name, _as_counts(node, _without_hidden(node)).unsqueeze(0))
+                names, array = self._site(name, self._as_integers(name, _without_hidden(node).unsqueeze(0)))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
@@ -230,6 +234,14 @@ class Writer:
         return data.assign_coords(coords)
 
 
+def _is_discrete(fn: Any) -> bool:
+    """Whether a distribution is known to be one of whole numbers; likelihoods of one's own may have no support."""
+    try:
+        return bool(fn.support.is_discrete)
+    except (NotImplementedError, AttributeError):
+        return False
+
+
 def variable_name(site: str) -> str:
     """What a site is called: as in the model, unless files or ArviZ cannot have a variable of that name."""
     return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
@@ -260,12 +272,6 @@ def _without_hidden(node: Mapping[str, Any]) -> Tensor:
     hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape(*batch, *(1,) * node["fn"].event_dim)
     value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
     return torch.where(hidden, torch.nan, value)
-
-
-def _as_counts(node: Mapping[str, Any] | None, values: Tensor) -> Tensor:
-    """Values of a discrete site, which Pyro often holds as floats, as integers: ArviZ draws histograms of these, densities of floats."""
-    is_count = node is not None and bool(getattr(node["fn"].support, "is_discrete", False)) and values.is_floating_point()
-    return values.to(torch.int32) if is_count and bool(values.isfinite().all()) else values
 
 
 def _same(value: Tensor, other: Tensor) -> bool:

@@ -212,7 +212,7 @@ def test_enumerated_latents_outside_of_data_points_are_parameters(y):
     guide = AutoNormal(poutine.block(model, expose=["shift"]))
     idata = to_arviz(config_enumerate(model), guide, y, num_samples=5, num_predictive=1, seed=0)
     posterior = get_dataset(idata, "posterior")
-    mean = LOC[torch.from_numpy(posterior["kind"].values)] + torch.from_numpy(posterior["shift"].values)
+    mean = LOC[torch.from_numpy(posterior["kind"].values).long()] + torch.from_numpy(posterior["shift"].values)
     expected = dist.Normal(mean.unsqueeze(-1), 1.0).log_prob(y)
     np.testing.assert_allclose(get_dataset(idata, "log_likelihood")["y"], expected, rtol=1e-4, atol=1e-5)
     assert "marginal_predictive" not in group_names(idata)
@@ -267,6 +267,9 @@ def test_latents_shared_by_observations_are_parameters(generator):
 
     idata = to_arviz(model, trained(model, AutoNormal(model), y), y, num_samples=5)
     posterior, likelihood = get_dataset(idata, "posterior"), get_dataset(idata, "log_likelihood")
+    # Zeros and ones are counted, not smoothed.
+    assert all(np.issubdtype(get_dataset(idata, group)["y"].dtype, np.integer) for group in ("observed_data", "posterior_predictive"))
+    np.testing.assert_array_equal(get_dataset(idata, "observed_data")["y"], y)
     assert posterior["ability"].dims == ("chain", "draw", "person")
     assert posterior["difficulty"].dims == ("chain", "draw", "item")
     assert likelihood["y"].dims == ("chain", "draw", "person", "item")
