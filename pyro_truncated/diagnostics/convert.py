@@ -19,7 +19,8 @@ from pyro_truncated._arviz_compat import make_idata
 from pyro_truncated.diagnostics.drawn import Draws
 from pyro_truncated.diagnostics.draws import draw
 from pyro_truncated.diagnostics.predictive import affordable, conditional_likelihoods, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.writer import Coords, Dims, Writer, training_dataset, variable_name
+from pyro_truncated.diagnostics.values import training_dataset, variable_name
+from pyro_truncated.diagnostics.writer import Coords, Dims, Writer
 
 _ON_DATA = (
     "observed_data",

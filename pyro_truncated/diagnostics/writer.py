@@ -12,6 +12,17 @@ from torch import Tensor
 
 from pyro_truncated.diagnostics.drawn import Draws, States
 from pyro_truncated.diagnostics.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
+from pyro_truncated.diagnostics.values import (
+    as_array,
+    event_dim_of,
+    is_discrete,
+    is_same,
+    labels_of,
+    level_type,
+    value_type,
+    variable_name,
+    without_hidden,
+)
 from pyro_truncated.sites import DiscreteSite
 
 Dims = Mapping[str, Sequence[str]]
@@ -81,24 +92,24 @@ class Writer:
         layout = states.part.layout
         rows = torch.arange(len(states.population), device=states.index.device)
         words = states.population.words[rows, states.index]
-        values = layout.split(layout.space.unpack(words, _level_type(layout.space.cardinalities)))[name]
+        values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
         names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
-        dims, array = self._per_datum(layout.plates, states, values.to(_value_type(site)))
+        dims, array = self._per_datum(layout.plates, states, values.to(value_type(site)))
         return (*dims, *names), array
 
     def sample_stats(self) -> xr.Dataset:
         """Log densities of each draw."""
         lp, log_q = self.draws.lp, self.draws.log_q
         columns = {"lp": lp, "log_q": log_q, "log_weight": lp - log_q}
-        return self._sampled({name: ((), _array(value)) for name, value in columns.items()})
+        return self._sampled({name: ((), as_array(value)) for name, value in columns.items()})
 
     def log_likelihood(self) -> xr.Dataset:
         """Log likelihoods of the data points, or of the observations given their latents."""
         variables = {}
         for name, values in self.draws.log_likelihood.items():
             if name == self.draws.joint:
-                variables[name] = (self.datum, _array(values.reshape(len(values), *self.sizes)))
+                variables[name] = (self.datum, as_array(values.reshape(len(values), *self.sizes)))
             else:
                 variables[name] = self._site(name, values, event_dim=0)
         return self._sampled(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
@@ -109,25 +120,23 @@ class Writer:
 
     def log_prior(self) -> xr.Dataset:
         """Log prior densities of the global latents."""
-        return self._sampled({name: ((), _array(values)) for name, values in self.draws.log_prior.items()})
+        return self._sampled({name: ((), as_array(values)) for name, values in self.draws.log_prior.items()})
 
     def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
         """Draws ``(draws, *shape)`` of sites."""
         discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
         variables = {}
         for name, draws in values.items():
-            variables[name] = self._site(
-                name, draws.to(_value_type(discrete[name])) if name in discrete else self._as_integers(name, draws)
-            )
+            variables[name] = self._site(name, draws.to(value_type(discrete[name])) if name in discrete else self._as_integers(name, draws))
         return self._sampled(variables)
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
         """Values of a discrete site as integers, so that ArviZ counts instead of smoothing; of a latent of the smallest type."""
         node: Any = self.nodes[name]
-        if is_computed(node) or is_factor(node) or not _is_discrete(node["fn"]) or not values.numel():
+        if is_computed(node) or is_factor(node) or not is_discrete(node["fn"]) or not values.numel():
             return values
         if is_latent(node):
-            return values.to(_level_type([int(values.max()) + 1, -int(values.min())]))
+            return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
         # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
         is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
         return values.to(torch.int32) if is_whole else values
@@ -137,7 +146,7 @@ class Writer:
         variables = {}
         for name, node in self.nodes.items():
             if is_data(node) and torch.is_tensor(node["value"]):
-                names, array = self._site(name, self._as_integers(name, _without_hidden(node).unsqueeze(0)))
+                names, array = self._site(name, self._as_integers(name, without_hidden(node).unsqueeze(0)))
                 variables[name] = (names, array[0])
         return self._dataset(variables)
 
@@ -146,8 +155,8 @@ class Writer:
         observed = [node["value"] for node in self.nodes.values() if is_data(node) and torch.is_tensor(node["value"])]
         variables = {}
         for name, value in arguments.items():
-            if torch.is_tensor(value) and not any(_same(value, other) for other in observed):
-                variables[name] = (self._argument_names(name, value), _array(value))
+            if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):
+                variables[name] = (self._argument_names(name, value), as_array(value))
         return self._dataset(variables)
 
     def _argument_names(self, name: str, value: Tensor) -> tuple[str, ...]:
@@ -171,7 +180,7 @@ class Writer:
             ("activation_prob", population.marginals(), (LATENT,)),
         ):
             variables[name] = self._rows(states, values, inner)
-        dtype = _level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
+        dtype = level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
         size = population.log_joint.numel() * layout.space.num_latents * dtype.itemsize
         attrs = {}
         if size <= self.memory_budget:
@@ -179,24 +188,24 @@ class Writer:
             variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
         else:
             attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
-        labels = {LATENT: [label for name, site in layout.sites.items() for label in _labels(name, site.shape)]}
+        labels = {LATENT: [label for name, site in layout.sites.items() for label in labels_of(name, site.shape)]}
         return self._dataset(variables, labels).assign_attrs(attrs)
 
     def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
         """Values ``(N, ...)`` with one dimension per data plate."""
-        return (*map(self.dimension, states.part.layout.plates), *inner), _array(
+        return (*map(self.dimension, states.part.layout.plates), *inner), as_array(
             values.reshape((*states.log_joint.sizes, *values.shape[1:]))
         )
 
     def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
         """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
-        return tuple(map(self.dimension, plates)), _array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
+        return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
         """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
         node: Any = self.nodes[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
-        event_dim = _event_dim(node, values.shape[1:]) if event_dim is None else event_dim
+        event_dim = event_dim_of(node, values.shape[1:]) if event_dim is None else event_dim
         batch_dim = values.dim() - 1 - event_dim
         names, shape = [], [len(values)]
         for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
@@ -205,7 +214,7 @@ class Writer:
                 names.append(plates.get(dim, f"{variable_name(name)}_batch_{position}"))
                 shape.append(size)
         array = values.reshape(*shape, *values.shape[1 + batch_dim :])
-        return (*names, *self._event_names(name, event_dim)), _array(array)
+        return (*names, *self._event_names(name, event_dim)), as_array(array)
 
     def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
         names = tuple(self.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)]))
@@ -232,81 +241,3 @@ class Writer:
                 raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
             coords[dim] = np.asarray(coordinate)
         return data.assign_coords(coords)
-
-
-def _is_discrete(fn: Any) -> bool:
-    """Whether a distribution is known to be one of whole numbers; likelihoods of one's own may have no support."""
-    try:
-        return bool(fn.support.is_discrete)
-    except (NotImplementedError, AttributeError):
-        return False
-
-
-def variable_name(site: str) -> str:
-    """What a site is called: as in the model, unless files or ArviZ cannot have a variable of that name."""
-    return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
-
-
-def _event_dim(node: Mapping[str, Any], shape: Sequence[int]) -> int:
-    """Event dimensions of a site's values of this shape.
-
-    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it too: the leading ones
-    that have the sizes of the plates are the plates'.
-    """
-    event_dim: int = node["fn"].event_dim
-    if not is_computed(node) or event_dim < len(shape):
-        return event_dim
-    sizes = {frame.dim: frame.size for frame in node["cond_indep_stack"] if frame.vectorized}
-    depth = max((-dim for dim in sizes), default=0)
-    is_batch = 0 < depth <= len(shape) and all(shape[depth + dim] == size for dim, size in sizes.items())
-    return len(shape) - depth if is_batch else event_dim
-
-
-def _without_hidden(node: Mapping[str, Any]) -> Tensor:
-    """The value of an observed site, NaN where a mask hides it."""
-    value: Tensor = node["value"]
-    hidden = hidden_entries(node)
-    if hidden is None:
-        return value
-    batch = node["fn"].batch_shape
-    hidden = hidden.expand(torch.broadcast_shapes(hidden.shape, batch)).reshape(*batch, *(1,) * node["fn"].event_dim)
-    value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
-    return torch.where(hidden, torch.nan, value)
-
-
-def _same(value: Tensor, other: Tensor) -> bool:
-    """Whether an argument is what is observed, at the same place or in a copy."""
-    if value.shape != other.shape:
-        return False
-    return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
-
-
-def _array(values: Tensor) -> np.ndarray:
-    values = values.detach().cpu()
-    return (values.to(torch.int8) if values.dtype == torch.bool else values).numpy()
-
-
-def _level_type(bounds: Sequence[int]) -> torch.dtype:
-    """Smallest signed type for values below all the bounds; ArviZ plots neither bool nor unsigned types."""
-    return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
-
-
-def _value_type(site: DiscreteSite) -> torch.dtype:
-    return _level_type([site.low + max(site.cardinalities)]) if site.kind != "one_hot" else torch.int8
-
-
-def _labels(name: str, shape: Sequence[int]) -> list[str]:
-    return [f"{name}[{','.join(map(str, position))}]" if shape else name for position in np.ndindex(*shape)]
-
-
-def training_dataset(records: Mapping[str, Any]) -> xr.Dataset:
-    """Training records, ``(steps,)`` or ``(restarts, steps)``, as a dataset.
-
-    Raises:
-        ValueError: if they differ in shape.
-    """
-    arrays = {name: np.atleast_2d(_array(v) if torch.is_tensor(v) else np.asarray(v, dtype=float)) for name, v in records.items()}
-    shapes = {name: array.shape for name, array in arrays.items()}
-    if any(len(shape) != 2 for shape in shapes.values()) or len(set(shapes.values())) > 1:
-        raise ValueError(f"training records must all have the same dimensions, (step,) or (restart, step); got {shapes}")
-    return xr.Dataset({name: (("restart", "step"), array) for name, array in arrays.items()})
