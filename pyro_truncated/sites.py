@@ -326,13 +326,20 @@ def _per_latent(cardinality: Tensor, node: Any, data_plates: Sequence[str], shap
     full = cardinality.expand(node["fn"].batch_shape + node["fn"].event_shape)
     for frame in node["cond_indep_stack"]:
         if frame.name in data_plates:
-            if frame.full_size is not None and frame.full_size != frame.size:
+            if frame.full_size is not None and frame.full_size != frame.size and not _is_common(node, frame.dim):
                 raise ValueError(
-                    f"the number of values of site '{node['name']}' differs between data points, and only a subsample has been seen; "
-                    "call guide.setup(...) once with arguments for which the model takes all data"
+                    f"the number of values of site '{node['name']}' may differ between data points, and only a subsample has been seen; "
+                    "call the guide (the whole list, if it is in one) once with arguments for which the model takes all data"
                 )
             full = full.amax(frame.dim - len(node["fn"].event_shape), keepdim=True)
     return tuple(int(v) for v in full.reshape(shape).flatten())
+
+
+def _is_common(node: Any, dim: int) -> bool:
+    """Whether a site's largest value is one number for all members of a plate, only expanded to the shape of other parameters."""
+    high = getattr(elementwise(node["fn"].support), "upper_bound", None)
+    position = dim - len(node["fn"].event_shape)
+    return not torch.is_tensor(high) or high.dim() < -position or high.shape[position] == 1 or high.stride(position) == 0
 
 
 def _kind(node: Any) -> str:

@@ -115,3 +115,29 @@ def test_an_order_that_is_none(code):
     assert bool(scene([0, 1]).log_prob(image).isfinite())
     with pytest.raises(ValueError, match=rf"codes of a depth order of 2 objects must lie in 0 \.\. 1; got .*{code}"):
         scene([0, code]).log_prob(image)
+
+
+@pytest.mark.parametrize("event", [False, True])
+def test_one_total_count_with_logits_of_each_data_point_in_minibatches(event):
+    logits, y = torch.randn(6, 2), torch.randn(6, 2)
+
+    def model(total, batch_size=None):
+        with pyro.plate("data", 6, subsample_size=batch_size) as i:
+            if event:
+                n = pyro.sample("n", dist.Binomial(total, logits=logits[i]).to_event(1))
+                pyro.sample("y", dist.Normal(n, 1.0).to_event(1), obs=y[i])
+            else:
+                n = pyro.sample("n", dist.Binomial(total if isinstance(total, int) else total[i], logits=logits[i, 0]))
+                pyro.sample("y", dist.Normal(n, 1.0), obs=y[i, 0])
+
+    def losses(guide):
+        elbo = Truncated_ELBO(ExhaustiveSearch())
+        elbo.loss_and_grads(model, guide, 3, 2)
+        return elbo.loss_and_grads(model, guide, 3)
+
+    whole = AutoTruncated(model, 16 if event else 4)
+    whole.setup(3)
+    assert losses(AutoTruncated(model, 16 if event else 4)) == pytest.approx(losses(whole), rel=1e-6)
+    if not event:
+        with pytest.raises(ValueError, match=r"may differ between data points, .* call the guide \(the whole list, if it is in one\) once"):
+            AutoTruncated(model, 2)(torch.tensor([1.0, 2.0, 3.0, 1.0, 2.0, 3.0]), 2)
