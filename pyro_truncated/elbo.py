@@ -23,6 +23,7 @@ from pyro_truncated.log_joint import AllObservedError, LogJoint
 from pyro_truncated.parameters import refuse_shadowed
 from pyro_truncated.population import Population
 from pyro_truncated.representation import Described
+from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.sites import sample_nodes
 from pyro_truncated.subsampling import SparseSubsamples
@@ -55,7 +56,8 @@ class Truncated_ELBO(Described, ELBO):
     for its M-step.
 
     Args:
-        search: proposes states.
+        search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`, which scores all states of small spaces and
+            searches others by their full conditionals. It says in one line what it chose, and so does the ``repr`` of this object.
         search_steps: search steps before each evaluation.
         search_every: evaluations per round of search (1: before each).
         temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses
@@ -68,8 +70,9 @@ class Truncated_ELBO(Described, ELBO):
     """
 
     def __init__(
-        self, search: Search, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any
+        self, search: Search | None = None, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any
     ) -> None:
+        search = AutomaticSearch() if search is None else search
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {type(search).__name__}")
         search_steps, search_every = check_counts(search_steps=search_steps, search_every=search_every)

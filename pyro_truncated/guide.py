@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import inspect
 import math
 import warnings
@@ -72,13 +71,14 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     Example::
 
         guide = AutoTruncated(model, num_states=64)
-        svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO(EvolutionarySearch()))
+        svi = SVI(model, guide, Adam({"lr": 0.01}), Truncated_ELBO())
         svi.step(y)
         guide.marginals()["s"]  # posterior probability that each latent is on
 
     Args:
         model: a Pyro model; fast if it vectorises over a left-most dimension, as parallel enumeration asks for.
-        num_states: states per data point, ``S``. Memory is ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
+        num_states: states per data point, ``S``; all states there are if these are fewer, which makes inference exact. Memory is
+            ``N * S * (8 * ceil(H / 64) + 4)`` bytes for ``H`` binary latents in float32.
         conditional: called as ``conditional(states, *args, **kwargs)`` inside the data plate, with the discrete sites' values by name;
             samples (with ``pyro.sample``) continuous latents given the states. With their exact conditional the fitness of a state is its
             collapsed log joint.
@@ -94,8 +94,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
     Raises:
-        ValueError: on the first call, if there is no discrete site, a count has no bound, ``num_states`` exceeds the state space, or the
-            initial states are misshapen or repeat.
+        ValueError: on the first call, if there is no discrete site, a count has no bound, or the initial states are misshapen or repeat.
         NotImplementedError: on the first call, if a discrete site lies in a sequential plate of which the model takes a subsample, or if
             sites are sampled for some states only.
     """
@@ -389,10 +388,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             score = log_joint.scorer(rows)
             known = Population(self.space, words, score(words), self._positions(rows, indices))
             batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
-            for _ in range(steps):
-                batch = dataclasses.replace(batch, population=search.step(batch))
-            found = batch.population.log_joint
-            self._keep_(found, where, batch.population.words)
+            population = search.improve(batch, steps)
+            self._keep_(population.log_joint, where, population.words)
         self.revision += 1
         return self.population(indices)
 

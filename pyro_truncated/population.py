@@ -46,6 +46,11 @@ class Population:
         """Number of states per data point, ``S``."""
         return self.words.shape[1]
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether every population holds all states of the space, so that the posterior is exact."""
+        return self.num_states >= self.space.size
+
     def split(self, rows: int) -> list[Population]:
         """Populations of at most so many data points each, in order; itself if they are not more."""
         if len(self) <= rows:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated import packed
 from pyro_truncated.inspection import ordinary_tensors
+from pyro_truncated.notes import note_once
 from pyro_truncated.population import Population, States, given_population, initial_population
 from pyro_truncated.seen_data import SeenData
 from pyro_truncated.sites import Layout
@@ -29,7 +30,7 @@ class PopulationStore(torch.nn.Module):
         words: the packed states of all data points, ``(N, S, num_words)``.
         log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
-        num_states: states per data point, ``S``.
+        num_states: states per data point, ``S``; from the first call on not more than there are in the space.
         STORED: names of the buffers.
         revision: counts the changes of the populations and their log joints.
     """
@@ -58,17 +59,16 @@ class PopulationStore(torch.nn.Module):
         return self.layout.space
 
     def _create_populations(self, device: torch.device) -> None:
-        layout = self.layout
-        if self.num_states > layout.space.size:
-            raise ValueError(
-                f"num_states={self.num_states} is larger than the state space: the discrete sites {list(layout.sites)} have only "
-                f"{layout.space.size} joint states. Use num_states={layout.space.size} for exact inference."
-            )
+        layout, size = self.layout, min(self.num_states, self.space.size)
         if self._init is None:
-            words = initial_population(layout.space, layout.num_data, self.num_states, device=device)
+            words = initial_population(layout.space, layout.num_data, size, device=device)
         else:
             init = self._init() if callable(self._init) else self._init
-            words = given_population(layout, init, self.num_states).to(device)
+            words = given_population(layout, init, size).to(device)
+        if size < self.num_states:
+            states = "the only state" if size == 1 else f"all {size} joint states"
+            note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than num_states={self.num_states}): inference is exact")
+            self.num_states = size
         self.register_buffer("words", words)
         # NaN marks populations that have never been scored.
         self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
@@ -93,13 +93,15 @@ class PopulationStore(torch.nn.Module):
             if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
                 self.register_buffer(name, torch.empty_like(value, device=None if held is None else held.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if words is not None:
+            self.num_states = words.shape[1]
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
         self._seen = SeenData()
 
     def _mismatch(self, words: Tensor | None, cardinalities: Tensor | None) -> str | None:
         """Why populations that were saved do not fit this guide; of a guide that has not seen its model, as far as can be told."""
-        if words is not None and words.shape[1] != self.num_states:
+        if words is not None and words.shape[1] != self.num_states and not self._holds_all(words, cardinalities):
             return f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}"
         if cardinalities is not None and self._layout is not None and tuple(cardinalities.tolist()) != self.space.cardinalities:
             return (
@@ -107,6 +109,11 @@ class PopulationStore(torch.nn.Module):
                 f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
             )
         return None
+
+    def _holds_all(self, words: Tensor, cardinalities: Tensor | None) -> bool:
+        """Whether populations hold every state there is, as those of a guide do that was asked for more."""
+        size = words.shape[1]
+        return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < self.num_states
 
     def _check_loaded(self) -> None:
         problem = self._mismatch(self.words, self.cardinalities)

@@ -404,12 +404,6 @@ def test_unbounded_counts_are_refused_by_name():
         run(case.model, *case.args)
 
 
-def test_too_many_states():
-    case = zoo.binary()
-    with pytest.raises(ValueError, match=r"num_states=33 is larger than the state space.*only 32 joint states"):
-        run(case.model, *case.args, num_states=33)
-
-
 def test_bad_initial_states():
     case = zoo.binary()
     good = torch.stack([torch.cat(zoo.binary_states(5))[:6]] * 6)

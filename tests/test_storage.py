@@ -49,13 +49,13 @@ def test_a_used_guide_refuses_populations_of_another_space_and_keeps_its_own():
     assert all(torch.equal(value, before[name]) for name, value in guide.state_dict().items())
 
 
-@pytest.mark.parametrize("options", [{"num_states": 33}, {"num_states": 4, "init": torch.zeros(6, 4, 5)}])
+@pytest.mark.parametrize("options", [{"num_states": 33, "init": torch.zeros(6, 32, 5)}, {"num_states": 4, "init": torch.zeros(6, 4, 5)}])
 def test_a_guide_that_could_not_be_set_up_says_so_again(options):
     case = zoo.binary()
     guide = AutoTruncated(case.model, **options)
     messages = []
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"num_states=33 is larger|initial states repeat") as error:
+        with pytest.raises(ValueError, match="initial states repeat") as error:
             guide(*case.args)
         messages.append(str(error.value))
     assert messages[0] == messages[1]

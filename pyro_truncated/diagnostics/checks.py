@@ -166,7 +166,7 @@ def _quiet_evidence(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], n
 
 def _findings(report: TruncationReport, space_size: int) -> list[Finding]:
     found = trust.judge_coverage(report.covered_mass.numpy(), report.effective_states.numpy(), report.num_states, space_size)
-    found += trust.judge_growth(report.growth.by_search.numpy(), report.growth.by_size.numpy())
+    found += trust.judge_growth(report.growth.by_search.numpy(), report.growth.by_size.numpy(), report.num_states, space_size)
     if report.exact is not None:
         found += trust.judge_gap(report.exact.gap.numpy(), "the exact log evidence")
     elif report.evidence is not None:

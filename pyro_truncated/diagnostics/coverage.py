@@ -14,39 +14,10 @@ from pyro_truncated.counts import check_count
 from pyro_truncated.diagnostics.scoring import plain, scored_populations
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population, initial_population
-from pyro_truncated.search import EvolutionarySearch, Search, SearchBatch
-from pyro_truncated.states import StateSpace
+from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
+from pyro_truncated.search.moves import Moves
 
-_MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may have thousands of values
-
-
-class Moves:
-    """All ways to change one latent of a state: to every other value, or to the 32 next ones where there are more.
-
-    Args:
-        space: the state space.
-        device: where the states live.
-
-    Attributes:
-        count: number of moves, ``M``; the number of latents where all are binary.
-    """
-
-    def __init__(self, space: StateSpace, device: torch.device) -> None:
-        steps = [range(1, min(cardinality - 1, _MOST_MOVES) + 1) for cardinality in space.cardinalities]
-        latent = torch.tensor([index for index, values in enumerate(steps) for _ in values], dtype=torch.int64)
-        self.step = torch.tensor([step for values in steps for step in values], dtype=torch.int64, device=device)
-        self.count = len(latent)
-        self.word, self.shift = space.word[latent].to(device), space.shift[latent].to(device)
-        self.mask, self.cardinality = (1 << space.bits[latent].to(device)) - 1, space.cardinality[latent].to(device)
-
-    def neighbours(self, words: Tensor) -> Tensor:
-        """The states one move away from packed states ``(N, P, W)``, ``(N, P * M, W)``."""
-        num_data, num_parents, num_words = words.shape
-        old = (words[..., self.word] >> self.shift) & self.mask
-        change = (torch.remainder(old + self.step, self.cardinality) - old) << self.shift
-        moved = words.unsqueeze(2).repeat(1, 1, self.count, 1)
-        moved.scatter_add_(3, self.word.expand(num_data, num_parents, -1).unsqueeze(-1), change.unsqueeze(-1))
-        return moved.view(num_data, -1, num_words)
+MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may have thousands of values
 
 
 @torch.no_grad()
@@ -87,7 +58,7 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
 
 def certificate(log_joint: LogJoint, population: Population, num_parents: int | None = None) -> Tensor:
     """:func:`covered_mass` of scored populations."""
-    moves = Moves(population.space, population.words.device)
+    moves = Moves(population.space, population.words.device, MOST_MOVES)
     parents = _best(population, num_parents or population.num_states)
     free_energy = population.free_energy()
     missing = torch.full_like(free_energy, -torch.inf)
@@ -157,8 +128,8 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
-        search: improves both populations; default: an ``EvolutionarySearch`` with crossover. One that learns from data keeps what it
-            knows and takes these for new ones, so ``GPSelect(inputs=...)`` needs a function here.
+        search: improves both populations; default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
+            keeps what it knows and takes these for new ones, so ``GPSelect(inputs=...)`` needs a function here.
         steps: search steps.
         **kwargs: the model's keyword arguments.
 
@@ -169,7 +140,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     if search is not None and not isinstance(search, Search):
         raise TypeError(f"search must be a Search; got {type(search).__name__}")
     _, log_joint, population = scored_populations(guide, args, kwargs)
-    search = search or EvolutionarySearch(parents=min(8, population.num_states), crossover=population.num_states > 1)
+    search = search or AutomaticSearch()
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
     searched, doubled = [], []
@@ -179,19 +150,13 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         # A search that has learned from its training data keeps what it knows.
         batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True)
         spare = batch.scored(initial_population(known.space, len(known), size, device=known.words.device))
-        small = _improved(batch, search, steps)
-        large = _improved(dataclasses.replace(batch, population=known.merge(spare, size)), search, steps)
+        small = search.improve(batch, steps)
+        large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)
         # Of all that either search has found, so that the two numbers differ by the size alone.
         large = large.merge(small)
         doubled.append(large.free_energy())
         searched.append(small.merge(large).free_energy())
     return Growth(plain(population.free_energy()), plain(torch.cat(searched)), plain(torch.cat(doubled)))
-
-
-def _improved(batch: SearchBatch, search: Search, steps: int) -> Population:
-    for _ in range(steps):
-        batch = dataclasses.replace(batch, population=search.step(batch))
-    return batch.population
 
 
 def _positions(population: Population, rows: slice) -> Tensor:

@@ -10,7 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.diagnostics.coverage import Moves, certificate
+from pyro_truncated.diagnostics.coverage import MOST_MOVES, certificate
 from pyro_truncated.diagnostics.drawn import (
     Collector,
     Draws,
@@ -27,6 +27,7 @@ from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.isolation import Assign, isolated
 from pyro_truncated.log_joint import LogJoint, sum_block
 from pyro_truncated.population import Population
+from pyro_truncated.search.moves import Moves
 from pyro_truncated.sites import sample_nodes
 
 _CERTIFIED_DRAWS = 8
@@ -75,7 +76,7 @@ def _outside(log_joint: LogJoint) -> Tensor | float:
 
 def _covered(log_joint: LogJoint, population: Population) -> Tensor:
     """The certificate, from as many of the best states as can be had for the price of some millions of log joints."""
-    per_parent = len(population) * max(1, Moves(population.space, population.words.device).count)
+    per_parent = len(population) * max(1, Moves(population.space, population.words.device, MOST_MOVES).count)
     return certificate(log_joint, population, max(1, min(population.num_states, _CERTIFIED_STATES // per_parent)))
 
 

@@ -83,13 +83,17 @@ def judge_coverage(covered: np.ndarray, effective: np.ndarray, num_states: int, 
         found.append(
             Finding(
                 f"{exhausted:.0%} of the data points spread their posterior over more than half of their {num_states} states.",
-                f"Keep more: num_states={2 * num_states}.",
+                f"Keep more: num_states={_twice(num_states, space_size)}.",
             )
         )
     return found
 
 
-def judge_growth(by_search: np.ndarray, by_size: np.ndarray) -> list[Finding]:
+def _twice(num_states: int, space_size: int | None) -> int:
+    return min(2 * num_states, space_size or 2 * num_states)
+
+
+def judge_growth(by_search: np.ndarray, by_size: np.ndarray, num_states: int, space_size: int | None = None) -> list[Finding]:
     """Findings from what more search, and twice the states, gain; each ``(N,)`` or ``(guides, N)`` in nats."""
     found = []
     if by_search.mean() > GROWTH_LIMIT:
@@ -100,10 +104,11 @@ def judge_growth(by_search: np.ndarray, by_size: np.ndarray) -> list[Finding]:
             )
         )
     if by_size.mean() > GROWTH_LIMIT:
+        more = _twice(num_states, space_size)
         found.append(
             Finding(
-                f"Twice the states gain {by_size.mean():.2f} nats per data point: the populations are too small.",
-                "Double num_states until the gain is small.",
+                f"{more} states gain {by_size.mean():.2f} nats per data point: the populations are too small.",
+                f"Keep all states there are: num_states={more}." if more == space_size else "Double num_states until the gain is small.",
             )
         )
     return found

@@ -130,7 +130,7 @@ def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
         "effective states": f"{np.median(effective):.3g} of {kept}",
     }
     if "gain_by_size" in values:
-        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"])
+        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], kept, data.attrs.get("num_joint_states"))
         numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
     for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
         if name in values:

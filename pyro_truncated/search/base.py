@@ -56,6 +56,12 @@ class Search(Described, abc.ABC):
         """The improved populations: by default the union of population and proposals cut down to the best, so no free energy ever falls."""
         return batch.population.merge(self.propose(batch))
 
+    def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
+        """The populations after some steps. Where they hold the whole space there is nothing to find, and nothing is done."""
+        for _ in range(0 if batch.population.is_complete else steps):
+            batch = dataclasses.replace(batch, population=self.step(batch))
+        return batch.population
+
     def forget(self) -> None:
         """Forgets what the search has learned of data, so that it can be used for others; most searches learn nothing."""
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import packed
-from pyro_truncated.counts import check_counts
+from pyro_truncated.counts import check_count
 from pyro_truncated.population import Population, join
+from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states import StateSpace
 
@@ -35,11 +36,16 @@ class EvolutionarySearch(Search):
 
     Nothing but the default target activity depends on how the data are split into batches.
 
+    ``EvolutionarySearch()``, in which nothing is named but perhaps a generator, is no algorithm of the paper's: it is the
+    :class:`AutomaticSearch`, which scales with the populations and copes with broad posteriors of categorical latents. As soon as one
+    of the others is named, the paper's algorithm runs, with 8 parents, 7 children and 2 generations unless told otherwise.
+
     Args:
-        parents: number of parents per data point, at most the number of states in its population.
-        children: mutated copies of each parent; with crossover the number follows from that of the pairs and this is not used:
-            ``parents * (parents - 1)`` children in all, so that the default 8 parents have 56 children either way.
-        generations: number of generations.
+        parents: number of parents per data point (8); all states of a population that holds fewer.
+        children: mutated copies of each parent (7); with crossover the number follows from that of the pairs and this is not used:
+            ``parents * (parents - 1)`` children in all, so that 8 parents have 56 children either way. A single parent, or a single
+            latent, cannot be crossed and has mutated copies.
+        generations: number of generations (2).
         selection: ``"fitparents"`` or ``"randparents"``.
         crossover: whether children come from pairs of parents.
         mutation: ``"randflips"`` or ``"sparseflips"``.
@@ -56,9 +62,9 @@ class EvolutionarySearch(Search):
 
     def __init__(
         self,
-        parents: int = 8,
-        children: int = 7,
-        generations: int = 2,
+        parents: int | None = None,
+        children: int | None = None,
+        generations: int | None = None,
         *,
         selection: Selection = "fitparents",
         crossover: bool = False,
@@ -68,20 +74,24 @@ class EvolutionarySearch(Search):
         target_activity: float | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        parents, children, generations = check_counts(parents=parents, children=children, generations=generations)
+        parents, children, generations = (
+            number if number is None else check_count(name, number)
+            for name, number in (("parents", parents), ("children", children), ("generations", generations))
+        )
         if selection not in ("fitparents", "randparents"):
             raise ValueError(f"selection must be 'fitparents' or 'randparents'; got {selection!r}")
         if mutation not in ("randflips", "sparseflips"):
             raise ValueError(f"mutation must be 'randflips' or 'sparseflips'; got {mutation!r}")
-        if crossover and parents < 2:
+        if crossover and parents == 1:
             raise ValueError(f"crossover needs pairs, so at least 2 parents; got {parents}")
         if flip_probability is not None and not 0 < flip_probability <= 1:
             raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
         if target_activity is not None and not target_activity >= 0:
             raise ValueError(f"target_activity must not be negative; got {target_activity}")
-        self.parents = parents
-        self.children = children
-        self.generations = generations
+        numbers = (parents, children, generations, flip_probability, target_activity)
+        is_default = (selection, crossover, mutation, overlapping) == ("fitparents", False, "randflips", False)
+        self._automatic = AutomaticSearch(generator=generator) if is_default and all(n is None for n in numbers) else None
+        self.parents, self.children, self.generations = parents or 8, children or 7, generations or 2
         self.selection = selection
         self.crossover = crossover
         self.mutation = mutation
@@ -91,18 +101,9 @@ class EvolutionarySearch(Search):
         self.generator = generator
 
     def propose(self, batch: SearchBatch) -> Population:
-        """The children of all generations.
-
-        Raises:
-            ValueError: if the populations hold fewer states than there are parents, or crossover meets a single latent.
-        """
-        if batch.population.num_states < self.parents:
-            raise ValueError(
-                f"cannot select {self.parents} parents from populations of {batch.population.num_states} states; "
-                "use more states (num_states) or fewer parents"
-            )
-        if self.crossover and batch.space.num_latents < 2:
-            raise ValueError("crossover needs at least two discrete latents per data point, the model has one; use crossover=False")
+        """The children of all generations."""
+        if self._automatic is not None:
+            return self._automatic.propose(batch)
         target = self._target(batch.population) if self.mutation == "sparseflips" else math.nan
         pool = batch.population
         generations: list[Population] = []
@@ -111,6 +112,17 @@ class EvolutionarySearch(Search):
             generations.append(children)
             pool = join([pool, children]) if self.overlapping else children
         return join(generations)
+
+    def step(self, batch: SearchBatch) -> Population:
+        """The improved populations."""
+        return super().step(batch) if self._automatic is None else self._automatic.step(batch)
+
+    def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
+        """The populations after some steps."""
+        return super().improve(batch, steps) if self._automatic is None else self._automatic.improve(batch, steps)
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self._automatic is None else f"EvolutionarySearch({self._automatic.chosen or ''})"
 
     def _target(self, population: Population) -> float:
         """Mean number of active binary latents; latents of more values have no activity to steer."""
@@ -130,9 +142,10 @@ class EvolutionarySearch(Search):
         if not known_distinct:
             # Siblings may be equal; without this, a state with many copies would be its own partner.
             fitness = fitness.masked_fill(packed.repeated(pool.words), -math.inf)
-        chosen = packed.select_parents(fitness, self.parents, by_fitness=self.selection == "fitparents", generator=self.generator)
+        num_parents = min(self.parents, pool.num_states)
+        chosen = packed.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", generator=self.generator)
         parents = pool.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
-        if not self.crossover:
+        if not self.crossover or num_parents < 2 or space.num_latents < 2:
             return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
         return self._mutate(packed.cross(parents, space, generator=self.generator), space, target)
 

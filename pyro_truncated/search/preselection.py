@@ -33,7 +33,7 @@ class Preselection(Search):
         affinity: maps a :class:`~pyro_truncated.search.SearchBatch` to scores ``(N, P)``, larger for latents that are more likely to be
             active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent. A NaN
             is an error, infinities are not.
-        num_selected: number of selected latents :math:`H'`.
+        num_selected: number of selected latents :math:`H'`; all of them where there are fewer.
         max_active: largest number :math:`\gamma` of active latents in a proposal; default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
         explore: mean share of the :math:`H'` places given to chance. Their number is
@@ -105,21 +105,19 @@ class Preselection(Search):
         """Selected latents ``(N, num_selected)``, those of largest affinity first and random ones last; of a mixture, selected classes.
 
         Raises:
-            ValueError: if there are fewer latents than shall be selected, or the affinity is not of the right shape or NaN.
+            ValueError: if the affinity is not of the right shape or NaN.
         """
         options = options_of(batch.space).to(batch.population.words.device)
         return (options.value if batch.space.num_latents == 1 else options.latent)[self._select(batch, options)]
 
     def _select(self, batch: SearchBatch, options: Options) -> Tensor:
         """Positions of the selected options, ``(N, num_selected)``."""
-        if self.num_selected > options.num_groups:
-            kind = "classes" if batch.space.num_latents == 1 else "latents"
-            raise ValueError(f"cannot select {self.num_selected} of {options.num_groups} {kind} (num_selected)")
+        num_selected = min(self.num_selected, options.num_groups)
         scores = self._scores(batch, options)
         generator = torch.Generator(scores.device).manual_seed(packed.draw_seed(self.generator))
-        chosen = _best(scores, options, self.num_selected)
+        chosen = _best(scores, options, num_selected)
         offset = torch.rand(len(scores), 1, generator=generator, device=scores.device, dtype=torch.double)
-        num_random = (self.explore * self.num_selected + offset).floor().long().clamp(max=self.num_selected)
+        num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)
         rows = num_random.squeeze(1).nonzero().squeeze(1)
         if len(rows):
             chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, generator)

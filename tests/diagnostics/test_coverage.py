@@ -13,8 +13,9 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import covered_mass, effective_states, population_growth
-from pyro_truncated.diagnostics.coverage import Moves
+from pyro_truncated.diagnostics.coverage import MOST_MOVES
 from pyro_truncated.search import Preselection, RegressionAffinity
+from pyro_truncated.search.moves import Moves
 from pyro_truncated.states import StateSpace
 from tests import zoo
 from tests.diagnostics.tables import table_guide
@@ -94,7 +95,7 @@ def test_certificate_bounds_the_covered_mass_of_models(case):
 def test_moves_reach_every_neighbour_once(cardinalities, generator):
     space = StateSpace(cardinalities)
     levels = (torch.rand(2, 3, len(cardinalities), generator=generator) * space.cardinality).long()
-    moves = Moves(space, torch.device("cpu"))
+    moves = Moves(space, torch.device("cpu"), MOST_MOVES)
     reached = space.unpack(moves.neighbours(space.pack(levels)), torch.int64)
     assert moves.count == sum(min(cardinality - 1, 32) for cardinality in cardinalities)
     reached = reached.view(2, 3, moves.count, len(cardinalities))

@@ -281,16 +281,21 @@ def test_bad_options(options: dict, error: type[Exception], message: str) -> Non
 
 def test_bad_affinities() -> None:
     batch = Toy(StateSpace([2] * 4)).batch()
-    with pytest.raises(ValueError, match="cannot select 5 of 4 latents"):
-        Preselection(Singletons(), 5).propose(batch)
     with pytest.raises(ValueError, match=r"must return a tensor of shape \(20, 4\), .*; got \(20, 3\)"):
         Preselection(lambda batch: torch.zeros(20, 3), 2).propose(batch)
     with pytest.raises(ValueError, match=r"must return a tensor of shape \(20, 4\), .*; got list"):
         Preselection(lambda batch: [1.0], 2).propose(batch)
     with pytest.raises(ValueError, match="the affinity is NaN for 20 of 20 data points"):
         Preselection(lambda batch: torch.full((20, 4), math.nan), 2).propose(batch)
-    with pytest.raises(ValueError, match="cannot select 7 of 6 classes"):
-        Preselection(Singletons(), 7).propose(Toy(SPACES["mixture"]).batch())
+
+
+def test_of_few_latents_all_are_selected() -> None:
+    for space, asked, there in ((StateSpace([2] * 4), 5, 4), (SPACES["mixture"], 7, 6)):
+        batch = Toy(space).batch()
+        for explore in (0.0, 1.0):
+            search = Preselection(Singletons(), asked, explore=explore)
+            assert (search.select(batch).sort(1).values == torch.arange(there)).all()
+            assert search.propose(batch).find_duplicates().numel() == 0
 
 
 class TestAffinities:

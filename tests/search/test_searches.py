@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace
 from pyro_truncated.population import initial_population
-from pyro_truncated.search import SearchBatch
+from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
 from tests.packed.kernels import use
 
 EVOLUTIONARY = {
@@ -26,6 +26,7 @@ EVOLUTIONARY = {
 SEARCHES: dict[str, Callable[[], Search]] = {
     **{name: (lambda options=options: EvolutionarySearch(4, 3, 2, **options)) for name, options in EVOLUTIONARY.items()},
     "sampled": lambda: SampledSearch(100),
+    "conditional": lambda: ConditionalSearch(40),
     "combined": lambda: SampledSearch(10, prior_share=0.2) + EvolutionarySearch(3, 2, 1) + EvolutionarySearch(2, crossover=True),
 }
 
@@ -179,12 +180,23 @@ def test_target_activity_is_learned_from_the_posterior() -> None:
     assert search._target(population) == pytest.approx((2.25 + 1) / 2)
 
 
-def test_too_few_states_or_latents() -> None:
-    toy = Toy(StateSpace([5]), num_data=2)
-    with pytest.raises(ValueError, match="cannot select 8 parents from populations of 4 states"):
-        EvolutionarySearch().propose(toy.batch(4))
-    with pytest.raises(ValueError, match="crossover needs at least two discrete latents per data point"):
-        EvolutionarySearch(2, crossover=True).propose(toy.batch(4))
+@pytest.mark.parametrize("options", [{"parents": 8}, {"crossover": True}, {"mutation": "sparseflips"}])
+@pytest.mark.parametrize("space", [StateSpace([5]), StateSpace([2, 2, 3])], ids=str)
+def test_few_states_or_latents(space: StateSpace, options: dict) -> None:
+    for num_states in (1, 4):
+        toy = Toy(space, num_data=2)
+        batch, search = toy.batch(num_states), EvolutionarySearch(**options)
+        for _ in range(80):
+            batch = dataclasses.replace(batch, population=search.step(batch))
+        torch.testing.assert_close(batch.population.log_joint.sort(1, descending=True).values, toy.best(num_states))
+
+
+def test_complete_populations_are_left_alone(toy: Toy) -> None:
+    batch = toy.batch(toy.space.size)
+    toy.calls = 0
+    for make in (*SEARCHES.values(), lambda: ExhaustiveSearch(max_states=2), lambda: Preselection(Singletons(), 9, merge=False)):
+        assert make().improve(batch, 3) is batch.population
+    assert toy.calls == 0
 
 
 @pytest.mark.parametrize(

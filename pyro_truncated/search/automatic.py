@@ -1,0 +1,55 @@
+"""The search that is used where none is named."""
+
+from __future__ import annotations
+
+import torch
+
+from pyro_truncated.notes import note_once
+from pyro_truncated.population import Population
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.conditional import ConditionalSearch
+from pyro_truncated.search.exhaustive import ExhaustiveSearch
+
+
+class AutomaticSearch(Search):
+    """Chooses the search by the space it meets, and says so in one line.
+
+    Spaces that have not more states than a step of the :class:`ConditionalSearch` scores are searched exhaustively
+    (:class:`ExhaustiveSearch`), others by the conditional search. Populations that hold the whole space are left as they are, as by
+    every search.
+
+    Args:
+        generator: source of randomness; default: torch's global generator.
+
+    Attributes:
+        chosen: the search in use, ``None`` before it has met a population.
+    """
+
+    def __init__(self, *, generator: torch.Generator | None = None) -> None:
+        self.chosen: Search | None = None
+        self._conditional = ConditionalSearch(generator=generator)
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """What the chosen search proposes."""
+        return self._choose(batch).propose(batch)
+
+    def step(self, batch: SearchBatch) -> Population:
+        """What the chosen search makes of the populations."""
+        return self._choose(batch).step(batch)
+
+    def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
+        """What the chosen search makes of the populations; one exhaustive step is as good as many."""
+        search = self._choose(batch)
+        return search.improve(batch, 1 if isinstance(search, ExhaustiveSearch) else steps)
+
+    def __repr__(self) -> str:
+        return f"AutomaticSearch(chosen={self.chosen!r})"
+
+    def _choose(self, batch: SearchBatch) -> Search:
+        space, size = batch.space, self._conditional.candidates_of(batch.population.num_states)
+        is_small = space.size <= size
+        self.chosen = ExhaustiveSearch() if is_small else self._conditional
+        if not batch.population.is_complete:
+            how = "exhaustively" if is_small else "by full conditionals (ConditionalSearch)"
+            note_once(f"no search is named: the {space.readable_size} states of a data point are searched {how}")
+        return self.chosen

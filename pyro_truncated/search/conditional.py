@@ -1,0 +1,121 @@
+"""Conditional search: runs of latents are replaced, and the others follow by their full conditionals."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import packed
+from pyro_truncated.counts import check_count
+from pyro_truncated.packed import runs
+from pyro_truncated.population import Population, join
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.moves import Moves
+from pyro_truncated.states import StateSpace
+
+_REPLACED = 0.4  # share of the candidates that are states with a replaced run
+_NEIGHBOURS = 0.4  # share of the candidates that differ from another in one latent
+_IMPOSSIBLE = -1e30  # stands for a log joint of minus infinity in differences
+
+
+class ConditionalSearch(Search):
+    r"""Scores the neighbours of good states, and draws others from the full conditionals that these scores are.
+
+    The log joints of all states that differ from a state :math:`s` in one latent are, up to a constant, its full conditionals
+    :math:`p(s_l \mid s_{-l}, y_n)`, under any model. A step of ``C`` candidates per data point
+
+    1. draws states of the population, good ones more often (their ranks by log joint are log-uniform), and changes them in one latent
+       or in a run of neighbouring latents, which takes a common value, the values of another state, or values from elsewhere in it:
+       a pattern goes on, a boundary moves;
+    2. scores these, and all changes of a single latent (where they are too many, randomly chosen ones) of a few of them and of a few
+       states of the population;
+    3. draws the other candidates from the products of these full conditionals, :math:`\prod_l p(s_l \mid s_{-l}, y_n)`, in which no
+       latent takes the value again that it had before step 1: the latents around a change follow it, so that blocks change together,
+       and changes that do not interact are combined.
+
+    Nothing but the runs depends on the order of the latents. Where the interactions of a model are known and simple, plain enumeration
+    is the better tool: for Markov chains (``pyro.markov`` and ``TraceEnum_ELBO``) it is exact at a cost that is linear in their length.
+
+    Args:
+        num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S`` states, so that
+            large populations fill in as many steps as small ones.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: if ``num_candidates`` is below 4.
+    """
+
+    def __init__(self, num_candidates: int | None = None, *, generator: torch.Generator | None = None) -> None:
+        self.num_candidates = None if num_candidates is None else check_count("num_candidates", num_candidates, 4)
+        self.generator = generator
+
+    def candidates_of(self, num_states: int) -> int:
+        """States scored per data point and step for populations of so many states, up to rounding."""
+        return self.num_candidates or 256 + 2 * num_states
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
+        population, space = batch.population, batch.space
+        generator = torch.Generator(population.words.device).manual_seed(packed.draw_seed(self.generator))
+        moves = Moves(space, population.words.device)
+        size = self.candidates_of(population.num_states)
+        num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
+        changed = num_parents + int(_REPLACED * size)
+        before, others = (_members(population, changed, generator) for _ in range(2))
+        after = _changed(before, others, space, generator)
+        # Half of the parents are states of the population themselves.
+        after[:, : num_parents // 2] = before[:, : num_parents // 2]
+        before, parents = before[:, :num_parents], after[:, :num_parents]
+        chosen = _choice(parents, moves.count, num_moves, generator)
+        moved, value = moves.apply(parents, chosen)
+        scored = batch.scored(torch.cat([after, moved.flatten(1, 2)], 1))
+        scores = scored.log_joint.clamp(min=_IMPOSSIBLE)
+        gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
+        table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
+        each = max(1, (size - scored.num_states) // num_parents)
+        drawn = packed.draw_values(table, each, space, generator=generator).view(len(population), -1, space.num_words)
+        return join([scored, batch.scored(drawn)])
+
+
+def _shares(size: int, num_moves: int) -> tuple[int, int]:
+    """How many states get their neighbours scored, at least two, and how many each."""
+    num_parents = max(2, size // num_moves)
+    return num_parents, max(1, min(num_moves, size // num_parents))
+
+
+def _members(population: Population, count: int, generator: torch.Generator) -> Tensor:
+    """States of the populations, ``(N, count, W)``, whose ranks by log joint are log-uniform: all orders of magnitude count alike."""
+    words = population.words
+    uniform = torch.rand(len(words), count, generator=generator, device=words.device)
+    rank = (uniform * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
+    place = population.log_joint.argsort(1, descending=True).gather(1, rank)
+    return words.gather(1, place.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+
+
+def _changed(words: Tensor, others: Tensor, space: StateSpace, generator: torch.Generator) -> Tensor:
+    """States ``(N, C, W)`` with one latent changed, or a run of them; no state stays what it was."""
+    replaced = runs.replace(words, others, space, generator)
+    single = torch.rand(words.shape[:2], generator=generator, device=words.device) < 0.25
+    single |= (replaced == words).all(-1)
+    return torch.where(single.unsqueeze(-1), packed.flip_random(words, space, generator=generator), replaced)
+
+
+def _choice(parents: Tensor, count: int, chosen: int, generator: torch.Generator) -> Tensor:
+    """Moves ``(N, P, chosen)`` of every state: all of them, or a random subset."""
+    shape = (*parents.shape[:2], count)
+    if chosen == count:
+        return torch.arange(count, device=parents.device).expand(shape)
+    return torch.rand(shape, generator=generator, device=parents.device).topk(chosen, -1).indices
+
+
+def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:
+    """Full conditionals of states, ``(N * P, L, V)``, of the values that were scored; a latent that has changed stays changed."""
+    shape = (*parents.shape[:2], space.num_latents, max(space.cardinalities))
+    table = gain.new_full(shape, -math.inf)
+    now, past = (space.unpack(words, torch.int64).unsqueeze(-1) for words in (parents, before))
+    table.view(*shape[:2], -1).scatter_(2, latent * shape[-1] + value, gain)
+    table.scatter_(3, past, -math.inf)
+    table.scatter_(3, now, 0.0)
+    return table.flatten(0, 1).softmax(-1)
