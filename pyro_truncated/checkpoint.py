@@ -36,6 +36,9 @@ def save_checkpoint(
     The file appears under its name only once it is complete and on the disk, so a process killed in the middle of writing leaves the last
     checkpoint intact. It holds tensors and plain Python values, loads with ``torch.load(path, weights_only=True)``, and ends in a checksum.
 
+    What a search has learned of the data (:class:`~pyro_truncated.GPSelect`) is not saved: it learns anew, and the run does not go on to
+    the very numbers. Nor are buffers of modules that a function merely calls.
+
     Example::
 
         history = load_checkpoint("run.pt", svi, settings=settings) if Path("run.pt").exists() else []

@@ -83,7 +83,8 @@ def fit(
     Averaging lets it work on minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
 
     With ``checkpoint`` the run is saved every so many seconds and at its end (see :func:`~pyro_truncated.checkpoint.save_checkpoint`), and
-    continued from the file if that exists: to the very numbers of a run that was never interrupted, early stopping included. A file of
+    continued from the file if that exists: to the very numbers of a run that was never interrupted, early stopping included (but for what a
+    :class:`~pyro_truncated.GPSelect` has learned: it learns anew). A file of
     another run is refused before anything changes: of other data (by hashes of all tensors and arrays among the arguments) or a model,
     guide, optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``, callbacks and what else only
     this function sees may change. A destination that cannot be written to is refused before the first step; a checkpoint that cannot be

@@ -22,6 +22,7 @@ def kill(*options: str, timeout: float) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_killed_runs_lose_nothing():
     table = kill("--kills", "8", "--inside", "4", "--modes", "incremental", timeout=300)
     kills, inside, *_ = map(int, table.splitlines()[-1].split()[1:])
