@@ -257,6 +257,9 @@ class Truncated_ELBO(Described, ELBO):
             self._meet(model, guide)
             if self._slow_part(model, guide, args, kwargs) is None and self._stock.max_plate_nesting == math.inf:
                 self._stock._guess_max_plate_nesting(model, guide, args, kwargs)
+                with poutine.block(), torch.no_grad():
+                    nodes = sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+                self._stock.max_plate_nesting = _room_for_events(nodes, self._stock.max_plate_nesting)
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
 
     # --- the free energy of a guide that stands alone ---
@@ -361,6 +364,20 @@ def _explained() -> Iterator[None]:
             "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
         )
         raise
+
+
+def _room_for_events(nodes: Mapping[str, Any], nesting: int) -> int:
+    """A plate nesting with which Pyro compares model and guide rightly: at least the one given.
+
+    ``pyro.util.check_model_guide_match`` cuts the shape of a site, from ``len(shape) - max_plate_nesting - event_dim`` on, as soon as it is
+    longer than ``max_plate_nesting``. Where the site lies in fewer plates than there are that start is negative, counts from the right, and
+    the model's shape loses dimensions that the guide's, made longer by enumeration, keeps. The start should be ``max(0, ...)``.
+    """
+    sizes = [(len(node["fn"].batch_shape), node["fn"].event_dim) for node in nodes.values() if not node["is_observed"]]
+    for depth, event_dim in sorted(sizes, key=sum):
+        if depth < nesting < depth + event_dim:
+            nesting = depth + event_dim
+    return nesting
 
 
 def truncated_parts(trace: poutine.Trace) -> list[AutoTruncated]:
