@@ -97,8 +97,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_populations_of_every_size_are_close_to_the_best(name: str) -> None:
-    # The seed is fixed. Over the seeds tried when this was written (two of each of 20 chains and grids, four sizes), the largest mean
-    # gap was 0.06, so that another stream of random numbers raises a false alarm in less than one run of a hundred.
+    # The seed is fixed. Of 126 cases with six other seeds one missed the limit (five values, 16 states: 0.13), none the order of sizes.
     torch.manual_seed(0)
     problem = PROBLEMS[name]()
     before = torch.full((6,), -math.inf, dtype=torch.float64)
