@@ -9,15 +9,12 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
-from pyro.infer.inspect import TrackProvenance
-from pyro.ops.provenance import get_provenance
 from torch import Tensor
-from torch.distributions import Independent, constraints
+from torch.distributions import Independent
 
-from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.isolation import Assign
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.sites import is_delta
+from pyro_truncated.supports import Dependencies, elementwise
 
 
 class ObservedValues:
@@ -54,27 +51,15 @@ class ObservedValues:
 
     def _says_something_of_latents(self, name: str, log_joint: LogJoint) -> bool:
         """Whether the support of an observation, or what it observes, is computed from latents."""
-        with torch.no_grad(), spare_random_numbers(), poutine.block(), Assign(log_joint.subsamples):
-            trace = poutine.trace(TrackProvenance()(log_joint.model)).get_trace(*log_joint.args, **log_joint.kwargs)
-        again: Any = trace.nodes[name]
-        latents = {other for other, node in log_joint.nodes.items() if not node["is_observed"]}
-        if latents & (get_provenance(again["value"]) | _provenance(again["fn"].support)):
+        with poutine.block():
+            found = Dependencies(log_joint.model, log_joint.args, log_joint.kwargs)
+        if found.parents[name] or found.leaked[name] or found.observed[name]:
             self._conditional.add(name)
         return name in self._conditional
 
 
 def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:
     return checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version
-
-
-def _provenance(constraint: Any) -> frozenset[str]:
-    """Names of the sites that the bounds of a constraint were computed from."""
-    found: frozenset[str] = frozenset()
-    for part in vars(constraint).values():
-        inner = part if isinstance(part, (list, tuple)) else [part]
-        found |= get_provenance(part)
-        found = found.union(*(_provenance(item) for item in inner if isinstance(item, constraints.Constraint)))
-    return found
 
 
 def _invalid(node: Mapping[str, Any]) -> Tensor | None:
@@ -87,7 +72,7 @@ def _invalid(node: Mapping[str, Any]) -> Tensor | None:
         return None
     if support is None or not inner._validate_args:
         return None
-    support = _elementwise(support)
+    support = elementwise(support)
     invalid: Tensor = ~support.check(value)
     if (
         not bool(invalid.any())
@@ -114,15 +99,9 @@ def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return fn, masks
 
 
-def _elementwise(support: Any) -> Any:
-    while isinstance(support, constraints.independent):
-        support = support.base_constraint
-    return support
-
-
 def _complaint(log_joint: LogJoint, node: Mapping[str, Any], invalid: Tensor) -> str:
     inner = _unwrapped(node["fn"])[0]
-    support = _elementwise(node["fn"].support)
+    support = elementwise(node["fn"].support)
     first = tuple(int(position) for position in invalid.nonzero()[0])
     value = node["value"].expand(*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :])[first]
     problem = (

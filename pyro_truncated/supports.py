@@ -43,12 +43,14 @@ class Dependencies:
     Attributes:
         parents: by site, the latents that the bounds of its support are computed from.
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
+        observed: by site, the latents that its observed value is computed from.
     """
 
     def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
         self.parents: dict[str, frozenset[str]] = {}
         self.leaked: dict[str, frozenset[str]] = {}
+        self.observed: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
         reader = PythonReads()
         try:
@@ -58,9 +60,11 @@ class Dependencies:
             # Code that cannot follow tensors that carry their provenance.
             self._compare_runs()
             return
-        latents = {name for name, node in trace.nodes.items() if node["type"] == "sample" and not node["is_observed"]}
+        sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
+        latents = {name for name, node in sites.items() if not node["is_observed"]}
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
+            self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
             support = _support_of(node["fn"])
             self.parents[name] = provenance_of(support) & latents
             self.leaked[name] = leaked & latents
@@ -69,22 +73,28 @@ class Dependencies:
 
     def _compare_runs(self) -> None:
         """Takes supports that differ between two runs to depend on all latents before."""
-        runs = []
+        runs: list[dict[str, Any]] = []
+        subsamples: dict[str, Any] = {}
         for seed in range(2):
-            with torch.no_grad(), spare_random_numbers(), isolated():
+            with torch.no_grad(), spare_random_numbers(), isolated(), Assign(subsamples):
                 torch.manual_seed(seed)
                 trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
-            runs.append({name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)})
+            sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+            subsamples = {name: node["value"] for name, node in sites.items() if site_is_subsample(node)}
+            runs.append({name: node for name, node in sites.items() if name not in subsamples})
         before: set[str] = set()
         for name, node in runs[0].items():
             other = runs[1].get(name)
             bounds = [bounds_of(one["fn"]) for one in (node, other) if one is not None and _support_of(one["fn"]) is not None]
             same = len(bounds) < 2 or all(torch.equal(*pair) for pair in zip(*bounds, strict=True))
             self.parents[name], self.leaked[name] = frozenset() if same else frozenset(before), frozenset()
+            self.observed[name] = frozenset()
             if not same and not torch.equal(bounds[0][0], bounds[1][0]):
                 self.lower_varies.add(name)
             if not node["is_observed"]:
                 before.add(name)
+            elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
+                self.observed[name] = frozenset(before)
 
     def upstream(self, name: str) -> set[str]:
         """The latents that the support of a site depends on, as far as can be told, directly or through the supports of others."""

@@ -26,6 +26,7 @@ IMPOSSIBLE = {
     "Geometric": (lambda s: dist.Geometric(0.2 + 0.3 * s), -3.0),
     "NegativeBinomial": (lambda s: dist.NegativeBinomial(2.0, 0.2 + 0.3 * s), 0.5),
     "Binomial": (lambda s: dist.Binomial(3, torch.full(s.shape, 0.4)), 4.0),
+    "Binomial of a latent probability": (lambda s: dist.Binomial(3, 0.2 + 0.3 * s), 4.0),
     "Categorical": (lambda s: dist.Categorical(torch.ones(3)), 5.0),
     "Beta": (lambda s: dist.Beta(2 + s, 2.0), 1.5),
     "missing": (lambda s: dist.Normal(s, 1.0), torch.nan),
@@ -223,3 +224,14 @@ def test_poisson_mixtures_of_fractions():
     model = PoissonMixture(3, 2)
     with pytest.raises(ValueError, match=r"observes 1\.5 at data point 4, entry \(1,\)"):
         svi_of(model).step(y)
+
+
+@pytest.mark.parametrize("batch_size", [None, 2])
+def test_models_whose_code_cannot_follow_provenance(monkeypatch, batch_size):
+    def fails(*args):
+        raise RuntimeError("no such code")
+
+    monkeypatch.setattr("pyro_truncated.supports.TrackProvenance", fails)
+    values = torch.full((4,), 4.0)
+    with pytest.raises(ValueError, match=r"site 'y' observes 4.* at data point"):
+        svi_of(model_of(IMPOSSIBLE["Binomial of a latent probability"][0], batch_size)).step(values + torch.arange(4) / 8)
