@@ -7,12 +7,12 @@ import functools
 import math
 from collections.abc import Callable
 
-import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.gp.own_store import empty_store
 from pyro_truncated.gp.pivoted_cholesky import Covariance
 
 Parameters = dict[str, Tensor]
@@ -57,7 +57,7 @@ def covariance(kernel: kernels.Kernel, parameters: Parameters) -> Covariance:
     def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariances of inputs, or their diagonal, at the parameters given."""
         # Kernels register their parameters by names such as "variance", which a model may use as well.
-        with poutine.block(), pyro.get_param_store().scope():
+        with poutine.block(), empty_store():
             kernel_parameters = {name: value for name, value in parameters.items() if name != NOISE}
             found: Tensor = torch.func.functional_call(kernel, kernel_parameters, (X, Z), {"diag": diag})
         return found

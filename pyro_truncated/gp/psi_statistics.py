@@ -6,7 +6,6 @@ import contextlib
 import functools
 from typing import NamedTuple
 
-import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
@@ -15,6 +14,7 @@ from torch import Tensor
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs, default_expectation
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.mixture_products import mixture_products
+from pyro_truncated.gp.own_store import empty_store
 
 _BUDGET = 2**27
 
@@ -103,7 +103,7 @@ def covariance_of(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -
     with contextlib.ExitStack() as stack:
         if not kernel._pyro_context.active:
             stack.enter_context(poutine.block())
-            stack.enter_context(pyro.get_param_store().scope())
+            stack.enter_context(empty_store())
         found: Tensor = kernel(*points, diag=diag)
     return found
 

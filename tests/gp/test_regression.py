@@ -277,3 +277,12 @@ def test_bad_data(data: tuple[Tensor, Tensor]) -> None:
         regression.predict(x)
     with pytest.raises(ValueError, match=r"an exact regression .* has no finite features"):
         regression.features(x)
+
+
+def test_kernels_leave_the_parameter_store_as_it_is():
+    """SVI asks the parameters that a step has read for their unconstrained values after a search has evaluated kernels."""
+    weight = pyro.param("weight", torch.ones(2))
+    kernel = kernels.RBF(3)
+    covariance(kernel, {"variance_unconstrained": torch.zeros(()), "lengthscale_unconstrained": torch.zeros(())})(torch.randn(4, 3))
+    assert weight.unconstrained() is weight
+    assert list(pyro.get_param_store().keys()) == ["weight"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pyro
 import torch
 from pyro import poutine
 from pyro.contrib.gp import kernels
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
+from pyro_truncated.gp.own_store import empty_store
 
 
 class InputKernel(DataKernel):
@@ -92,7 +92,7 @@ class PyroKernel(InputKernel):
         if poutine.runtime.am_i_wrapped():
             # Inside a model: parameters may be random, and belong to the store.
             return self._covariances(*points, diag=diag)
-        with poutine.block(), pyro.get_param_store().scope():
+        with poutine.block(), empty_store():
             return self._covariances(*points, diag=diag)
 
     def _covariances(self, *points: Tensor, diag: bool) -> Tensor:

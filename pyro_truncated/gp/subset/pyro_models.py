@@ -19,6 +19,7 @@ from torch import Tensor
 from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, as_data_kernel, positive_parameter
 from pyro_truncated.gp.leave_one_out import stable_cholesky
+from pyro_truncated.gp.own_store import empty_store
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.problem import check_index
 from pyro_truncated.gp.subset.search import SubsetSearch
@@ -336,7 +337,7 @@ class SubsetVariationalGP(SubsetModel):
 
     def _derivatives(self, f: Tensor) -> tuple[Tensor, Tensor]:
         """First and second derivatives of the log likelihood in each value of f."""
-        with torch.enable_grad(), pyro.get_param_store().scope(), pyro.validation_enabled(False):
+        with torch.enable_grad(), empty_store(), pyro.validation_enabled(False):
             # Pyro's likelihoods draw f themselves: with next to no variance, around where it is wanted.
             trace = poutine.trace(self.likelihood).get_trace(f, torch.full_like(f, 1e-20), self.y)
             total: Any = trace.log_prob_sum()
