@@ -15,6 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes
 from pyro_truncated.models.dictionary import data_scale
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
@@ -88,8 +89,11 @@ class BinaryVAE(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        check_data(y, self.num_observed)
+        check_observable(self, check_data(y, self.num_observed), constraints.real)
         layers = [layer for layer in self.decoder.modules() if isinstance(layer, torch.nn.Linear)]
         if layers and layers[-1].bias is not None and layers[-1].out_features == self.num_observed:
             nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))

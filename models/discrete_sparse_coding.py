@@ -13,8 +13,10 @@ from torch.distributions import constraints
 
 from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, check_sizes, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
@@ -102,8 +104,12 @@ class DiscreteSparseCoding(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        weight, deviation, _ = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
+        weight, deviation, _ = first_dictionary(y, self.num_latents, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)

@@ -12,6 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
@@ -86,8 +87,12 @@ class GaussianMixture(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        rows = check_data(y, self.num_observed).double()
+        check_observable(self, check_data(y, self.num_observed), constraints.real)
+        rows = y.double()
         centred = rows - rows.mean(0)
         self.center = rows.mean(0)
         variance = centred.square().mean()

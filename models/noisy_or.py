@@ -12,7 +12,9 @@ from torch.distributions import constraints
 from pyro_truncated import packed
 from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition
+from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
@@ -106,8 +108,11 @@ class NoisyOr(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        check_data(y, self.num_observed)
+        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
         rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()

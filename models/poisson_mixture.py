@@ -12,6 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes, random_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 from pyro_truncated.population import Population
 
@@ -65,8 +66,12 @@ class PoissonMixture(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        rows = random_rows(check_data(y, self.num_observed).double(), self.num_components, generator)
+        check_observable(self, check_data(y, self.num_observed), constraints.nonnegative_integer)
+        rows = random_rows(y.double(), self.num_components, generator)
         self.rate = (0.5 * (rows + y.double().mean(0))).clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = torch.full_like(self.weights, 1 / self.num_components)
         return self

@@ -13,8 +13,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.arrays import takes_arrays
+from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
+from pyro_truncated.observed import check_observable
 from pyro_truncated.parameters import UniqueModule
 
 
@@ -82,8 +84,12 @@ class SparseCoding(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        weight, deviation, floor = first_dictionary(check_data(y, self.num_observed), self.num_latents, generator)
+        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
+        weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
         weight = weight.abs().maximum(floor) if self.is_positive else weight
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)

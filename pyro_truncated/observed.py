@@ -6,14 +6,17 @@ import weakref
 from collections.abc import Mapping
 from typing import Any
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
 from torch import Tensor
 from torch.distributions import Independent
+from torch.nn import Module
 
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.log_joint import LogJoint
-from pyro_truncated.sites import is_delta
+from pyro_truncated.sites import Layout, is_delta
 from pyro_truncated.supports import Dependencies, elementwise
 
 
@@ -56,6 +59,27 @@ class ObservedValues:
         if found.parents[name] or found.leaked[name] or found.observed[name]:
             self._conditional.add(name)
         return name in self._conditional
+
+
+def check_observable(model: Module, y: Tensor, support: Any) -> None:
+    """Refuses data, before a model of the library starts from them, that its training refuses, in the same words.
+
+    Args:
+        model: takes data and the size of minibatches, and observes the data at site ``y``, one row per data point.
+        y: the data.
+        support: of the entries that it observes.
+
+    Raises:
+        ValueError: naming the first impossible value and its data point.
+    """
+    possible = support.check(y) & ~y.isinf()
+    rows = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
+    if not len(rows):
+        return
+    # The model is run only now: one that has been run can become part of no other.
+    with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
+        layout = Layout(poutine.trace(model).get_trace(y, 1))
+        ObservedValues().check(LogJoint(model, layout, (y, 1), {}, values={layout.plates[0]: rows}))
 
 
 def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 
 import pyro
 import pyro.distributions as dist
@@ -15,6 +16,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
+from pyro_truncated import models as library
 from pyro_truncated.distributions import LinearSuperposition, NoisyOrSuperposition
 from pyro_truncated.models import PoissonMixture
 
@@ -235,3 +237,23 @@ def test_models_whose_code_cannot_follow_provenance(monkeypatch, batch_size):
     values = torch.full((4,), 4.0)
     with pytest.raises(ValueError, match=r"site 'y' observes 4.* at data point"):
         svi_of(model_of(IMPOSSIBLE["Binomial of a latent probability"][0], batch_size)).step(values + torch.arange(4) / 8)
+
+
+REFUSED = {"PoissonMixture": [1.5, -1.0, torch.nan, torch.inf], "NoisyOr": [2.0, 0.3, -1.0, torch.inf]}
+REFUSED |= {key: [torch.nan, torch.inf, -torch.inf] for key in ["GaussianMixture", "BinaryVAE"]}
+REFUSED |= {key: [torch.inf] for key in ["BinarySparseCoding", "SpikeSlabSparseCoding", "MaximalCauses", "DiscreteSparseCoding"]}
+
+
+@pytest.mark.parametrize(("family", "value"), [(family, value) for family, values in REFUSED.items() for value in values])
+def test_initialize_refuses_what_training_refuses(family, value):
+    y = torch.ones(5, 3)
+    y[3, 1] = value
+    trained, model = (getattr(library, family)(3, 2) for _ in range(2))
+    with pytest.raises(ValueError, match=r"site 'y' observes .* at data point 3, entry \(1,\), outside the support") as training:
+        SVI(trained, AutoTruncated(trained, 2), Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch())).step(y)
+    before, stored, seed = copy.deepcopy(model.state_dict()), set(pyro.get_param_store()), torch.get_rng_state()
+    with pytest.raises(ValueError, match=re.escape(str(training.value))):
+        model.initialize(y)
+    assert all(torch.equal(before[name], now) for name, now in model.state_dict().items())
+    assert set(pyro.get_param_store()) == stored
+    assert torch.equal(torch.get_rng_state(), seed)

@@ -23,6 +23,9 @@ class or_missing(constraints.Constraint):
         self.base_constraint = base
         super().__init__()
 
+    def __repr__(self) -> str:
+        return f"{self.base_constraint} or missing (NaN)"
+
     @property
     def is_discrete(self) -> bool:  # type: ignore[override]
         """Whether the base constraint is discrete."""
