@@ -47,7 +47,7 @@ def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any
     name = _likelihood_name(log_joint)
     likelihood = {name: free_energy.expand(num_draws, -1)} if name else {}
     states = States(guide, log_joint, population, _covered(log_joint, population), index)
-    lp = drawn.sum(1) + _outside(log_joint)
+    lp = drawn.sum(1) + log_joint.outside()
     draws = Draws(
         log_joint.nodes, {}, {}, lp, log_q, likelihood, {}, frozenset(guide.layout.sites), frozenset(), _plates(log_joint), name, states
     )
@@ -66,12 +66,6 @@ def _computed(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kw
             if is_computed(node):
                 found.setdefault(name, []).append(node["value"])
     return {name: torch.stack(values) for name, values in found.items()}
-
-
-def _outside(log_joint: LogJoint) -> Tensor | float:
-    """Log probability of what lies outside the data plate; it does not depend on the states."""
-    log_joint.probe.compute_log_prob()
-    return sum((node["log_prob_sum"].double() for node in log_joint.nodes.values() if not log_joint.is_inside(node)), 0.0)
 
 
 def _covered(log_joint: LogJoint, population: Population) -> Tensor:

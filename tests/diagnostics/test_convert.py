@@ -458,3 +458,25 @@ def test_observed_counts_are_integers_and_plotted_as_such():
             assert get_dataset(idata, group)[name].dtype == np.int32
     if hasattr(az, "plot_ppc"):  # ArviZ 1.x calls it otherwise.
         az.plot_ppc(idata, num_pp_samples=5)
+
+
+def test_data_that_a_prior_draw_makes_impossible_convert(generator):
+    """The animals counted cannot be more than there are: most draws of their number from the prior do not allow the data."""
+
+    def model(y):
+        with pyro.plate("sites", len(y)):
+            number = pyro.sample("number", dist.Poisson(3.0))
+            pyro.sample("y", dist.Binomial(number.unsqueeze(-1), torch.tensor(0.4)).to_event(1), obs=y)
+
+    y = torch.tensor([[1.0, 2.0, 0.0], [3.0, 4.0, 2.0], [0.0, 0.0, 0.0]])
+    guide = AutoTruncated(model, num_states=21, max_count=20)
+    number = torch.arange(21.0)
+    possible = dist.Binomial(number[:, None, None], torch.tensor(0.4), validate_args=False).log_prob(y)
+    possible = torch.where(y <= number[:, None, None], possible, -torch.inf).sum(-1)
+    expected = (possible + dist.Poisson(3.0).log_prob(number)[:, None]).logsumexp(0)
+    for seed in range(3):
+        pyro.set_rng_seed(seed)
+        guide.refresh_(y)
+        idata = to_arviz(model, guide, y, num_samples=4)
+        found = torch.tensor(idata.log_likelihood["y"].values).reshape(-1, 3)
+        torch.testing.assert_close(found, expected.double().expand_as(found), rtol=0, atol=1e-4)
