@@ -47,7 +47,7 @@ class StateSpace:
     def __init__(self, cardinalities: Sequence[int]) -> None:
         self.cardinalities = tuple(check_count("the number of values of a latent", v) for v in cardinalities)
         if not self.cardinalities or max(self.cardinalities) > _MAX_CARDINALITY:
-            raise ValueError(f"cardinalities must be integers from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
+            raise ValueError(f"cardinalities must be numbers of values from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
         word, shift, bits = [], [], []
         used = 0
         for cardinality in self.cardinalities:

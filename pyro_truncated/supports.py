@@ -332,7 +332,9 @@ def possible_values(fn: Any, value: Tensor) -> Tensor:
         entries = entries.expand(torch.broadcast_shapes(entries.shape, fn.base_dist.batch_shape))
         return entries.flatten(entries.dim() - fn.reinterpreted_batch_ndims).all(-1)
     check: Tensor = fn.support.check(value)
-    return check
+    # The support of a factor, which has no entries, is that of single entries.
+    entry_dims = fn.event_dim - fn.support.event_dim
+    return check.flatten(check.dim() - entry_dims).all(-1) if entry_dims > 0 else check
 
 
 def supported_log_prob(fn: Any, value: Tensor) -> Tensor:

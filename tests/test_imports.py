@@ -28,7 +28,7 @@ def test_heavy_libraries_wait_until_they_are_used():
 
 @pytest.mark.parametrize("name", pyro_truncated.__all__)
 def test_every_public_name_is_there(name):
-    assert getattr(pyro_truncated, name).__name__ == name
+    assert name == "__version__" or getattr(pyro_truncated, name).__name__ == name
     assert name in dir(pyro_truncated)
 
 

@@ -63,10 +63,12 @@ def test_marginals_are_sums_over_states(space: StateSpace, dtype: torch.dtype) -
 
 def test_a_data_point_without_posterior_has_equal_weights() -> None:
     space = StateSpace([2] * 4)
+    words = initial_population(space, 3, 2)
     log_joint = torch.tensor([[-math.inf, -math.inf], [-math.inf, -3.0], [math.nan, -1.0]])
-    weights = Population(space, initial_population(space, 3, 2), log_joint).weights()
-    assert weights[:2].tolist() == [[0.5, 0.5], [0.0, 1.0]]
-    assert weights[2].isnan().all()  # an error elsewhere is not hidden
+    weights = Population(space, words[:2], log_joint[:2]).weights()
+    assert weights.tolist() == [[0.5, 0.5], [0.0, 1.0]]
+    with pytest.raises(RuntimeError, match=r"1 of 3 data points \(first: 2\) have never been scored"):
+        Population(space, words, log_joint).weights()
 
 
 def test_effective_states() -> None:
