@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
+
 DATA_VARIABLE = "PYRO_TRUNCATED_DATA"
 IMAGE_SOURCES = ("hyvarinen", "vanhateren", "sklearn", "generated")
 
@@ -92,6 +94,8 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
     Returns:
         ``num`` images, each ``(size, size)`` float32 in [0, 1].
     """
+    num, size = check_count("num", num), check_count("size", size)
+    num_discs = check_count("num_discs", num_discs, least=0)
     grid = torch.arange(size, dtype=torch.float32)
     frequency = torch.fft.fftfreq(size).square()
     falloff = 1 / (frequency[:, None] + frequency).sqrt().clamp(min=1 / size)
@@ -114,6 +118,7 @@ def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torc
     Raises:
         ValueError: if an image is smaller than a patch or there is none.
     """
+    size, num = check_count("size", size), check_count("num", num)
     if not images or any(min(image.shape) < size for image in images):
         raise ValueError(f"patches of {size} x {size} need images at least as large; got {[tuple(image.shape) for image in images]}")
     windows = [image.unfold(0, size, 1).unfold(1, size, 1) for image in images]
@@ -210,6 +215,7 @@ def whitened_patches(
     Returns:
         Whitened patches ``(N, size**2)`` and the whitening, which was fitted to them.
     """
+    size, num = check_count("size", size), check_count("num", num)
     images = [clamp_brightest(image, clamp) for image in images]
     patches = image_patches(images, size, 2 * num, generator)
     deviation = patches.std(1)
@@ -268,8 +274,9 @@ def bar_components(size: int, width: int = 1) -> Tensor:
 
     A bar is ``size`` pixels long and ``width`` wide. Bars of one orientation start at successive pixels, so they overlap if ``width > 1``.
     """
-    if not 1 <= width <= size:
-        raise ValueError(f"the width of a bar must lie in 1 .. {size}; got {width}")
+    size, width = check_count("size", size), check_count("width", width)
+    if width > size:
+        raise ValueError(f"width, that of a bar, must lie in 1 .. {size}; got {width}")
     offset = torch.arange(size) - torch.arange(size - width + 1)[:, None]
     profile = ((offset >= 0) & (offset < width)).float()
     horizontal = profile[:, :, None].expand(-1, -1, size)
@@ -278,6 +285,7 @@ def bar_components(size: int, width: int = 1) -> Tensor:
 
 
 def _bar_states(num_data: int, num_bars: int, mean_active: float, generator: torch.Generator | None) -> Tensor:
+    num_data = check_count("num_data", num_data)
     if not 0 <= mean_active <= num_bars:
         raise ValueError(f"mean_active must lie in 0 .. {num_bars}; got {mean_active}")
     return (torch.rand(num_data, num_bars, generator=generator) < mean_active / num_bars).to(torch.uint8)

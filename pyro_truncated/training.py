@@ -21,6 +21,7 @@ from tqdm.auto import tqdm
 from pyro_truncated import packed
 from pyro_truncated.checkpoint import CheckpointWarning, lacks_parameters, read_checkpoint, refuse_other_runs, restore, save_checkpoint
 from pyro_truncated.checkpoint_file import claimed
+from pyro_truncated.counts import check_count
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.identity import describe_arguments, describe_run
 from pyro_truncated.inspection import spare_random_numbers
@@ -115,19 +116,18 @@ def fit(
         The record.
 
     Raises:
-        TypeError: if ``svi`` is not Pyro's SVI, a count is no integer, or ``callbacks`` is no sequence of functions.
-        ValueError: if a number is out of range, the checkpoint is damaged or of another run (the message names what differs), or a callback
-            does not return the same names at every step.
+        TypeError: if ``svi`` is not Pyro's SVI, or ``callbacks`` is no sequence of functions.
+        ValueError: if a count is no positive integer, a number out of range, the checkpoint damaged or of another run (the message names
+            what differs), or a callback does not return the same names at every step.
         OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
         RuntimeError: if another run is writing checkpoints there.
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
-    for name, count in (("steps", steps), ("patience", patience)):
-        if count is not None and not hasattr(count, "__index__"):
-            raise TypeError(f"{name} must be an integer; got {count!r}")
-    if steps < 1 or (patience is not None and patience < 1) or math.isnan(tolerance):
-        raise ValueError(f"steps and patience must be at least 1, tolerance a number; got {steps=}, {patience=}, {tolerance=}")
+    steps = check_count("steps", steps)
+    patience = None if patience is None else check_count("patience", patience)
+    if math.isnan(tolerance):
+        raise ValueError("tolerance must be a number; got nan")
     if callable(callbacks) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)
@@ -322,8 +322,7 @@ def fit_restarts(
     Raises:
         ValueError: if ``restarts`` is below 1.
     """
-    if restarts < 1:
-        raise ValueError(f"restarts must be at least 1; got {restarts}")
+    restarts = check_count("restarts", restarts)
     store = pyro.get_param_store()
     trainings, stores = [], []
     for restart in range(restarts):

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.subset.problem import independent_cholesky
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
@@ -83,8 +84,7 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     """
     if inputs.dim() != 2 or not len(inputs):
         raise ValueError(f"inputs must have shape (N, D) with N > 0; got {tuple(inputs.shape)}")
-    if max_rank < 1:
-        raise ValueError(f"max_rank must be a positive integer; got {max_rank}")
+    max_rank = check_count("max_rank", max_rank)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative; got {tolerance}")
     residual = kernel(inputs, diag=True).clone()

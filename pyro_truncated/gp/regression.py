@@ -8,6 +8,7 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.hyperparameters import NOISE, Box, Parameters, covariance, make_kernel, maximize, parameters_of
 from pyro_truncated.gp.leave_one_out import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, stable_cholesky
@@ -17,7 +18,8 @@ from pyro_truncated.gp.subset.problem import SubsetProblem
 from pyro_truncated.gp.subset.row_sample import sample_rows
 from pyro_truncated.gp.subset.search import Budget
 
-_CONSTANT_COLUMN = 1e-8
+# Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
+_CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
 _FIT_JITTER = 1e-8
 # Of more data, pivots are chosen from a random sample.
 _MOST_CANDIDATES = 20_000
@@ -91,8 +93,7 @@ class LeaveOneOutRegression:
     ) -> None:
         if inputs.dim() != 2 or not inputs.numel() or not bool(inputs.isfinite().all()):
             raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
-        if rank is not None and rank < 1:
-            raise ValueError(f"rank must be a positive integer or None; got {rank}")
+        rank = None if rank is None else check_count("rank", rank)
         if not noise > 0:
             raise ValueError(f"noise must be a positive variance; got {noise}")
         if fitc and rank is None:
@@ -144,7 +145,7 @@ class LeaveOneOutRegression:
         """
         self._targets = self._checked(targets)
         chosen = slice(None) if rows is None else rows
-        known = self._targets[:, self._targets[chosen].var(0, correction=0) > _CONSTANT_COLUMN]
+        known = self._targets[:, _varies(self._targets[chosen])]
         if not known.numel():
             return float("nan")
         if self.pivots == "targets":
@@ -289,3 +290,9 @@ class LeaveOneOutRegression:
             expected = f"({len(self.inputs)}, P)"
             raise ValueError(f"targets must be finite and of shape {expected}, one row per input; got shape {tuple(targets.shape)}")
         return targets.detach().double()
+
+
+def _varies(targets: Tensor) -> Tensor:
+    """Which outputs ``(N, P)`` are not constant, in whatever units: ``(P,)``."""
+    variance = targets.var(0, correction=0)
+    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * targets.square().mean(0))

@@ -10,6 +10,7 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor
 
+from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.active_set import covariance, prior_variance
 from pyro_truncated.gp.pivoted_cholesky import pivoted_cholesky
 
@@ -90,13 +91,14 @@ class Splits(abc.ABC):
     """
 
     def __init__(self, num_data: int, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
-        if not 0 < batch_size <= num_data:
+        num_data, batch_size = check_counts(num_data=num_data, batch_size=batch_size)
+        if batch_size > num_data:
             raise ValueError(f"batch_size must lie in 1 .. {num_data}; got {batch_size}")
         self.num_data, self.batch_size, self.num_active, self.generator = num_data, batch_size, num_active, generator
         self._size(0)
 
     def _size(self, epoch: int) -> int:
-        size = self.num_active(epoch) if callable(self.num_active) else self.num_active
+        size = check_count("num_active", self.num_active(epoch) if callable(self.num_active) else self.num_active, least=0)
         split_weights(self.batch_size, size, self.num_data)
         return size
 
@@ -265,6 +267,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
 
 def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
     """A size of the active set that grows linearly from ``start`` to ``stop`` within a number of epochs and then stays."""
-    if not 0 < start <= stop or epochs < 1:
-        raise ValueError(f"sizes must satisfy 0 < start <= stop, and epochs be positive; got {start}, {stop}, {epochs}")
+    start, stop, epochs = check_counts(start=start, stop=stop, epochs=epochs)
+    if start > stop:
+        raise ValueError(f"sizes must satisfy start <= stop; got {start} and {stop}")
     return lambda epoch: start + round((stop - start) * min(1.0, epoch / epochs))

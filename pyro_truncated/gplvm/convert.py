@@ -11,6 +11,7 @@ import xarray as xr
 from torch import Tensor
 
 from pyro_truncated._arviz_compat import make_idata
+from pyro_truncated.counts import check_counts
 
 if TYPE_CHECKING:
     from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
@@ -42,10 +43,7 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     Raises:
         ValueError: if ``num_samples`` or ``num_chains`` is not positive or the data do not fit the model.
     """
-    if num_samples < 1:
-        raise ValueError(f"num_samples must be at least 1; got {num_samples}")
-    if num_chains < 1:
-        raise ValueError(f"num_chains must be at least 1; got {num_chains}")
+    num_samples, num_chains = check_counts(num_samples=num_samples, num_chains=num_chains)
     views = model.check_data(y)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**31, ()) if seed is None else seed))

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.inducing import Observations, Prediction, predict
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
@@ -126,6 +127,7 @@ class Posterior:
         Raises:
             ValueError: if no view is given or the shapes do not fit.
         """
+        steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
         data = self._observed(y)
         used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
         loc = self._start(data, used, candidates)
@@ -154,7 +156,7 @@ class Posterior:
     @torch.no_grad()
     def _start(self, data: dict[int, Observations], used: Tensor, candidates: int) -> Tensor:
         """For each data point, the latent mean of the training point under which its outputs are most probable."""
-        every = max(1, self.model.num_data // max(1, candidates))
+        every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
         score = -(used * loc.double().square()).sum(1) / 2
         for c, view in data.items():

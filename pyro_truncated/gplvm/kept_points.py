@@ -8,6 +8,7 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor, nn
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.active_set import ActiveSet
 from pyro_truncated.gp.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.splits import Choose
@@ -71,8 +72,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     Raises:
         ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
     """
-    if size is not None and size < 1:
-        raise ValueError(f"size must be positive; got {size}")
+    size = None if size is None else check_count("size", size)
     gaps = outputs.isnan().sum(-1)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.active_set import conditional_log_prob
 
 # Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
@@ -72,8 +73,7 @@ def _checked_norm(data: Tensor, num: int) -> Tensor:
     size: Tensor = torch.linalg.vector_norm(data, dtype=torch.float64)
     if data.ndim != 2 or data.numel() == 0 or not bool(size.isfinite()):
         raise ValueError(f"data must be a finite matrix (N, D) that is not empty; got shape {tuple(data.shape)} and norm {float(size)}")
-    if num < 1:
-        raise ValueError(f"num must be positive; got {num}")
+    check_count("num", num)
     return size
 
 
@@ -153,8 +153,9 @@ def maximize_latents(objective: Callable[[Tensor], Tensor], begin: Tensor, steps
     Raises:
         ValueError: if there is no start, or ``steps`` is negative.
     """
-    if not len(begin) or steps < 0:
-        raise ValueError(f"starts must be positive and steps not negative; got {len(begin)}, {steps}")
+    steps = check_count("steps", steps, least=0)
+    if not len(begin):
+        raise ValueError("begin must hold a start at least; got none")
     best = begin.clone()
     value = torch.full(begin.shape[:-1], -math.inf, dtype=begin.dtype, device=begin.device)
     z = begin.clone().requires_grad_()

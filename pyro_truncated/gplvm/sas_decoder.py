@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.arrays import takes_arrays
+from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_set import ActiveSet
 from pyro_truncated.gp.projected_set import ProjectedSet
@@ -104,13 +105,12 @@ class SASDecoder(UniqueModule):
         kernel: kernels.Kernel | None = None,
     ) -> None:
         super().__init__()
-        if min(num_data, num_outputs, latent_dim) < 1:
-            raise ValueError(f"num_data, num_outputs and latent_dim must be positive; got {num_data}, {num_outputs}, {latent_dim}")
+        num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
         if kernel is not None and kernel.input_dim != latent_dim:
             raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.batch_size = num_data if batch_size is None else batch_size
-        self.num_active = min(200, self.batch_size // 2) if num_active is None else num_active
+        self.batch_size = num_data if batch_size is None else check_count("batch_size", batch_size)
+        self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
         split_weights(self.batch_size, self.num_active, num_data)
         self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
         self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
@@ -136,6 +136,7 @@ class SASDecoder(UniqueModule):
         Raises:
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
+        steps = check_count("steps", steps, least=0)
         self._check_data(x)
         self._check_latents(latents)
         self._kept = None
@@ -227,8 +228,7 @@ class SASDecoder(UniqueModule):
         self._check_data(x)
         if self.encoder is not None:
             raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
-        if num_active < 1:
-            raise ValueError(f"num_active must be positive; got {num_active}")
+        num_active = check_count("num_active", num_active)
         self._kept = None
         device = None if generator is None else generator.device
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
@@ -419,6 +419,7 @@ class SASDecoder(UniqueModule):
 
     def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
+        block = check_count("block", block)
         posterior = self.posterior()
         with torch.no_grad():
             pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
@@ -439,6 +440,7 @@ class SASDecoder(UniqueModule):
             block: data points at a time.
         """
         self._check_points(x)
+        starts, steps, block = check_count("starts", starts), check_count("steps", steps, least=0), check_count("block", block)
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
         posterior, found = self.posterior(), []
         for rows in torch.arange(len(x), device=x.device).split(block):
@@ -450,7 +452,7 @@ class SASDecoder(UniqueModule):
 
     def sample(self, num: int) -> Tensor:
         """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
-        z = torch.randn(num, self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
+        z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
         mean, variance = self.predict(z, noise=False)
         return mean + variance.sqrt() * torch.randn_like(mean)
 

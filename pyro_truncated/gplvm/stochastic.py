@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gplvm.inducing import InducingPosterior
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.training import NEARLY_ON
@@ -98,8 +99,7 @@ def fit_minibatches(
     Raises:
         ValueError: if the model is collapsed, or a number is out of range.
     """
-    if steps < 0 or batch_size < 1:
-        raise ValueError(f"steps must not be negative and batch_size be positive; got {steps} and {batch_size}")
+    steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
     views = model.check_data(y)
     if model.collapsed:
         raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")

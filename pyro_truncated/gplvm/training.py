@@ -13,6 +13,7 @@ import torch
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gplvm.initialization import Start, initialize
 from pyro_truncated.gplvm.relevance import SpikeSlabMRD, Views
 
@@ -40,6 +41,7 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
     Returns:
         The bound, never below that of the start.
     """
+    steps = check_count("steps", steps, least=0)
     size = float(sum(v.numel() for v in model.check_data(y)))
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
     with torch.no_grad():
@@ -177,10 +179,9 @@ def fit(
     Raises:
         ValueError: if a count is out of range, or the data do not fit the model.
     """
-    numbers = {"num_starts": num_starts, "steps": steps, "warm_up": warm_up, "rounds": rounds, "removal_steps": removal_steps}
-    for name, number in numbers.items():
-        if number < (1 if name == "num_starts" else 0):
-            raise ValueError(f"{name} must not be below {1 if name == 'num_starts' else 0}; got {number}")
+    numbers = {"steps": steps, "warm_up": warm_up, "rounds": rounds, "removal_steps": removal_steps}
+    steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
+    num_starts = check_count("num_starts", num_starts)
     reached: list[float] = []
     best: tuple[dict[str, Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.

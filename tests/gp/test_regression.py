@@ -254,7 +254,7 @@ def test_covariance_at_other_parameters(data: tuple[Tensor, Tensor]) -> None:
         ({"inputs": torch.full((3, 2), torch.nan)}, ValueError, "inputs must be finite"),
         ({"kernel": "cubic"}, ValueError, "kernel must be one of 'linear', 'rbf', 'composition', or a kernel of .*; got 'cubic'"),
         ({"kernel": 3}, TypeError, "kernel must be a name or a kernel of pyro.contrib.gp.kernels; got int"),
-        ({"rank": 0}, ValueError, "rank must be a positive integer or None; got 0"),
+        ({"rank": 0}, ValueError, "rank must be a positive integer; got 0"),
         ({"noise": 0.0}, ValueError, "noise must be a positive variance; got 0.0"),
         ({"fitc": True}, ValueError, "fitc=True needs a rank"),
         ({"pivots": "best"}, ValueError, 'pivots must be "variance" or "targets"'),
@@ -286,3 +286,14 @@ def test_kernels_leave_the_parameter_store_as_it_is():
     covariance(kernel, {"variance_unconstrained": torch.zeros(()), "lengthscale_unconstrained": torch.zeros(())})(torch.randn(4, 3))
     assert weight.unconstrained() is weight
     assert list(pyro.get_param_store().keys()) == ["weight"]
+
+
+@pytest.mark.parametrize("unit", [1e-12, 1.0, 1e12])
+def test_constant_outputs_in_any_units(unit):
+    x = torch.linspace(-1, 1, 20, dtype=torch.float64)[:, None]
+    varying = unit * torch.cat([x, x.sin() + 1], 1)
+    constant = unit * torch.full((20, 2), 0.1, dtype=torch.float64)
+    for targets in (varying, torch.cat([varying, constant], 1)):
+        assert LeaveOneOutRegression(x, "rbf").fit(targets, 2) == LeaveOneOutRegression(x, "rbf").fit(varying, 2)
+        assert math.isfinite(LeaveOneOutRegression(x, "rbf").fit(targets, 2))
+    assert math.isnan(LeaveOneOutRegression(x, "rbf").fit(constant, 2))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
 
 _CHUNK = 2**22
@@ -80,8 +81,7 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
     Reference:
         Shervashidze, Schweitzer, van Leeuwen, Mehlhorn and Borgwardt, "Weisfeiler-Lehman graph kernels", JMLR 12 (2011).
     """
-    if iterations < 0:
-        raise ValueError(f"iterations must not be negative; got {iterations}")
+    iterations = check_count("iterations", iterations, least=0)
     label = mix(graphs.node_label)
     source = torch.cat([graphs.edges[0], graphs.edges[1]])
     target = torch.cat([graphs.edges[1], graphs.edges[0]])

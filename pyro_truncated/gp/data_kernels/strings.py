@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine
 
 
@@ -23,8 +24,7 @@ def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> H
     Reference:
         Leslie, Eskin and Noble, "The spectrum kernel: a string kernel for SVM protein classification", PSB 2002.
     """
-    if length < 1:
-        raise ValueError(f"length must be at least 1; got {length}")
+    length = check_count("length", length)
     text = "".join(strings)
     letters = torch.frombuffer(bytearray(text.encode("utf-32-le")), dtype=torch.int32).long() if text else torch.zeros(0, dtype=torch.int64)
     sizes = torch.tensor([len(string) for string in strings], dtype=torch.int64)

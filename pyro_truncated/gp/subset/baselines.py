@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem
@@ -34,9 +35,7 @@ class TitsiasSearch(SubsetSearch):
     """
 
     def __init__(self, candidates: int = 16) -> None:
-        if candidates < 1:
-            raise ValueError(f"candidates must be at least 1; got {candidates}")
-        self.candidates = candidates
+        self.candidates = check_count("candidates", candidates)
 
     @torch.no_grad()
     def improve(

@@ -13,6 +13,7 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_counts
 from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem, check_index, independent_cholesky
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
 
@@ -188,17 +189,16 @@ class CholQRSearch(SubsetSearch):
         redraw: float = 0.2,
         members_per_pass: int = 60,
     ) -> None:
-        if information_pivots < 1 or members_per_pass < 1:
-            raise ValueError(f"information_pivots and members_per_pass must be positive; got {information_pivots} and {members_per_pass}")
+        self.information_pivots, self.members_per_pass = check_counts(
+            information_pivots=information_pivots, members_per_pass=members_per_pass
+        )
         if pivots not in ("random", "optimized"):
             raise ValueError(f'pivots must be "random" or "optimized"; got {pivots!r}')
         if not 0 <= redraw <= 1:
             raise ValueError(f"redraw must be a probability; got {redraw}")
-        self.information_pivots = information_pivots
         self.pivots = pivots
         self.adaptive = adaptive
         self.redraw = redraw
-        self.members_per_pass = members_per_pass
 
     @torch.no_grad()
     def improve(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.problem import SubsetProblem, check_index
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw
@@ -48,15 +49,10 @@ class ExchangeSearch(SubsetSearch):
         candidates_per_input: int = 16,
         single_swaps: bool = True,
     ) -> None:
-        sizes = {"information_pivots": information_pivots, "pool": pool, "patience": patience, "candidates_per_input": candidates_per_input}
-        for name, value in (sizes | {"block": 1 if block is None else block}).items():
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1; got {value}")
-        self.information_pivots = information_pivots
-        self.pool = pool
-        self.block = block
-        self.patience = patience
-        self.candidates_per_input = candidates_per_input
+        self.information_pivots, self.pool, self.patience, self.candidates_per_input = check_counts(
+            information_pivots=information_pivots, pool=pool, patience=patience, candidates_per_input=candidates_per_input
+        )
+        self.block = None if block is None else check_count("block", block)
         self.single_swaps = single_swaps
 
     @torch.no_grad()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.arrays import as_tensors
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.evidence import Basis
@@ -66,7 +67,8 @@ class InducingSubset:
     ) -> None:
         self.kernel = as_data_kernel(kernel)
         self.problem = SubsetProblem(self.kernel, _matrix(targets), float(noise), objective)
-        if not 1 <= num_inducing <= self.problem.num_data:
+        num_inducing = check_count("num_inducing", num_inducing)
+        if num_inducing > self.problem.num_data:
             raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
         self.num_inducing = num_inducing
         self.search = make_search(algorithm)

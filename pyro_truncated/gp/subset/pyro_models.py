@@ -17,6 +17,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.arrays import as_tensors
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, as_data_kernel, positive_parameter
 from pyro_truncated.gp.leave_one_out import stable_cholesky
 from pyro_truncated.gp.own_store import empty_store
@@ -49,7 +50,8 @@ class SubsetModel(UniqueModule, Parameterized):
         n, y = self.kernel.num_data, as_tensors(y)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
-        if not 1 <= num_inducing <= n:
+        num_inducing = check_count("num_inducing", num_inducing)
+        if num_inducing > n:
             raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         index = torch.randperm(n)[:num_inducing].to(y.device) if index is None else check_index(index, n)
         if len(index) != num_inducing:

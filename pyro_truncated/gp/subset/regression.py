@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
 from pyro_truncated.gp.subset.evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
@@ -100,7 +101,8 @@ class SubsetGPRegression(torch.nn.Module):
         n = self.kernel.num_data
         if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
             raise ValueError(f"targets must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
-        if not 1 <= num_inducing <= n:
+        num_inducing = check_count("num_inducing", num_inducing)
+        if num_inducing > n:
             raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         if not NOISE_FLOOR < noise < math.inf:
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
@@ -186,6 +188,10 @@ class SubsetGPRegression(torch.nn.Module):
         """
         if polish and not isinstance(self.kernel, InputKernel):
             raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
+        hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
+        max_epochs = check_count("max_epochs", max_epochs, least=0)
+        polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
+        max_rows = None if max_rows is None else check_count("max_rows", max_rows)
         n, m = len(self.targets), self.num_inducing
         num_rows = (n if n <= _MANY_ROWS else max(_SOME_ROWS, 4 * m)) if max_rows is None else max_rows
         if num_rows < m:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from pyro_truncated.counts import check_count
 from pyro_truncated.gp.subset.problem import SubsetProblem
 
 
@@ -39,9 +40,11 @@ class Budget:
     history: list[tuple[float, int, float]] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("max_swaps", "max_attempts", "max_seconds"):
-            if (limit := getattr(self, name)) is not None and limit < 0:
-                raise ValueError(f"{name} must not be negative; got {limit}")
+        for name in ("max_swaps", "max_attempts"):
+            if (limit := getattr(self, name)) is not None:
+                setattr(self, name, check_count(name, limit, least=0))
+        if self.max_seconds is not None and not self.max_seconds >= 0:
+            raise ValueError(f"max_seconds must be a number of at least 0; got {self.max_seconds}")
         self._start = self.clock()
         self._bar: tqdm[None] | None = None
 

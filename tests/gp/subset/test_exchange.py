@@ -190,7 +190,7 @@ def test_budget_limits():
     budget = Budget(max_seconds=5, clock=lambda: float(next(ticks)))
     ExchangeSearch().improve(problem, 20, index, budget)
     assert budget.attempts < 5
-    with pytest.raises(ValueError, match="max_swaps must not be negative; got -1"):
+    with pytest.raises(ValueError, match="max_swaps must be an integer of at least 0; got -1"):
         Budget(max_swaps=-1)
 
 
@@ -219,7 +219,7 @@ def test_cholesky_without_dependent_rows():
 
 @pytest.mark.parametrize("option", ["information_pivots", "pool", "block", "patience", "candidates_per_input"])
 def test_sizes_are_checked(option):
-    with pytest.raises(ValueError, match=f"{option} must be at least 1; got 0"):
+    with pytest.raises(ValueError, match=f"{option} must be a positive integer; got 0"):
         ExchangeSearch(**{option: 0})
 
 
