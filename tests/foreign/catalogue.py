@@ -18,11 +18,4 @@ from tests.foreign import (  # noqa: F401
 __all__ = ["MODELS", "OPEN"]
 
 # Name and reason. Nothing of it is tested; the table shows it.
-OPEN: dict[str, str] = {
-    "first_column": "does not vectorise",
-    "hmm_0": "a sequential plate",
-    "polynomial_degree": "does not vectorise",
-    "potts_segmentation": "inner plates without a data plate",
-    "sequential_mixture": "a sequential plate",
-    "spike_and_slab": "does not vectorise",
-}
+OPEN: dict[str, str] = {}

@@ -20,8 +20,8 @@ def hmm_0() -> Foreign:
     """Model 0 of Pyro's hmm.py: sequences in a sequential plate, tones in a vectorised one."""
 
     def model(sequences, lengths):
-        probs_x = pyro.sample("probs_x", dist.Dirichlet(0.9 * torch.eye(2) + 0.1).to_event(1))
-        probs_y = pyro.sample("probs_y", dist.Beta(0.5, 0.9).expand([2, 2]).to_event(2))
+        probs_x = pyro.param("probs_x", 0.4 * torch.eye(2) + 0.3, constraint=dist.constraints.simplex)
+        probs_y = pyro.param("probs_y", torch.tensor([[0.2, 0.7], [0.6, 0.4]]), constraint=dist.constraints.unit_interval)
         tones = pyro.plate("tones", sequences.shape[-1], dim=-1)
         for i in pyro.plate("sequences", len(sequences)):
             x = 0
@@ -30,7 +30,9 @@ def hmm_0() -> Foreign:
                 with tones:
                     pyro.sample(f"y_{i}_{t}", dist.Bernoulli(Vindex(probs_y)[x.unsqueeze(-1), torch.arange(2)]), obs=sequences[i, t])
 
-    return Foreign(model, (_tones(), torch.tensor([3, 2])), plates=())
+    return Foreign(
+        model, (_tones(), torch.tensor([3, 2])), plates=(), limits={"AutoGuideList": "AutoGuide does not support sequential pyro.plate"}
+    )
 
 
 @foreign

@@ -123,7 +123,7 @@ def converts(case: Foreign) -> None:
 def checks_truncation(case: Foreign) -> None:
     """``check_truncation`` of all states finds nothing wrong, with default arguments but for the number of draws."""
     guide = trained(case)
-    report = check_truncation(guide, *case.args, num_samples=20, **case.kwargs)
+    report = check_truncation(guide, *case.args, num_samples=30, **case.kwargs)
     assert "data points" in str(report)
     assert report.exact is not None
     assert float(report.exact.gap.abs().max()) < 1e-9

@@ -37,7 +37,9 @@ def as_a_new_user(name: str) -> Iterator[Foreign]:
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.random.fork_rng(devices=[]), pyro.get_param_store().scope():
+        with torch.random.fork_rng(devices=[]), pyro.get_param_store().scope(), warnings.catch_warnings():
+            # Models that do not take many states at once say so, and are right all the same.
+            warnings.filterwarnings("ignore", message="the model does not take many states at once")
             pyro.set_rng_seed(sum(map(ord, name)))
             yield MODELS[name]()
     finally:

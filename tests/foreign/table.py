@@ -26,7 +26,7 @@ Written by `python -m tests.foreign.table`. Each model was written after a publi
   float64, continuous latents under `AutoDelta`. Every bound of half of the states lay below the evidence.
 - *Habits*: `fit`, `Predictive`, `Predictive(parallel=True)`, `to_arviz` with `az.summary`, `az.loo` and `az.plot_ppc`, `check_truncation`,
   `infer`, `state_dict`, an `AutoGuideList` with each of `AutoDelta`, `AutoNormal`, `AutoDiagonalNormal`, `AutoMultivariateNormal` and
-  `AutoLowRankMultivariateNormal` (losses against brute force for the same draws), `median`, copies. Said there: what the library refuses
+  `AutoLowRankMultivariateNormal` (losses against brute force for the same draws), `median`, copies. Said there: what is refused
   with a reason, and what Pyro cannot do with this model whatever the guide is.
 
 """
