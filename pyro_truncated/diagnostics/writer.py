@@ -139,7 +139,10 @@ class Writer:
             return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
         # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
         is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
-        return values.to(torch.int32) if is_whole else values
+        if is_whole:
+            return values.to(torch.int32)
+        # Beside data that are NaN where hidden, and so are floats, integers would be counted in bins that reach to NaN.
+        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
     def observed_data(self) -> xr.Dataset:
         """Values of the observed sites; NaN where a mask hides them from the model."""

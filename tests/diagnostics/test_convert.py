@@ -480,3 +480,18 @@ def test_data_that_a_prior_draw_makes_impossible_convert(generator):
         idata = to_arviz(model, guide, y, num_samples=4)
         found = torch.tensor(idata.log_likelihood["y"].values).reshape(-1, 3)
         torch.testing.assert_close(found, expected.double().expand_as(found), rtol=0, atol=1e-4)
+
+
+def test_classes_that_are_partly_observed_are_plotted():
+    def model(y: Tensor, classes: Tensor, known: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)), obs=classes, obs_mask=known)
+            pyro.sample("y", dist.Normal(1.0 * z, 1.0), obs=y)
+
+    data = torch.randn(4), torch.tensor([0, 2, 0, 1]), torch.tensor([True, True, False, True])
+    guide = AutoTruncated(model, 3)
+    idata = convert(model, guide, *data, num_samples=10, seed=0)
+    for group in ("observed_data", "posterior_predictive"):
+        assert get_dataset(idata, group)["z_observed"].dtype.kind == "f"
+    if hasattr(az, "plot_ppc"):  # ArviZ 1.x calls it otherwise.
+        az.plot_ppc(idata, num_pp_samples=5)

@@ -114,10 +114,12 @@ def converts(case: Foreign) -> None:
             # Few data, few draws: what ArviZ thinks of its estimate is not the question.
             warnings.simplefilter("ignore", UserWarning)
             az.loo(idata, var_name=name)
-    if "posterior_predictive" in idata:
+    # Binary data that are hidden in part are floats, whose densities ArviZ cannot draw where they are constant.
+    complete = [name for name in idata.get("posterior_predictive", {}) if np.isfinite(idata.observed_data[name]).all()]
+    if complete:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Your data appears to have a single value")
-            az.plot_ppc(idata, num_pp_samples=3)
+            az.plot_ppc(idata, num_pp_samples=3, var_names=complete)
 
 
 def checks_truncation(case: Foreign) -> None:
