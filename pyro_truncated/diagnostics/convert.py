@@ -19,7 +19,7 @@ from pyro_truncated._arviz_compat import make_idata
 from pyro_truncated.diagnostics.drawn import Draws
 from pyro_truncated.diagnostics.draws import draw
 from pyro_truncated.diagnostics.predictive import affordable, conditional_likelihoods, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.values import training_dataset, variable_name
+from pyro_truncated.diagnostics.values import is_discrete, training_dataset, variable_name
 from pyro_truncated.diagnostics.writer import Coords, Dims, Writer
 
 _ON_DATA = (
@@ -30,6 +30,7 @@ _ON_DATA = (
     "log_likelihood",
     "log_likelihood_conditional",
 )
+_VALUES = _ON_DATA[:4]
 _BY_CHAIN = ("posterior", "sample_stats", "log_prior", "prior", *_ON_DATA[1:])
 _SHARED = ("observed_data", "constant_data")
 
@@ -241,7 +242,18 @@ def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Write
         return datasets
     (plate,) = writer.datum
     chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
-    return {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
+    kept = {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
+    return _counted(kept, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
+
+
+def _counted(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
+    """Counts that were floats for the sake of hidden entries only, which are gone, as integers."""
+    data = datasets["observed_data"]
+    whole = [name for name in names if name in data and data[name].dtype.kind == "f" and bool((data[name] == data[name].round()).all())]
+    return {
+        group: values.assign({name: values[name].astype(np.int32) for name in whole if name in values}) if group in _VALUES else values
+        for group, values in datasets.items()
+    }
 
 
 def _has_parameters_drawn(draws: Draws) -> bool:

@@ -495,3 +495,18 @@ def test_classes_that_are_partly_observed_are_plotted():
         assert get_dataset(idata, group)["z_observed"].dtype.kind == "f"
     if hasattr(az, "plot_ppc"):  # ArviZ 1.x calls it otherwise.
         az.plot_ppc(idata, num_pp_samples=5)
+
+
+def test_counts_are_integers_where_masks_hide_whole_data_points():
+    def model(y: Tensor, seen: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            with poutine.mask(mask=seen):
+                pyro.sample("y", dist.Poisson(1.0 + z), obs=y)
+
+    guide = AutoTruncated(model, 2)
+    idata = convert(model, guide, torch.tensor([0.0, 2.0, 1.0]), torch.tensor([True, False, True]), num_samples=10, seed=0)
+    for group in ("observed_data", "posterior_predictive"):
+        assert get_dataset(idata, group)["y"].dtype == np.int32
+    assert get_dataset(idata, "observed_data")["y"].values.tolist() == [0, 1]
+    assert get_dataset(idata, "log_likelihood")["y"].dtype.kind == "f"

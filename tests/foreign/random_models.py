@@ -299,6 +299,8 @@ def draw(seed: int) -> Program:
     discrete = _draw_discrete(rng, layout, num_data)
     observed = _draw_observed(rng, name, discrete, num_data)
     subsample = torch.tensor(sorted(rng.sample(range(num_data + 2), num_data))) if name == "plate" and rng.random() < 0.2 else None
+    if any(statement.kind == "thinned" for statement in discrete):
+        subsample = None  # Refused with the cure: how far a count reaches may differ between data points that nobody has seen.
     kinds = [None, None, "global"] if subsample is not None else [None, None, "global", "local", "slab"]
     # Pyro's guide lists refuse sequential plates, whatever is in them.
     kinds = [None] if name == "sequential" else kinds

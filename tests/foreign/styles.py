@@ -105,9 +105,10 @@ def module_with_parameters() -> Foreign:
             self.noise = PyroParam(torch.tensor(0.7), constraint=constraints.positive)
 
         def forward(self, y):
+            bias = self.linear.bias  # Sampled where it is first asked for: outside of the plate.
             with pyro.plate("data", len(y)):
                 s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
-                pyro.sample("y", dist.Normal(self.linear(s), self.noise).to_event(1), obs=y)
+                pyro.sample("y", dist.Normal(s @ self.linear.weight.mT + bias, self.noise).to_event(1), obs=y)
 
     return Foreign(Net(), (torch.randn(4, 2),))
 
