@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.hyperparameters import NOISE, Box, Parameters, covariance, make_kernel, maximize, parameters_of
 from pyro_truncated.gp.leave_one_out import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, stable_cholesky
 from pyro_truncated.gp.pivoted_cholesky import Covariance, PivotedCholesky, cholesky_at, pivoted_cholesky
@@ -72,7 +73,8 @@ class LeaveOneOutRegression:
         noise: the current noise variance, a scalar tensor.
 
     Raises:
-        ValueError: for inputs that are no finite matrix, an unknown kernel or a number out of range.
+        ValueError: for inputs that are no finite matrix, a kernel that is unknown, not symmetric or not positive, or a number out of
+            range.
 
     Reference:
         Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
@@ -113,6 +115,8 @@ class LeaveOneOutRegression:
         self.generator = generator
         self._chosen: Tensor | None = None
         self.kernel = make_kernel(kernel, self.inputs)
+        if not isinstance(kernel, str):
+            check_kernel(self.kernel, self.inputs)
         start = parameters_of(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
         self._box = Box(self.kernel)
         self._targets: Tensor | None = None
@@ -125,6 +129,8 @@ class LeaveOneOutRegression:
 
     def standardize(self, inputs: Tensor) -> Tensor:
         """Inputs ``(M, D)`` as the kernel sees them."""
+        if not bool(inputs.isfinite().all()):
+            raise ValueError("inputs must be finite; they hold NaN or infinity")
         return (inputs.double() - self._centre) / self._spread
 
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:

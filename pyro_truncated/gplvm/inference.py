@@ -68,6 +68,8 @@ class Posterior:
     @torch.no_grad()
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
         """Outputs of a view at any spike-and-slab inputs, in blocks of data points."""
+        if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
+            raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
         process, posterior = self.model.views[view], self.inducing[view]
         rows = max(1, _BLOCK_BYTES // (32 * (len(process.inducing) ** 2 + process.num_observed ** (2 if full_covariance else 1))))
         noise = process.noise.double()

@@ -21,6 +21,7 @@ from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_set import ActiveSet
+from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.projected_set import ProjectedSet
 from pyro_truncated.gp.splits import Choose, Split, least_variance, split_weights
 from pyro_truncated.gplvm.kept_points import KeptPoints, checksum, is_same, keep_points
@@ -108,6 +109,9 @@ class SASDecoder(UniqueModule):
         num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
         if kernel is not None and kernel.input_dim != latent_dim:
             raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+        if kernel is not None:
+            like = next(kernel.parameters(), torch.zeros(()))
+            check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
         self.batch_size = num_data if batch_size is None else check_count("batch_size", batch_size)
         self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
@@ -420,6 +424,8 @@ class SASDecoder(UniqueModule):
     def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
         block = check_count("block", block)
+        if not bool(latents.isfinite().all()):
+            raise ValueError("latents must be finite; they hold NaN or infinity")
         posterior = self.posterior()
         with torch.no_grad():
             pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]

@@ -11,6 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gp.kernels import LinearARD
 from pyro_truncated.gp.psi_statistics import PsiStatistics, covariance_of, psi_statistics
@@ -129,7 +130,9 @@ def make_kernel(kernel: str | kernels.Kernel | Callable[[], kernels.Kernel], num
         TypeError: for anything but a name, a kernel or a function that makes one.
     """
     if isinstance(kernel, kernels.Kernel):
-        return kernel.to(like)
+        kernel = kernel.to(like)
+        check_kernel(kernel, torch.randn(50, num_latents, generator=torch.Generator().manual_seed(0)).to(like))
+        return kernel
     if callable(kernel):
         return make_kernel(kernel(), num_latents, like)
     if not isinstance(kernel, str):

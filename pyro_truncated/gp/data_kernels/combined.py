@@ -44,11 +44,19 @@ class PrecomputedKernel(DataKernel):
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of the objects at positions ``new`` with the training inputs at positions ``index``."""
-        return self.variance * self.matrix[new[:, None], self.known[index]]
+        found: Tensor = self.variance * self.matrix[self._positions(new)[:, None], self.known[index]]
+        return found
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of the objects at positions ``new``."""
-        return self.variance * self.matrix.diagonal()[new]
+        found: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
+        return found
+
+    def _positions(self, given: Any) -> Tensor:
+        new: Tensor = torch.as_tensor(given, device=self.matrix.device)
+        if new.dim() != 1 or new.is_floating_point() or (len(new) and not 0 <= int(new.min()) <= int(new.max()) < len(self.matrix)):
+            raise ValueError(f"new inputs must be a vector of positions from 0 to {len(self.matrix) - 1} among the objects of the matrix")
+        return new
 
 
 class IdentityKernel(DataKernel):

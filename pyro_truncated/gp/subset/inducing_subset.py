@@ -10,6 +10,7 @@ from torch import Tensor
 from pyro_truncated.arrays import as_tensors
 from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.evidence import Basis
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
@@ -49,7 +50,7 @@ class InducingSubset:
         history: seconds, swaps and objective after each change since the start.
 
     Raises:
-        ValueError: if targets, noise or names are not as above.
+        ValueError: if targets, noise or names are not as above, or the kernel is none: not finite, not symmetric or not positive.
         TypeError: if the kernel offers no covariances.
     """
 
@@ -67,6 +68,7 @@ class InducingSubset:
     ) -> None:
         self.kernel = as_data_kernel(kernel)
         self.problem = SubsetProblem(self.kernel, _matrix(targets), float(noise), objective)
+        check_data_kernel(self.kernel)
         num_inducing = check_count("num_inducing", num_inducing)
         if num_inducing > self.problem.num_data:
             raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")

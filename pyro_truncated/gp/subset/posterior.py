@@ -70,6 +70,9 @@ class SparsePosterior:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
         cross = self.basis.cross(new)
         prior = self.basis.kernel.diag_new(new).double()
+        strange = ~(cross.isfinite().all(1) & prior.isfinite())
+        if bool(strange.any()):
+            raise ValueError(f"the kernel is not finite at new input {int(strange.nonzero()[0])}; check the new inputs")
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
     @torch.no_grad()

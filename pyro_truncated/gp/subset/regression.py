@@ -15,6 +15,7 @@ from tqdm.auto import tqdm
 
 from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.inducing_subset import make_search
@@ -77,7 +78,7 @@ class SubsetGPRegression(torch.nn.Module):
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
-        ValueError: if a shape, a name or a number is not as above.
+        ValueError: if a shape, a name or a number is not as above, or the kernel is none: not finite, not symmetric or not positive.
     """
 
     index: Tensor
@@ -108,6 +109,7 @@ class SubsetGPRegression(torch.nn.Module):
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         if objective not in (*OBJECTIVES, "fitc"):
             raise ValueError(f'objective must be one of {", ".join(OBJECTIVES)} and "fitc"; got {objective!r}')
+        check_data_kernel(self.kernel)
         self.num_inducing = num_inducing
         self.objective = objective
         self.search = make_search(algorithm)

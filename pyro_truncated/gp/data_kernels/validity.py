@@ -1,0 +1,72 @@
+"""What makes a covariance function one, looked at on a few inputs; and covariances with new inputs that are numbers."""
+
+from __future__ import annotations
+
+import copy
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels.protocol import DataKernel
+
+_MOST_INPUTS = 100
+# Relative to the largest covariance; single precision loses most of its digits in differences of squares.
+_TOLERANCE = {torch.float64: 1e-6}
+_COARSE = 1e-3
+
+
+@torch.no_grad()
+def check_data_kernel(kernel: DataKernel) -> None:
+    """Looks at the covariances of up to 100 evenly spaced training inputs.
+
+    Raises:
+        ValueError: if they are not finite, not symmetric, have negative variances or others than ``diag`` says, or are not positive.
+    """
+    rows = torch.linspace(0, kernel.num_data - 1, min(kernel.num_data, _MOST_INPUTS), dtype=torch.float64, device=kernel.device).long()
+    _check(type(kernel).__name__, kernel.columns(rows, rows), kernel.diag(rows), rows)
+
+
+@torch.no_grad()
+def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
+    """Looks at the covariances of the first of some inputs ``(N, D)``, 100 at most, as :func:`check_data_kernel` does."""
+    inputs = inputs.detach()[:_MOST_INPUTS]
+    # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
+    with poutine.block(), pyro.get_param_store().scope():
+        copied = copy.deepcopy(kernel)
+        _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
+
+
+def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
+    tolerance = _TOLERANCE.get(block.dtype, _COARSE)
+    block, diagonal = block.detach().double(), diagonal.detach().double()
+    finite = block.isfinite() & diagonal.isfinite()
+    if not bool(finite.all()):
+        first, second = (int(rows[k]) for k in (~finite).nonzero()[0])
+        raise ValueError(f"{name} is not finite between inputs {first} and {second}")
+    slack = tolerance * block.abs().max()
+    asymmetry = (block - block.mT).abs()
+    if bool((asymmetry > slack).any()):
+        a, b = divmod(int(asymmetry.argmax()), len(rows))
+        raise ValueError(
+            f"{name} is not symmetric: k(x_{int(rows[a])}, x_{int(rows[b])}) = {float(block[a, b]):.6g}, "
+            f"but k(x_{int(rows[b])}, x_{int(rows[a])}) = {float(block[b, a]):.6g}"
+        )
+    if bool((diagonal < 0).any()):
+        a = int(diagonal.argmin())
+        raise ValueError(f"{name} has a negative variance: k(x_{int(rows[a])}, x_{int(rows[a])}) = {float(diagonal[a]):.6g}")
+    difference = (block.diagonal() - diagonal).abs()
+    if bool((difference > slack).any()):
+        worst = int(difference.argmax())
+        raise ValueError(
+            f"{name} contradicts itself: the variance of input {int(rows[worst])} is {float(diagonal[worst]):.6g} by diag and "
+            f"{float(block[worst, worst]):.6g} by columns"
+        )
+    eigenvalues = torch.linalg.eigvalsh(block)
+    if bool(eigenvalues[0] < -tolerance * eigenvalues.abs().max()):
+        raise ValueError(
+            f"{name} is not positive semi-definite: the covariance matrix of {len(rows)} of its inputs has the eigenvalue "
+            f"{float(eigenvalues[0]):.6g}, beside the largest, {float(eigenvalues[-1]):.6g}"
+        )
