@@ -44,6 +44,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def converted(*args: P.args, **kwargs: P.kwargs) -> T:
+        """The method with tensors in the place of arrays; called as it is where there are none."""
         if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
         like = _number_of(args[0])

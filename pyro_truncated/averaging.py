@@ -14,7 +14,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.population import Population
 
 if TYPE_CHECKING:

@@ -207,6 +207,7 @@ def _remember(svi: SVI, params: Mapping[str, Tensor]) -> Callable[[], None]:
     generators = [(generator, generator.get_state()) for _, generator in _generators(svi)]
 
     def undo() -> None:
+        """Puts everything back as it was."""
         for part, held in parts:
             part.__dict__.update(held)
         with torch.no_grad():

@@ -97,6 +97,7 @@ class _Hashed:
         self.error: OSError | None = None
 
     def write(self, data: bytes) -> int:
+        """Writes and hashes; after an error, raises that error again."""
         if self.error is not None:
             raise self.error
         try:
@@ -107,6 +108,7 @@ class _Hashed:
             raise
 
     def flush(self) -> None:
+        """Flushes the file."""
         self.file.flush()
 
 

@@ -18,7 +18,7 @@ from pyro_truncated.counts import check_counts
 from pyro_truncated.em import ClosedForm, Statistics
 from pyro_truncated.given_draws import free_energy_given_draws
 from pyro_truncated.guide import AutoTruncated, Searching
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.log_joint import AllObservedError, LogJoint
 from pyro_truncated.parameters import refuse_shadowed
 from pyro_truncated.population import Population

@@ -25,8 +25,8 @@ from torch import Tensor
 from pyro_truncated import inspection
 from pyro_truncated.averaging import Call, average_over_draws, average_stored
 from pyro_truncated.counts import check_count, naming_empty_plates
-from pyro_truncated.inspection import ordinary_tensors, spare_random_numbers
-from pyro_truncated.isolation import free_plate_dims, isolated
+from pyro_truncated.inspection import ordinary_tensors
+from pyro_truncated.isolation import free_plate_dims, isolated, spare_random_numbers
 from pyro_truncated.log_joint import AllObservedError, Conditional, LogJoint, Scoring
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.plates import SharedPlates, model_plates, open_plates, recorded_subsamples, refuse_subsampled_latents, share_plates

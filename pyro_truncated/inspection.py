@@ -16,7 +16,6 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 
-from pyro_truncated.isolation import spare_random_numbers as spare_random_numbers
 from pyro_truncated.sites import latent_nodes
 from pyro_truncated.supports import PythonReads
 

@@ -18,8 +18,7 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.isolation import free_plate_dims
+from pyro_truncated.isolation import free_plate_dims, spare_random_numbers
 from pyro_truncated.siblings import parts_of
 
 

@@ -15,7 +15,7 @@ from pyro_truncated.elbo import Temperature, Truncated_ELBO
 from pyro_truncated.em import ClosedForm
 from pyro_truncated.gibbs import GibbsEM, GibbsGuide, GibbsModel
 from pyro_truncated.guide import AutoTruncated
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 

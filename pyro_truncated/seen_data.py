@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from pyro_truncated.inspection import ordinary_tensors, spare_random_numbers
+from pyro_truncated.inspection import ordinary_tensors
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.observed import ObservedValues
 from pyro_truncated.sites import is_delta, sample_nodes
 

@@ -24,7 +24,7 @@ from pyro_truncated.checkpoint_file import claimed
 from pyro_truncated.counts import check_count
 from pyro_truncated.guide import AutoTruncated
 from pyro_truncated.identity import describe_arguments, describe_run
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.parameters import ShadowWatch, refuse_shadowed
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.

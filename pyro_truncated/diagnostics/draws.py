@@ -14,7 +14,7 @@ from pyro_truncated.diagnostics.drawn import Draws
 from pyro_truncated.diagnostics.guide_draws import draw_from_guide, guide_trace_of
 from pyro_truncated.diagnostics.truncated_draws import draw_jointly, draw_states
 from pyro_truncated.guide import AutoTruncated
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.sites import sample_nodes
 
 

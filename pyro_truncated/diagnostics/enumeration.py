@@ -87,6 +87,7 @@ class Enumeration:
         configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
 
         def prepared(*args: Any, **kwargs: Any) -> Any:
+            """The model, called with its own arguments."""
             with Assign(given), _Silence(self.hidden):
                 return configured(*args, **kwargs)
 

@@ -21,8 +21,7 @@ from pyro_truncated.diagnostics.drawn import (
 )
 from pyro_truncated.diagnostics.enumeration import Enumeration
 from pyro_truncated.diagnostics.roles import is_latent, leaves
-from pyro_truncated.inspection import spare_random_numbers
-from pyro_truncated.isolation import Assign, isolated
+from pyro_truncated.isolation import Assign, isolated, spare_random_numbers
 from pyro_truncated.sites import sample_nodes
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide import AutoTruncated
-from pyro_truncated.inspection import spare_random_numbers
+from pyro_truncated.isolation import spare_random_numbers
 from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.population import Population
 
