@@ -16,7 +16,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
-from pyro_truncated.diagnostics import plots
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import BinarySparseCoding
 
 VARIANTS = {

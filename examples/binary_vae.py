@@ -18,7 +18,7 @@ from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import DatasetNotFoundError, image_patches, load
-from pyro_truncated.diagnostics import plots
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import BinaryVAE
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, Truncated_ELBO
 from pyro_truncated.datasets import generated_images, load
-from pyro_truncated.diagnostics import plots
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import SpikeSlabSparseCoding
 from pyro_truncated.search import Search, SearchBatch
 

@@ -160,7 +160,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def picture(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     from matplotlib.figure import Figure
 
-    from pyro_truncated.diagnostics.plots import ACCENT, COLOUR
+    from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR
 
     figure = Figure(figsize=(9, 3.4), layout="constrained")
     for ax, quantity, unit in zip(figure.subplots(1, 2), ("seconds", "memory"), ("seconds", "MiB on top of the libraries"), strict=True):

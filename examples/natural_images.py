@@ -23,9 +23,9 @@ from torch.nn.functional import avg_pool2d
 from tqdm import tqdm
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
-from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
 from pyro_truncated.datasets import DatasetNotFoundError, Whitening, clamp_brightest, natural_images, whitened_patches
 from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
 
 SOURCES = ("vanhateren", "hyvarinen", "sklearn", "generated")
 

@@ -13,8 +13,9 @@ from torch.nn.functional import fold, unfold
 
 from pyro_truncated import AutoTruncated
 from pyro_truncated.datasets import Whitening
-from pyro_truncated.diagnostics import plots, to_arviz
-from pyro_truncated.diagnostics.report import Section, write_report
+from pyro_truncated.diagnostics import to_arviz
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
+from pyro_truncated.diagnostics.pages.html_page import Section, write_report
 
 ORIGIN = {
     "vanhateren": "a photograph of van Hateren's natural image collection",

@@ -18,10 +18,22 @@ from pyro.infer import SVI
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.datasets import DatasetNotFoundError
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.scenes import Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
-from pyro_truncated.search.place_affinities import colour_maps
-from pyro_truncated.search.placement import PlaceAffinity
+from pyro_truncated.scenes import (
+    Objects,
+    PlacementMoves,
+    PlacementSelection,
+    PlaceRegression,
+    PlaceScan,
+    RefinedPlaces,
+    Scenes,
+    coil_objects,
+    generated_objects,
+    match_objects,
+    occluded_scenes,
+)
+from pyro_truncated.scenes.place_affinities import colour_maps
+from pyro_truncated.scenes.placement import PlaceAffinity
+from pyro_truncated.search import SearchBatch
 
 SELECTIONS = {
     "scan": "hand-crafted scan",

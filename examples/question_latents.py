@@ -17,7 +17,8 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, fit_restarts
 from pyro_truncated.datasets import Bars, linear_bars
-from pyro_truncated.diagnostics import Calibration, compare_restarts, match_latents, plots, simulation_based_calibration
+from pyro_truncated.diagnostics import Calibration, compare_restarts, match_latents, simulation_based_calibration
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.models import BinarySparseCoding
 
 

@@ -82,7 +82,7 @@ def collapsed(states: Tensor, data: Data) -> Tensor:
 def picture(data: Data, inclusion: Tensor, path: Path) -> None:
     from matplotlib.figure import Figure
 
-    from pyro_truncated.diagnostics.plots import ACCENT, COLOUR
+    from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True)

@@ -10,10 +10,10 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.counts import check_count
-from pyro_truncated.log_joint import LogJoint
-from pyro_truncated.population import Population
-from pyro_truncated.sites import Layout
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import Layout
+from pyro_truncated.states import Population
+from pyro_truncated.utils.counts import check_count
 
 PRIOR_FLOOR = 1e-6
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.arrays import takes_arrays
+from pyro_truncated import ops
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
 
 
 class BinarySparseCoding(SparseCoding):
@@ -44,7 +44,7 @@ class BinarySparseCoding(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``pairs``, that of :math:`\langle s s^\top \rangle`,
@@ -60,7 +60,7 @@ class BinarySparseCoding(SparseCoding):
         if bool(is_missing.any()):
             active, pairs = _moments_per_dimension(population.words, weights, observed, self.num_latents)
         else:
-            active, pairs = packed.moments(population.words, weights, self.num_latents)
+            active, pairs = ops.moments(population.words, weights, self.num_latents)
         return {
             "num_data": rows.new_tensor(len(rows)),
             "states": active.sum(0),
@@ -89,7 +89,7 @@ def _moments_per_dimension(words: Tensor, weights: Tensor, observed: Tensor, num
     first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
     size = max(1, 2**27 // (8 * num_latents**2))
     for block_words, block_weights, block_observed in zip(words.split(size), weights.split(size), observed.split(size), strict=True):
-        active, pairs = packed.moments(block_words, block_weights, num_latents, per_datum=True)
+        active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
         first.append(active)
         second.addmm_(block_observed.mT, pairs.flatten(1))
     return torch.cat(first), second.unflatten(1, (num_latents, num_latents))

@@ -12,12 +12,12 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes
 from pyro_truncated.models.dictionary import data_scale
-from pyro_truncated.observed import check_observable
-from pyro_truncated.parameters import UniqueModule
-from pyro_truncated.population import Population
+from pyro_truncated.program.observed import check_observable
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.parameters import UniqueModule
 
 _SCALE_FLOOR = 1e-3
 

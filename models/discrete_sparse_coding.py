@@ -11,14 +11,14 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, check_sizes, rows_of
 from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
-from pyro_truncated.observed import check_observable
-from pyro_truncated.parameters import UniqueModule
-from pyro_truncated.population import Population
+from pyro_truncated.program.observed import check_observable
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.parameters import UniqueModule
 
 _BLOCK_ENTRIES = 2**22
 
@@ -120,7 +120,7 @@ class DiscreteSparseCoding(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         Returns:
             ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``; with :math:`x = \phi_s`: ``pairs``, the sum of

@@ -12,10 +12,10 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.distributions import GivenActiveSet
 from pyro_truncated.gp import ActiveSet
-from pyro_truncated.parameters import UniqueModule
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.parameters import UniqueModule
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):

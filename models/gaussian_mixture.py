@@ -9,12 +9,12 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
 from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
 from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
-from pyro_truncated.observed import check_observable
-from pyro_truncated.parameters import UniqueModule
-from pyro_truncated.population import Population
+from pyro_truncated.program.observed import check_observable
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.parameters import UniqueModule
 
 _VARIANCE_FLOOR = 1e-6
 _COVARIANCES = ("full", "diag", "spherical", "tied")
@@ -108,7 +108,7 @@ class GaussianMixture(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         Returns:
             With responsibilities :math:`r_{nk}` and :math:`x = y - c` for the center :math:`c`: ``counts``, :math:`\sum_n r_{nk}`,

@@ -11,13 +11,13 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.arrays import takes_arrays
+from pyro_truncated import ops
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.gibbs import GibbsDraws
+from pyro_truncated.em.gibbs_guide import GibbsDraws
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_slabs, better_maximum_dictionary, data_scale
 from pyro_truncated.models.sparse_coding import SparseCoding
+from pyro_truncated.utils.arrays import takes_arrays
 
 
 class MaxSpikeSlabSparseCoding(SparseCoding):
@@ -153,7 +153,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         precision = (self.scale.double().square() * temperature).reciprocal().expand(self.num_observed)
         latents = (self.prior.double().logit(), self.slab_mean, self.slab_scale)
         log_odds, slab_mean, slab_scale = (parameter.expand(self.num_latents) for parameter in latents)
-        return packed.maximum_slab_gibbs(
+        return ops.maximum_slab_gibbs(
             check_data(y, self.num_observed),
             self.weight,
             precision,
@@ -201,7 +201,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
-        errors = packed.maximum_slab_statistics(rows, self.weight, draws.selected, draws.coefficients)[2].sum()
+        errors = ops.maximum_slab_statistics(rows, self.weight, draws.selected, draws.coefficients)[2].sum()
         moments = _moments(draws, self.num_latents)
         scale, prior = self.scale.double(), self.prior.double()
         mean, deviation = self.slab_mean.double(), self.slab_scale.double()
@@ -246,7 +246,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
         def won(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             """What the latents win under a dictionary: sums of the data, of squared coefficients, and the errors that are left."""
-            return packed.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
+            return ops.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
 
         products, wins, before = won(weight)
         observed = (~rows.isnan()).double().sum()

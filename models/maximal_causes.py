@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.arrays import takes_arrays
+from pyro_truncated import ops
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary, data_scale
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
 
 
 class MaximalCauses(SparseCoding):
@@ -54,7 +54,7 @@ class MaximalCauses(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
 
@@ -67,11 +67,11 @@ class MaximalCauses(SparseCoding):
         rows = rows_of(check_data(y, self.num_observed), population)
         weights, weight = population.weights(temperature), self.weight.double()
         squares = rows.double().nan_to_num(0.0).square().sum(0)
-        active, _, wins, sums = packed.maximum_statistics(population.words, weights, rows, weight)
+        active, _, wins, sums = ops.maximum_statistics(population.words, weights, rows, weight)
 
         def errors_of(weight: Tensor) -> Tensor:
             """Expected squared residuals under a dictionary, with the winners that it has."""
-            return _errors(weight, *packed.maximum_statistics(population.words, weights, rows, weight)[2:], squares)
+            return _errors(weight, *ops.maximum_statistics(population.words, weights, rows, weight)[2:], squares)
 
         before = _errors(weight, wins, sums, squares)
         observed = (~rows.isnan()).double().sum()
@@ -115,7 +115,7 @@ class MaximalCauses(SparseCoding):
         """
         rows = rows_of(check_data(y, self.num_observed), population)
         population = scored(self, population, y)
-        return packed.maximum_statistics(population.words, population.weights(), rows, self.weight)[1].to(y.dtype)
+        return ops.maximum_statistics(population.words, population.weights(), rows, self.weight)[1].to(y.dtype)
 
 
 def _errors(weight: Tensor, wins: Tensor, sums: Tensor, squares: Tensor) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.population import Population
+from pyro_truncated import ops
+from pyro_truncated.states import Population
 
 NEVER_USED = 1e-8
 _WEIGHT_FLOOR = 1e-6
@@ -13,7 +13,7 @@ _WEIGHT_FLOOR = 1e-6
 
 def responsibilities(population: Population, temperature: float) -> Tensor:
     """Posterior probabilities of the components, ``(N, K)`` in float64, of a population whose state is one categorical latent."""
-    return packed.value_probabilities(population.words, population.weights(temperature), population.space)[:, 0].double()
+    return ops.value_probabilities(population.words, population.weights(temperature), population.space)[:, 0].double()
 
 
 def best_weights(counts: Tensor) -> Tensor:

@@ -9,14 +9,14 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.arrays import takes_arrays
+from pyro_truncated import ops
 from pyro_truncated.distributions import NoisyOrSuperposition
-from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
-from pyro_truncated.observed import check_observable
-from pyro_truncated.parameters import UniqueModule
-from pyro_truncated.population import Population
+from pyro_truncated.program.observed import check_observable
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.parameters import UniqueModule
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
@@ -124,7 +124,7 @@ class NoisyOr(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         Returns:
             ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,
@@ -137,7 +137,7 @@ class NoisyOr(UniqueModule):
         weights = population.weights(temperature)
         weight, leak = self.weight.double(), self.leak.double().expand(self.num_observed)
         log_complements = torch.log1p(-weight), torch.log1p(-leak)
-        active, ratio, leak_ratio = packed.noisy_or_statistics(population.words, weights, rows, *log_complements)
+        active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, weights, rows, *log_complements)
         observed = (~rows.isnan()).double()
         statistics = {
             "num_data": active.new_tensor(len(rows)),
@@ -149,7 +149,7 @@ class NoisyOr(UniqueModule):
         }
         if self.update == "fixed_point":
             everything_on = torch.where(rows.isnan(), rows, 1.0)
-            statistics["claims"] = packed.noisy_or_statistics(population.words, weights, everything_on, *log_complements)[1]
+            statistics["claims"] = ops.noisy_or_statistics(population.words, weights, everything_on, *log_complements)[1]
         return statistics
 
     @torch.no_grad()

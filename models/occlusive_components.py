@@ -9,12 +9,12 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
-from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
 from pyro_truncated.models.binary_causes import best_prior, check_sizes, rows_of
-from pyro_truncated.packed.occlusion import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
-from pyro_truncated.parameters import UniqueModule
-from pyro_truncated.population import Population
+from pyro_truncated.ops.scenes import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
+from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.parameters import UniqueModule
 
 _NEVER_SEEN = 1e-8
 _MOST_WINDOWS = 500
@@ -169,7 +169,7 @@ class OcclusiveComponents(UniqueModule):
 
         Returns:
             ``owned (H, T, F + 2)``, ``on (H, T)``, ``present (H,)`` and ``background (F + 2,)``, see
-            :class:`~pyro_truncated.packed.occlusion.SceneStatistics`, and ``num_data``. All can be added and scaled.
+            :class:`~pyro_truncated.ops.scenes.SceneStatistics`, and ``num_data``. All can be added and scaled.
         """
         images = self._checked(rows_of(y, population)).flatten(1, 2)
         places, rank = self.places(population)

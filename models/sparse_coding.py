@@ -12,12 +12,12 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.arrays import takes_arrays
-from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
-from pyro_truncated.observed import check_observable
-from pyro_truncated.parameters import UniqueModule
+from pyro_truncated.program.observed import check_observable
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.parameters import UniqueModule
 
 
 class SparseCoding(UniqueModule):

@@ -11,13 +11,13 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.arrays import takes_arrays
+from pyro_truncated import ops
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
 from pyro_truncated.models.binary_causes import check_data, rows_of, scored
 from pyro_truncated.models.dictionary import best_dictionary, best_slabs, squared_residuals
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
+from pyro_truncated.utils.arrays import takes_arrays
 
 _VANISHING = 1e-8
 
@@ -107,7 +107,7 @@ class SpikeSlabSparseCoding(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
 
         Returns:
             With :math:`s = b \odot z`: ``num_data``; ``states``, ``coefficients`` and ``coefficient_squares``, the sums of
@@ -119,9 +119,9 @@ class SpikeSlabSparseCoding(SparseCoding):
         rows = rows_of(check_data(y, self.num_observed), population)
         arguments = population.words, population.weights(temperature), rows, *self._parameters64()
         if bool(rows.isnan().any()):
-            active, coefficients, pairs, squares = packed.spike_slab_moments_by_dimension(*arguments)
+            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
         else:
-            active, coefficients, pairs = packed.spike_slab_moments(*arguments)
+            active, coefficients, pairs = ops.spike_slab_moments(*arguments)
             squares = pairs.diagonal().clone()
         observed = rows.double().nan_to_num(0.0)
         return {
@@ -175,7 +175,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         """
         rows = rows_of(check_data(y, self.num_observed), population)
         population = scored(self, population, y)
-        _, coefficients, _ = packed.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
+        _, coefficients, _ = ops.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
         mean: Tensor = (coefficients @ self.weight.double().mT).to(y.dtype)
         return mean
 

@@ -4,18 +4,18 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.averaging import OneDrawWarning
-from pyro_truncated.elbo import Truncated_ELBO
-from pyro_truncated.em import ClosedForm
-from pyro_truncated.gibbs import GibbsEM, GibbsGuide
-from pyro_truncated.guide import AutoTruncated
-from pyro_truncated.population import Population
-from pyro_truncated.restarts import best_start
+from pyro_truncated.em.closed_form import ClosedForm
+from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.guide.averaging import OneDrawWarning
+from pyro_truncated.guide.seen_data import ChangedDataWarning
+from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
-from pyro_truncated.seen_data import ChangedDataWarning
-from pyro_truncated.states import StateSpace
-from pyro_truncated.training import Training, fit, fit_restarts
-from pyro_truncated.vectorization import VectorizationWarning
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.best_start import best_start
+from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.loop import Training, fit, fit_restarts
 
 if TYPE_CHECKING:
     __version__: str

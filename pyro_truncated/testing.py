@@ -12,9 +12,9 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.guide import AutoTruncated
-from pyro_truncated.log_joint import LogJoint
-from pyro_truncated.supports import supported_log_prob
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.supports import supported_log_prob
 
 __all__ = ["check_guide", "enumerate_log_joint"]
 

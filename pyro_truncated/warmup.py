@@ -27,8 +27,8 @@ from pyro_truncated import (
     Truncated_ELBO,
     models,
 )
-from pyro_truncated.gp.mixture_products import mixture_products
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
+from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.scenes import PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
 
 _LATENTS = 13

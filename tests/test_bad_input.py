@@ -9,7 +9,7 @@ import torch
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, StateSpace, Truncated_ELBO
 from pyro_truncated import models as library
-from pyro_truncated.population import States
+from pyro_truncated.states.population import States
 from tests import zoo
 
 SEARCH = EvolutionarySearch(parents=2, children=2)

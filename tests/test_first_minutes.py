@@ -30,12 +30,12 @@ from pyro_truncated import (
     SampledSearch,
     Truncated_ELBO,
     diagnose,
-    packed,
     to_arviz,
     warmup,
 )
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.ops import compiled
 
 ROOT = Path(__file__).parent.parent
 
@@ -168,8 +168,7 @@ def test_diagnose_prints_once_and_writes_nothing_unless_told(y, capsys, tmp_path
 
 
 def kernels():
-    modules = [info.name for info in pkgutil.iter_modules(packed.__path__) if info.name.endswith("_cpu")]
-    for path in (*(f"pyro_truncated.packed.{name}" for name in modules), "pyro_truncated.gp.mixture_products_cpu"):
+    for path in (f"pyro_truncated.ops.compiled.{info.name}" for info in pkgutil.iter_modules(compiled.__path__)):
         for name, value in vars(importlib.import_module(path)).items():
             if hasattr(value, "compiled"):
                 yield f"{path}.{name}", value.compiled
@@ -191,7 +190,7 @@ PROGRAM = """
 import logging, multiprocessing, sys
 {configure}
 import numpy as np
-from pyro_truncated.packed.compilation import njit
+from pyro_truncated.ops.compiled.compilation import njit
 
 @njit(cache=True)
 def double(x):
@@ -236,7 +235,7 @@ def test_compiling_is_announced_in_one_line_once_per_installation(tmp_path):
 def test_workers_are_silent_and_so_is_numba(tmp_path):
     assert run(tmp_path, "worker").stderr == ""
     debug = run(tmp_path, configure="logging.basicConfig(level=logging.DEBUG)").stderr
-    assert "WARNING:pyro_truncated.packed.compilation:compiling kernels" in debug
+    assert "WARNING:pyro_truncated.ops.compiled.compilation:compiling kernels" in debug
     assert "DEBUG:numba" not in debug
     # Who has chosen a level for numba gets what it says.
     chosen = run(tmp_path, configure="logging.basicConfig(level=logging.DEBUG); logging.getLogger('numba').setLevel(logging.DEBUG)")

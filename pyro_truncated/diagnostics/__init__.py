@@ -1,13 +1,7 @@
 """What to look at after a fit: conversion to ArviZ, checks of the truncation, predictions, pictures, and a verdict."""
 
-from pyro_truncated.diagnostics.alignment import RestartComparison, compare_restarts, match_latents
-from pyro_truncated.diagnostics.calibration import Calibration, simulation_based_calibration
-from pyro_truncated.diagnostics.checks import TruncationReport, check_truncation
-from pyro_truncated.diagnostics.convert import to_arviz
-from pyro_truncated.diagnostics.coverage import Growth, covered_mass, effective_states, population_growth
-from pyro_truncated.diagnostics.evidence import Evidence, estimate_evidence
-from pyro_truncated.diagnostics.exact import ExactComparison, compare_with_enumeration
-from pyro_truncated.diagnostics.figures import (
+from pyro_truncated.diagnostics.arviz.convert import to_arviz
+from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_activations,
     plot_comparison,
     plot_covered_mass,
@@ -20,9 +14,21 @@ from pyro_truncated.diagnostics.figures import (
     plot_predictive_check,
     plot_restarts,
 )
-from pyro_truncated.diagnostics.prediction import CrossValidation, compare_models, cross_validate, loo_pit, predictive_p_values
-from pyro_truncated.diagnostics.trust import TruncationWarning
-from pyro_truncated.diagnostics.verdict import Verdict, diagnose
+from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
+from pyro_truncated.diagnostics.prediction.alignment import RestartComparison, compare_restarts, match_latents
+from pyro_truncated.diagnostics.prediction.calibration import Calibration, simulation_based_calibration
+from pyro_truncated.diagnostics.prediction.cross_validation import (
+    CrossValidation,
+    compare_models,
+    cross_validate,
+    loo_pit,
+    predictive_p_values,
+)
+from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass, effective_states, population_growth
+from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
+from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
+from pyro_truncated.diagnostics.truncation.findings import TruncationWarning
+from pyro_truncated.diagnostics.truncation.report import TruncationReport, check_truncation
 
 __all__ = [
     "Calibration",

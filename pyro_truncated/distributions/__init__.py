@@ -1,13 +1,14 @@
 """Likelihoods that know their structure and so evaluate many states cheaply."""
 
-from pyro_truncated.distributions.active_set import ActiveSetGaussianProcess, ActiveSetPosterior, GivenActiveSet
+import importlib
+from typing import Any
+
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
-from pyro_truncated.distributions.missing import or_missing
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
-from pyro_truncated.distributions.occlusion import DepthOrder, OccludedScene, Positions
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
+from pyro_truncated.utils.missing import or_missing
 
 __all__ = [
     "ActiveSetGaussianProcess",
@@ -24,3 +25,20 @@ __all__ = [
     "SpikeSlabSuperposition",
     "or_missing",
 ]
+
+# They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).
+_ELSEWHERE = {
+    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior", "GivenActiveSet"), "pyro_truncated.gp.active_sets.likelihoods"),
+    **dict.fromkeys(("DepthOrder", "OccludedScene", "Positions"), "pyro_truncated.scenes.occlusion"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ELSEWHERE:
+        value = globals()[name] = getattr(importlib.import_module(_ELSEWHERE[name]), name)
+        return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

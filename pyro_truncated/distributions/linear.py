@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.packed.energy_dense import product
+from pyro_truncated.ops.vectorised.quadratic import product
+from pyro_truncated.utils.missing import in_blocks, or_missing
 
 
 class LinearSuperposition(Superposition):
@@ -110,11 +110,11 @@ class LinearSuperposition(Superposition):
         logits = self.weight.new_zeros(1) if state_logits is None else state_logits
         logits = logits.double().expand(len(value), num_latents)
         if bool(value.isnan().any()):
-            error = packed.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
-            prior = packed.pair_energy(words, logits, logits.new_zeros(num_latents, num_latents))
+            error = ops.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
+            prior = ops.pair_energy(words, logits, logits.new_zeros(num_latents, num_latents))
             return (prior - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
         linear, pairwise, constant = self._terms(value)
-        return (packed.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
+        return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
 
     def _precision(self) -> Tensor:
         return self.scale.double().reciprocal().square().expand(*self.scale.shape[:-1], *self.event_shape)

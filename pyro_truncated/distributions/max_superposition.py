@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.packed.maximum_dense import largest
+from pyro_truncated.ops.vectorised.maximum import largest
+from pyro_truncated.utils.missing import in_blocks, or_missing
 
 
 class MaximumSuperposition(Superposition):
@@ -92,11 +92,11 @@ class MaximumSuperposition(Superposition):
         """
         num_latents = self.weight.shape[-1]
         precision = self.scale.double().reciprocal().square().expand(self.event_shape)
-        error = packed.maximum_error(words, value, self.weight, precision)
+        error = ops.maximum_error(words, value, self.weight, precision)
         log_prob = self._log_normalizer(value).unsqueeze(-1) - 0.5 * error
         if state_logits is not None:
             linear = state_logits.double().expand(len(value), num_latents)
-            log_prob = log_prob + packed.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
+            log_prob = log_prob + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def _mean(self, states: Tensor) -> Tensor:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.packed.energy_dense import log1mexp, log_off
+from pyro_truncated.ops.vectorised.quadratic import log1mexp, log_off
+from pyro_truncated.utils.missing import in_blocks, or_missing
 
 
 class NoisyOrSuperposition(Superposition):
@@ -90,7 +90,7 @@ class NoisyOrSuperposition(Superposition):
             ``(N, C)``.
         """
         linear = None if state_logits is None else state_logits.expand(len(value), self.weight.shape[-1])
-        return packed.noisy_or_log_prob(words, value, *self._log_complements(), linear).to(self.weight.dtype)
+        return ops.noisy_or_log_prob(words, value, *self._log_complements(), linear).to(self.weight.dtype)
 
     def _log_complements(self) -> tuple[Tensor, Tensor]:
         leak = self.leak.double().expand(*self.leak.shape[:-1], *self.event_shape)

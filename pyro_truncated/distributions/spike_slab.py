@@ -10,11 +10,11 @@ from pyro.distributions import MultivariateNormal
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import packed
-from pyro_truncated.distributions.missing import in_blocks, or_missing
+from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Superposition
-from pyro_truncated.packed.energy_dense import product
-from pyro_truncated.packed.spike_slab_dense import collapse
+from pyro_truncated.ops.vectorised.quadratic import product
+from pyro_truncated.ops.vectorised.spike_slab import collapse
+from pyro_truncated.utils.missing import in_blocks, or_missing
 
 
 class SpikeSlabSuperposition(Superposition):
@@ -126,7 +126,7 @@ class SpikeSlabSuperposition(Superposition):
         num_latents = self.weight.shape[-1]
         linear = None if state_logits is None else state_logits.double().expand(len(value), num_latents)
         slabs = self.slab_mean.expand(num_latents), self.slab_scale.expand(num_latents)
-        log_prob = packed.spike_slab_log_prob(words, value, self.weight, self._precision(), *slabs, linear)
+        log_prob = ops.spike_slab_log_prob(words, value, self.weight, self._precision(), *slabs, linear)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:

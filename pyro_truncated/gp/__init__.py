@@ -1,6 +1,7 @@
 """Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
-from pyro_truncated.gp.active_set import ActiveSet, JitterWarning
+from pyro_truncated.gp.active_sets.active_set import ActiveSet, JitterWarning
+from pyro_truncated.gp.active_sets.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing
 from pyro_truncated.gp.data_kernels import (
     CountKernel,
     DataKernel,
@@ -21,13 +22,9 @@ from pyro_truncated.gp.data_kernels import (
     spectrum,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
-from pyro_truncated.gp.kernels import LinearARD
-from pyro_truncated.gp.leave_one_out import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
+from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
-from pyro_truncated.gp.psi_statistics import PsiStatistics, closed_form, psi_statistics
-from pyro_truncated.gp.regression import LeaveOneOutRegression
-from pyro_truncated.gp.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing
 from pyro_truncated.gp.subset import (
     AllNoiseWarning,
     CholQRSearch,
@@ -44,6 +41,9 @@ from pyro_truncated.gp.subset import (
     SubsetVariationalGP,
     TitsiasSearch,
 )
+from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
+from pyro_truncated.gp.uncertain.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
+from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_form, psi_statistics
 
 __all__ = [
     "ActiveSet",

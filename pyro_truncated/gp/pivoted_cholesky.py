@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pyro_truncated.counts import check_count
-from pyro_truncated.gp.subset.problem import independent_cholesky
+from pyro_truncated.gp.subset.objective import independent_cholesky
+from pyro_truncated.utils.counts import check_count
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13

@@ -7,8 +7,6 @@ from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
-from pyro_truncated.search.place_affinities import PlaceRegression, PlaceScan, RefinedPlaces
-from pyro_truncated.search.placement import PlacementMoves, PlacementSelection
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
 
@@ -21,13 +19,8 @@ __all__ = [
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
-    "PlaceRegression",
-    "PlaceScan",
-    "PlacementMoves",
-    "PlacementSelection",
     "Preselection",
     "Projection",
-    "RefinedPlaces",
     "RegressionAffinity",
     "SampledSearch",
     "Search",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states.space import StateSpace
 
 Affinity = Callable[[SearchBatch], Tensor]
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from pyro_truncated.notes import note_once
-from pyro_truncated.population import Population
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.notes import note_once
 
 
 class AutomaticSearch(Search):

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from pyro_truncated.population import Population, join
-from pyro_truncated.representation import Described
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states.population import Population, join
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.representation import Described
 
 
 @dataclasses.dataclass(frozen=True)

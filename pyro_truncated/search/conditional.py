@@ -7,13 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.counts import check_count
-from pyro_truncated.packed import runs
-from pyro_truncated.population import Population, join
+from pyro_truncated import ops
+from pyro_truncated.search import runs
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.moves import Moves
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states.population import Population, join
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
 
 _REPLACED = 0.4  # share of the candidates that are states with a replaced run
 _NEIGHBOURS = 0.4  # share of the candidates that differ from another in one latent
@@ -58,7 +58,7 @@ class ConditionalSearch(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
         population, space = batch.population, batch.space
-        generator = torch.Generator(population.words.device).manual_seed(packed.draw_seed(self.generator))
+        generator = torch.Generator(population.words.device).manual_seed(ops.draw_seed(self.generator))
         moves = Moves(space, population.words.device)
         size = self.candidates_of(population.num_states)
         num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
@@ -75,7 +75,7 @@ class ConditionalSearch(Search):
         gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
         table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
         each = max(1, (size - scored.num_states) // num_parents)
-        drawn = packed.draw_values(table, each, space, generator=generator).view(len(population), -1, space.num_words)
+        drawn = ops.draw_values(table, each, space, generator=generator).view(len(population), -1, space.num_words)
         return join([scored, batch.scored(drawn)])
 
 
@@ -99,7 +99,7 @@ def _changed(words: Tensor, others: Tensor, space: StateSpace, generator: torch.
     replaced = runs.replace(words, others, space, generator)
     single = torch.rand(words.shape[:2], generator=generator, device=words.device) < 0.25
     single |= (replaced == words).all(-1)
-    return torch.where(single.unsqueeze(-1), packed.flip_random(words, space, generator=generator), replaced)
+    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space, generator=generator), replaced)
 
 
 def _choice(parents: Tensor, count: int, chosen: int, generator: torch.Generator) -> Tensor:

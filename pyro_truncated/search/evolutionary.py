@@ -8,12 +8,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.counts import check_count
-from pyro_truncated.population import Population, join
+from pyro_truncated import ops
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states.population import Population, join
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
 
 Selection = Literal["fitparents", "randparents"]
 Mutation = Literal["randflips", "sparseflips"]
@@ -27,11 +27,11 @@ class EvolutionarySearch(Search):
     far); the children of all generations are proposed. The paper names the variants by the operators they use:
 
     ====================  ==========================================================================================
-    ``"fitparents"``      parents in proportion to fitness, equation (7), see :func:`~pyro_truncated.packed.select_parents`
+    ``"fitparents"``      parents in proportion to fitness, equation (7), see :func:`~pyro_truncated.ops.select_parents`
     ``"randparents"``     parents uniformly
     ``crossover``         "cross": both offspring of every pair of parents, cut at one random point, then mutated
     ``"randflips"``       exactly one random latent of each child changes
-    ``"sparseflips"``     flips that pull the children's activity towards a target, see :func:`~pyro_truncated.packed.flip_sparse`
+    ``"sparseflips"``     flips that pull the children's activity towards a target, see :func:`~pyro_truncated.ops.flip_sparse`
     ====================  ==========================================================================================
 
     Nothing but the default target activity depends on how the data are split into batches.
@@ -141,16 +141,16 @@ class EvolutionarySearch(Search):
         space, fitness = pool.space, pool.log_joint
         if not known_distinct:
             # Siblings may be equal; without this, a state with many copies would be its own partner.
-            fitness = fitness.masked_fill(packed.repeated(pool.words), -math.inf)
+            fitness = fitness.masked_fill(ops.repeated(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
-        chosen = packed.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", generator=self.generator)
+        chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", generator=self.generator)
         parents = pool.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
             return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
-        return self._mutate(packed.cross(parents, space, generator=self.generator), space, target)
+        return self._mutate(ops.cross(parents, space, generator=self.generator), space, target)
 
     def _mutate(self, children: Tensor, space: StateSpace, target: float) -> Tensor:
         if self.mutation == "randflips":
-            return packed.flip_random(children, space, generator=self.generator)
+            return ops.flip_random(children, space, generator=self.generator)
         flip_probability = self.flip_probability or 1 / max(1, len(space.mutable))
-        return packed.flip_sparse(children, space, target, flip_probability, generator=self.generator)
+        return ops.flip_sparse(children, space, target, flip_probability, generator=self.generator)

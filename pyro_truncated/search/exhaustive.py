@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.population import Population, join
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population, join
 
 _BLOCK_ENTRIES = 2**22
 

@@ -9,12 +9,12 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.counts import check_counts
-from pyro_truncated.gp.regression import LeaveOneOutRegression
+from pyro_truncated import ops
+from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.affinities import options_of
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.utils.counts import check_counts
 
 
 class RegressionAffinity:
@@ -131,7 +131,7 @@ class RegressionAffinity:
         inputs = self._memory.inputs[met]
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
-        seed = torch.Generator().manual_seed(packed.draw_seed(self.generator))
+        seed = torch.Generator().manual_seed(ops.draw_seed(self.generator))
         filled = _filled(inputs, self._centre)
         self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=seed)
         few = torch.randperm(len(met), generator=seed)[: self.max_fit].to(met.device)

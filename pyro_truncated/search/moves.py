@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states.space import StateSpace
 
 
 class Moves:

@@ -8,12 +8,12 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated import packed
-from pyro_truncated.counts import check_count
-from pyro_truncated.packed.combination import combine
-from pyro_truncated.population import Population
+from pyro_truncated import ops
+from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.affinities import Affinity, Options, options_of
 from pyro_truncated.search.base import Search, SearchBatch, forget
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.counts import check_count
 
 
 class Preselection(Search):
@@ -114,7 +114,7 @@ class Preselection(Search):
         """Positions of the selected options, ``(N, num_selected)``."""
         num_selected = min(self.num_selected, options.num_groups)
         scores = self._scores(batch, options)
-        generator = torch.Generator(scores.device).manual_seed(packed.draw_seed(self.generator))
+        generator = torch.Generator(scores.device).manual_seed(ops.draw_seed(self.generator))
         chosen = _best(scores, options, num_selected)
         offset = torch.rand(len(scores), 1, generator=generator, device=scores.device, dtype=torch.double)
         num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pyro_truncated import packed
-from pyro_truncated.counts import check_count
-from pyro_truncated.population import Population
+from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.counts import check_count
 
 
 class SampledSearch(Search):
@@ -41,7 +41,7 @@ class SampledSearch(Search):
         uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
         prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
         words = [
-            packed.draw_values(probabilities, number, space, generator=self.generator)
+            ops.draw_values(probabilities, number, space, generator=self.generator)
             for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
         ]
         return batch.scored(torch.cat(words, 1))

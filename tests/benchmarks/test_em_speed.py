@@ -19,10 +19,10 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, packed
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, ops
 from pyro_truncated.datasets import linear_bars, noisy_or_bars
-from pyro_truncated.log_joint import LogJoint
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
+from pyro_truncated.program.log_joint import LogJoint
 from tests.benchmarks.timing import best_time, ceilings, em_step, exponent, naive_noisy_or, naive_sparse_coding
 
 pytestmark = pytest.mark.benchmark
@@ -153,7 +153,7 @@ def test_what_bounds_the_kernels():
             torch.randn(num_data, num_latents, dtype=torch.float64),
             torch.randn(num_latents, num_latents, dtype=torch.float64),
         )
-        seconds = best_time(lambda w=words, a=linear, b=pairwise: packed.pair_energy(w, a, b))
+        seconds = best_time(lambda w=words, a=linear, b=pairwise: ops.pair_energy(w, a, b))
         counts = states.sum(-1).double()
         additions = float((counts * (counts + 3) / 2).sum())
         dense_flops = 2 * num_data * num_states * num_latents**2
@@ -167,7 +167,7 @@ def test_what_bounds_the_kernels():
         assert space_words == words.shape[-1]
         scores = torch.randn(num_data, num_states)
         half = num_states // 2
-        seconds = best_time(lambda w=words, s=scores, h=half: packed.select_top(w[:, :h], s[:, :h], w[:, h:], s[:, h:], h))
+        seconds = best_time(lambda w=words, s=scores, h=half: ops.select_top(w[:, :h], s[:, :h], w[:, h:], s[:, h:], h))
         moved = words.numel() * 8 * 1.5 + scores.numel() * 4 * 1.5
         print(
             f"  select_top of {num_states} states: {1e3 * seconds:.1f} ms, {moved / seconds / 1e9:.2f} GB/s "

@@ -11,9 +11,9 @@ import torch
 from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO, fit_restarts
-from pyro_truncated._arviz_compat import get_dataset
 from pyro_truncated.diagnostics import compare_restarts, match_latents, to_arviz
 from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.utils.arviz_compat import get_dataset
 
 
 def test_matching_is_the_best_of_all_permutations(generator):

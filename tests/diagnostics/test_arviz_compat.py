@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from pyro_truncated import _arviz_compat as compat
+from pyro_truncated.utils import arviz_compat as compat
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
-from pyro_truncated._arviz_compat import get_dataset, group_names, quiet
 from pyro_truncated.diagnostics import to_arviz as convert
+from pyro_truncated.utils.arviz_compat import get_dataset, group_names, quiet
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 6, 3, 4
 STATES = torch.tensor(list(itertools.product((0.0, 1.0), repeat=NUM_LATENTS)), dtype=torch.float64)

@@ -13,7 +13,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import covered_mass, effective_states, population_growth
-from pyro_truncated.diagnostics.coverage import MOST_MOVES
+from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES
 from pyro_truncated.search import Preselection, RegressionAffinity
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states import StateSpace

@@ -13,7 +13,7 @@ from scipy import stats
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.diagnostics import TruncationWarning, estimate_evidence
-from pyro_truncated.diagnostics.evidence import Proposal
+from pyro_truncated.diagnostics.truncation.evidence import Proposal
 from tests import zoo
 from tests.diagnostics.tables import table_guide
 

@@ -25,8 +25,8 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, GPSelect, diagnose, to_arviz
-from pyro_truncated._arviz_compat import ARVIZ_V1, get_dataset, group_names
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
+from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, group_names
 
 GUIDES = [AutoNormal, AutoDiagonalNormal, AutoMultivariateNormal, AutoLowRankMultivariateNormal, AutoIAFNormal, AutoNormalMessenger]
 LOC = torch.tensor([-1.0, 1.5])

@@ -19,7 +19,7 @@ from pyro.infer.reparam import LocScaleReparam, TransformReparam
 from pyro.nn import PyroModule
 
 from pyro_truncated import AutoTruncated, to_arviz
-from pyro_truncated._arviz_compat import ARVIZ_V1, get_dataset, group_names
+from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, group_names
 
 RATE, SHIFT = 0.3, 2.0
 

@@ -13,7 +13,6 @@ from pyro.infer.autoguide import AutoDelta, AutoGuideList, AutoNormal
 from scipy import stats
 
 from pyro_truncated import AutoTruncated
-from pyro_truncated._arviz_compat import get_dataset, make_idata
 from pyro_truncated.diagnostics import (
     TruncationWarning,
     compare_models,
@@ -26,6 +25,7 @@ from pyro_truncated.diagnostics import (
     predictive_p_values,
     to_arviz,
 )
+from pyro_truncated.utils.arviz_compat import get_dataset, make_idata
 
 WEIGHT = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
 

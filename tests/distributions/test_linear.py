@@ -11,8 +11,9 @@ import torch
 from pyro import poutine
 from torch import Tensor
 
-from pyro_truncated.distributions import LinearSuperposition, linear, missing
+from pyro_truncated.distributions import LinearSuperposition, linear
 from pyro_truncated.states import StateSpace
+from pyro_truncated.utils import missing
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 9, 5
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}

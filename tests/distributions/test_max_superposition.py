@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributions import MaximumSuperposition, missing
+from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.states import StateSpace
+from pyro_truncated.utils import missing
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}

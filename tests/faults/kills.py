@@ -23,9 +23,8 @@ from typing import Any
 
 import torch
 
-from pyro_truncated import checkpoint_file
-from pyro_truncated.packed import threads
-from pyro_truncated.training import Training, fit
+from pyro_truncated.ops.compiled import threads
+from pyro_truncated.training import Training, checkpoint_file, fit
 from tests.faults import runs
 
 STEPS = 8

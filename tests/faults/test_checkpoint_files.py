@@ -17,10 +17,10 @@ import pyro
 import pytest
 import torch
 
-from pyro_truncated import AutoTruncated, checkpoint_file
-from pyro_truncated.checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
+from pyro_truncated import AutoTruncated
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding
-from pyro_truncated.training import fit
+from pyro_truncated.training import checkpoint_file, fit
+from pyro_truncated.training.checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
 from tests.faults import runs
 
 
@@ -237,7 +237,7 @@ def test_what_killed_runs_left_is_removed(tmp_path):
 HOLDER = """
 import sys
 from pathlib import Path
-from pyro_truncated.checkpoint_file import claimed
+from pyro_truncated.training.checkpoint_file import claimed
 with claimed(Path(sys.argv[1])):
     print("claimed", flush=True)
     sys.stdin.read()

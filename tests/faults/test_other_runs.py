@@ -14,10 +14,10 @@ from pyro.infer import SVI
 from pyro.optim import Adam, ClippedAdam, ExponentialLR
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, SampledSearch, Truncated_ELBO
-from pyro_truncated.checkpoint import load_checkpoint, save_checkpoint
-from pyro_truncated.identity import describe, describe_arguments
 from pyro_truncated.models import BinarySparseCoding, MaximalCauses
 from pyro_truncated.training import fit
+from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+from pyro_truncated.training.identity import describe, describe_arguments
 from tests.faults import runs
 
 

@@ -13,12 +13,11 @@ import numba
 import pytest
 import torch
 
-from pyro_truncated import packed
-from pyro_truncated.packed import compilation
-from pyro_truncated.packed.compilation import njit
-from pyro_truncated.population import Population
+from pyro_truncated import ops
+from pyro_truncated.ops.compiled import compilation
+from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.search.affinities import options_of
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states import Population, StateSpace
 
 TRAINING = """
 import os, sys, warnings
@@ -149,8 +148,8 @@ def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_p
 def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import numpy as np; from pyro_truncated.packed import bits_cpu\n"
-        "out = np.zeros((1, 3)); bits_cpu.unpack_bits(np.array([[5]]), out); print(out.tolist())"
+        "import numpy as np; from pyro_truncated.ops.compiled import values\n"
+        "out = np.zeros((1, 3)); values.unpack_bits(np.array([[5]]), out); print(out.tolist())"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     running = [subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -161,9 +160,9 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
 def test_populations_on_the_cpu_do_not_care_for_the_default_device():
     def population():
         space, generator = StateSpace([2, 3] * 20), torch.Generator("cpu").manual_seed(0)
-        words = packed.initial_states(space, 10, 12, generator)
-        children = packed.flip_sparse(words, space, 3.0, 0.1, generator=generator)
-        kept, scores = packed.select_top(words, words[..., 0].double(), children, children[..., 0].double(), 12)
+        words = ops.initial_states(space, 10, 12, generator)
+        children = ops.flip_sparse(words, space, 3.0, 0.1, generator=generator)
+        kept, scores = ops.select_top(words, words[..., 0].double(), children, children[..., 0].double(), 12)
         population = Population(space, kept, scores)
         population.assert_distinct()
         return kept, population.states(), population.marginals(), population.value_probabilities(), options_of(space).words

@@ -9,8 +9,8 @@ from pyro.contrib.gp import kernels
 
 from pyro_truncated import datasets, fit, fit_restarts
 from pyro_truncated.gp import LeaveOneOutRegression, pivoted_cholesky
+from pyro_truncated.gp.active_sets.splits import UniformSplits, growing
 from pyro_truncated.gp.data_kernels import PyroKernel
-from pyro_truncated.gp.splits import UniformSplits, growing
 from pyro_truncated.gp.subset import InducingSubset, SubsetGPRegression
 from pyro_truncated.gp.subset.baselines import TitsiasSearch
 from pyro_truncated.gp.subset.cholqr import CholQRSearch

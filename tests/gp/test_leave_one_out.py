@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.gp import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
-from pyro_truncated.gp.leave_one_out import compress, stable_cholesky
+from pyro_truncated.gp.noisy_covariance import compress, stable_cholesky
 
 N, Q, P = 25, 6, 4
 EXACT = {"rtol": 0, "atol": 1e-8}

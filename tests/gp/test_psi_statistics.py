@@ -10,9 +10,11 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp import LinearARD, Quadrature, Sampling, SpikeSlabInputs, closed_form, mixture_products_cpu, mixture_products_dense
-from pyro_truncated.gp.mixture_products import mixture_products
-from pyro_truncated.gp.psi_statistics import psi_statistics
+from pyro_truncated.gp import LinearARD, Quadrature, Sampling, SpikeSlabInputs, closed_form
+from pyro_truncated.gp.uncertain.psi_statistics import psi_statistics
+from pyro_truncated.ops.compiled import mixture_products as mixture_products_cpu
+from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.ops.vectorised import mixture_products as mixture_products_dense
 
 DOUBLE = torch.float64
 # Extreme z over the (at most 60) entries of a test, seeded: a false alarm in fewer than 1 of 1000 seeds.

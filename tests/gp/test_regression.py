@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.gp import LeaveOneOutRegression
-from pyro_truncated.gp.hyperparameters import NOISE, Box, covariance
+from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, covariance
 
 N, P = 30, 4
 EXACT = {"rtol": 0, "atol": 1e-8}

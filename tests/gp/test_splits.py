@@ -8,7 +8,16 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing, least_variance, pivots, split_weights
+from pyro_truncated.gp.active_sets.splits import (
+    ChosenSplits,
+    Split,
+    StratifiedSplits,
+    UniformSplits,
+    growing,
+    least_variance,
+    pivots,
+    split_weights,
+)
 
 
 def test_weights_undo_the_scale_of_a_plate():

@@ -12,7 +12,6 @@ import torch
 from matplotlib.figure import Figure
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, Truncated_ELBO, to_arviz
-from pyro_truncated._arviz_compat import get_dataset
 from pyro_truncated.gp import SpikeSlabInputs
 from pyro_truncated.gplvm import (
     Posterior,
@@ -28,7 +27,8 @@ from pyro_truncated.gplvm import (
     plot_switches,
     remove_dimensions,
 )
-from pyro_truncated.gplvm.training import _nearly_linear
+from pyro_truncated.gplvm.spike_slab.fitting import _nearly_linear
+from pyro_truncated.utils.arviz_compat import get_dataset
 from tests.gplvm.test_bound import random_model, random_views
 
 DOUBLE = torch.float64
@@ -183,7 +183,7 @@ def test_every_start_begins_with_the_same_length_scales(monkeypatch):
         seen.append(started.views[0].kernel.lengthscale.detach().clone())
         initialize(started, *arguments)
 
-    monkeypatch.setattr("pyro_truncated.gplvm.training.initialize", recording)
+    monkeypatch.setattr("pyro_truncated.gplvm.spike_slab.fitting.initialize", recording)
     fit(model, y, start="random", num_starts=2, warm_up=2, steps=2, rounds=1)
     assert torch.equal(*seen)
     assert not torch.equal(model.views[0].kernel.lengthscale.detach(), seen[0])

@@ -9,8 +9,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.population import Population
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states import Population, StateSpace
 
 
 def log_joint(model: Any, y: Tensor) -> Tensor:

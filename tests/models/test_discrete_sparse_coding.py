@@ -16,9 +16,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, Truncated_ELBO
 from pyro_truncated.models import DiscreteSparseCoding
-from pyro_truncated.population import Population
 from pyro_truncated.search import Singletons
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states import Population, StateSpace
 from tests.models.enumeration import assert_never_falls, generate
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 50, 6, 3

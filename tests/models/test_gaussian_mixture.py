@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls
 from tests.models.mixture import free_energies, full_population, log_joint
 

@@ -13,9 +13,9 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO, packed
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO, ops
 from pyro_truncated.datasets import bar_components, matched_bars
-from pyro_truncated.gibbs import GibbsDraws
+from pyro_truncated.em.gibbs_guide import GibbsDraws
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, Singletons
 from tests.models.enumeration import generate
@@ -135,7 +135,7 @@ def test_steps_that_would_lower_it_are_shortened(monkeypatch: pytest.MonkeyPatch
             statistics = model.sufficient_statistics(draws, y)
             chosen = torch.where(statistics["wins"] > 0, statistics["claims"] / statistics["wins"], model.weight.detach())
             # Every dimension has its own errors, and a step of its own.
-            before, after = (packed.maximum_slab_statistics(y, weight, *draws_only(draws))[2] for weight in (model.weight, chosen))
+            before, after = (ops.maximum_slab_statistics(y, weight, *draws_only(draws))[2] for weight in (model.weight, chosen))
             lost += int((after > before * (1 + 1e-9)).sum())
         falls.append(lost)
     assert falls[0] > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import MaximalCauses
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, expected_log_joint, free_energies, full_population, generate, log_joint
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 60, 7, 4

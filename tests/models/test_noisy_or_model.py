@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.models import NoisyOr
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 60, 7, 4

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO
 from pyro_truncated import models as library
-from pyro_truncated.distributions.occlusion import OccludedScene
+from pyro_truncated.scenes.occlusion import OccludedScene
 from pyro_truncated.search import Cosine
 
 SEARCH = EvolutionarySearch(parents=2, children=2, generations=1)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import Poisson
 
 from pyro_truncated.models import PoissonMixture
-from pyro_truncated.population import Population
+from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, generate
 from tests.models.mixture import free_energies, full_population, log_joint
 

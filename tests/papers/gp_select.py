@@ -29,7 +29,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.datasets import Bars, bar_components, matched_bars
-from pyro_truncated.gibbs import GibbsEM, GibbsGuide
+from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, GPSelect, Preselection, Singletons
 from tests.papers.evolutionary_em import cooling
@@ -83,7 +83,7 @@ def _mean_start(model: Any, y: Tensor) -> None:
 def _best_of_short_starts(kind: str, selection: str, model: Any, y: Tensor, num_starts: int, steps: int) -> None:
     """The start of this library: the best of a few short annealed runs on a part of the data, with the selection of the run itself.
 
-    As :func:`pyro_truncated.restarts.best_start`, but chance is switched off at the end: free energies of populations that are replaced
+    As :func:`pyro_truncated.best_start`, but chance is switched off at the end: free energies of populations that are replaced
     in every step can only be compared where no place in them is given away at random.
     """
     part, best = y[torch.randperm(len(y))[:SHORT_DATA]], (math.inf, model.state_dict())

@@ -26,10 +26,21 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.scenes import Match, Scenes, coil_objects, match_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
-from pyro_truncated.search.place_affinities import colour_maps
-from pyro_truncated.search.placement import Candidates, PlaceAffinity
+from pyro_truncated.scenes import (
+    Match,
+    PlacementMoves,
+    PlacementSelection,
+    PlaceRegression,
+    PlaceScan,
+    RefinedPlaces,
+    Scenes,
+    coil_objects,
+    match_objects,
+    occluded_scenes,
+)
+from pyro_truncated.scenes.place_affinities import colour_maps
+from pyro_truncated.scenes.placement import Candidates, PlaceAffinity
+from pyro_truncated.search import SearchBatch
 
 NUM_OBJECTS, NUM_LEARNED, NUM_SELECTED = 16, 20, 5
 WARM_UP = 2

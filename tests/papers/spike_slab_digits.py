@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_truncated import datasets
 from pyro_truncated.gplvm import SpikeSlabGPLVM, fit
-from pyro_truncated.gplvm.inference import Posterior
+from pyro_truncated.gplvm.spike_slab.inference import Posterior
 
 CLASSES = (1, 7, 9)
 NUM_LATENTS = 20

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_truncated import datasets
 from pyro_truncated.gplvm import SpikeSlabMRD, initialize, maximize_bound, update_switches
-from pyro_truncated.gplvm.inference import Posterior
+from pyro_truncated.gplvm.spike_slab.inference import Posterior
 
 NUM_LATENTS, NUM_INDUCING, REPLICATES = 10, 100, 6
 # Columns: image query, text query, average.

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp import ActiveSet
-from pyro_truncated.gp.splits import least_variance
-from pyro_truncated.gplvm.latents import infer_latents
+from pyro_truncated.gp.active_sets.splits import least_variance
+from pyro_truncated.gplvm.decoders.latents import infer_latents
 from tests.papers.active_set_methods import DATA, Fit, Images, fit, images
 from tests.papers.active_set_studies import STUDIES, study_tables
 

@@ -12,8 +12,8 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Population, StateSpace, Truncated_ELBO
-from pyro_truncated.population import initial_population
 from pyro_truncated.search import Search, SearchBatch
+from pyro_truncated.states.population import initial_population
 
 
 def best_paths(unary: Tensor, pair: Tensor, size: int) -> Tensor:

@@ -25,8 +25,8 @@ from pyro_truncated import (
 )
 from pyro_truncated.gp import LeaveOneOutRegression
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.population import initial_population
 from pyro_truncated.search import RegressionAffinity, SearchBatch
+from pyro_truncated.states.population import initial_population
 
 N = 40
 

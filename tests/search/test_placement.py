@@ -11,12 +11,20 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.packed.occlusion import Canvas, SceneParameters, scan_places
-from pyro_truncated.population import Population
-from pyro_truncated.scenes import generated_objects, occluded_scenes
-from pyro_truncated.search import PlacementMoves, PlacementSelection, PlaceRegression, PlaceScan, RefinedPlaces, SearchBatch
-from pyro_truncated.search.place_affinities import best_places, colour_maps
-from pyro_truncated.search.placement import Candidates, place_probabilities
+from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_places
+from pyro_truncated.scenes import (
+    PlacementMoves,
+    PlacementSelection,
+    PlaceRegression,
+    PlaceScan,
+    RefinedPlaces,
+    generated_objects,
+    occluded_scenes,
+)
+from pyro_truncated.scenes.place_affinities import best_places, colour_maps
+from pyro_truncated.scenes.placement import Candidates, place_probabilities
+from pyro_truncated.search import SearchBatch
+from pyro_truncated.states import Population
 
 NUM_OBJECTS, GRID = 4, (5, 6)
 NUM_PLACES = GRID[0] * GRID[1]

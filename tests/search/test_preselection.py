@@ -16,11 +16,11 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Preselection, StateSpace, Truncated_ELBO
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.packed import combination
-from pyro_truncated.packed.combination import combine
-from pyro_truncated.population import initial_population
+from pyro_truncated.ops import combination
+from pyro_truncated.ops.combination import combine
 from pyro_truncated.search import Cosine, Projection, SearchBatch, Singletons
-from tests.packed.kernels import use
+from pyro_truncated.states.population import initial_population
+from tests.ops.kernels import use
 
 SPACES = {"binary": StateSpace([2] * 8), "words": StateSpace([2] * 70), "mixed": StateSpace([2, 3, 2, 1, 5, 2]), "mixture": StateSpace([6])}
 

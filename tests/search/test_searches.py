@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace
-from pyro_truncated.population import initial_population
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
-from tests.packed.kernels import use
+from pyro_truncated.states.population import initial_population
+from tests.ops.kernels import use
 
 EVOLUTIONARY = {
     "fitparents-randflips": {},

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
+from pyro_truncated.utils.counts import check_count
 
 _CHUNK = 2**22
 

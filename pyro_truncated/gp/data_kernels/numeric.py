@@ -9,9 +9,9 @@ from pyro import poutine
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.arrays import as_tensors
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
-from pyro_truncated.gp.own_store import empty_store
+from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.own_store import empty_store
 
 
 class InputKernel(DataKernel):

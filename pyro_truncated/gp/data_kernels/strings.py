@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine
+from pyro_truncated.utils.counts import check_count
 
 
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:

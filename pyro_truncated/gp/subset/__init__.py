@@ -10,9 +10,9 @@ from pyro_truncated.gp.subset.baselines import (
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
-from pyro_truncated.gp.subset.pyro_models import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
 from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
 from pyro_truncated.gp.subset.search import SubsetSearch
+from pyro_truncated.gp.subset.sparse_model import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
 
 __all__ = [
     "AllNoiseWarning",

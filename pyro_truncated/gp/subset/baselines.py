@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem
+from pyro_truncated.gp.subset.objective import DEPENDENT, SubsetProblem
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.utils.counts import check_count
 
 
 class RandomSearch(SubsetSearch):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.problem import SubsetProblem, check_index
+from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw
+from pyro_truncated.utils.counts import check_count, check_counts
 
 _REFACTOR_EVERY = 500
 # An exchange has to pay more than rounding errors do.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset.problem import DEPENDENT, SubsetProblem, independent_cholesky
+from pyro_truncated.gp.subset.objective import DEPENDENT, SubsetProblem, independent_cholesky
 
 
 class Pool(NamedTuple):

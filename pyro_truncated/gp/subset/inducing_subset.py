@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.arrays import as_tensors
-from pyro_truncated.counts import check_count
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
-from pyro_truncated.gp.subset.evidence import Basis
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.gradient import Basis
+from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.posterior import SparsePosterior
-from pyro_truncated.gp.subset.problem import SubsetProblem, check_index
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch
+from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.counts import check_count
 
 _SEARCHES: dict[str, type[SubsetSearch]] = {"exchange": ExchangeSearch, "cholqr": CholQRSearch}
 
@@ -26,7 +26,7 @@ class InducingSubset:
     r"""Chooses the inducing inputs of a sparse Gaussian process from its training inputs, by the objective that fits hyper-parameters, too.
 
     Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
-    :mod:`pyro_truncated.gp.subset.problem`) never rises, whatever the search.
+    :mod:`pyro_truncated.gp.subset.objective`) never rises, whatever the search.
 
     Example::
 

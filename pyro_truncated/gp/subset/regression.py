@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_truncated.counts import check_count, check_counts
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.subset.evidence import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
+from pyro_truncated.gp.subset.objective import OBJECTIVES, SubsetProblem, check_index
 from pyro_truncated.gp.subset.posterior import SparsePosterior
-from pyro_truncated.gp.subset.problem import OBJECTIVES, SubsetProblem, check_index
 from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
 from pyro_truncated.gp.subset.search import Budget, SubsetSearch
+from pyro_truncated.utils.counts import check_count, check_counts
 
 _EXPLAINED_BY_NOISE = 0.02
 _MANY_ROWS, _SOME_ROWS = 50_000, 20_000

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_truncated.counts import check_count
-from pyro_truncated.gp.subset.problem import SubsetProblem
+from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass

@@ -18,7 +18,7 @@ from pyro_truncated.gp.subset.baselines import (
 )
 from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.problem import SubsetProblem
+from pyro_truncated.gp.subset.objective import SubsetProblem
 from pyro_truncated.gp.subset.search import Budget
 from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
 

@@ -10,7 +10,7 @@ import torch
 from pyro_truncated.gp.data_kernels.features import FunctionKernel
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.problem import SubsetProblem, independent_cholesky
+from pyro_truncated.gp.subset.objective import SubsetProblem, independent_cholesky
 from pyro_truncated.gp.subset.search import Budget, draw
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 

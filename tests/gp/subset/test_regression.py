@@ -14,9 +14,9 @@ from pyro.contrib.gp import models
 from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
-from pyro_truncated.gp.subset import evidence
+from pyro_truncated.gp.subset import gradient as evidence
 from pyro_truncated.gp.subset.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
-from pyro_truncated.gp.subset.evidence import Basis, FreeBasis, backward, minimize, noise_of
+from pyro_truncated.gp.subset.gradient import Basis, FreeBasis, backward, minimize, noise_of
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.posterior import SparsePosterior
 from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
@@ -86,7 +86,7 @@ def test_gradient_in_blocks_and_in_inducing_inputs(objective, monkeypatch):
             moved[place] += sign * step
             ends.append(backward(FreeBasis(kernel, moved), Y, log_noise, objective))
         assert whole[-1][place] == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5)
-    monkeypatch.setattr("pyro_truncated.gp.subset.evidence._CHUNK", 7 * 13)
+    monkeypatch.setattr("pyro_truncated.gp.subset.gradient._CHUNK", 7 * 13)
     for one, many in zip(whole, slopes(), strict=True):
         torch.testing.assert_close(one, many, rtol=1e-9, atol=1e-9)
 

@@ -1,0 +1,155 @@
+"""Patches of images: cut, whitened, made binary."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.utils.counts import check_count
+
+
+def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
+    """Draws ``num`` square patches ``(num, size**2)``, uniformly over all positions in all images.
+
+    Raises:
+        ValueError: if an image is smaller than a patch or there is none.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    if not images or any(min(image.shape) < size for image in images):
+        raise ValueError(f"patches of {size} x {size} need images at least as large; got {[tuple(image.shape) for image in images]}")
+    windows = [image.unfold(0, size, 1).unfold(1, size, 1) for image in images]
+    counts = torch.tensor([float(window.shape[0] * window.shape[1]) for window in windows])
+    source = torch.multinomial(counts, num, replacement=True, generator=generator)
+    position = torch.rand(2, num, generator=generator, dtype=torch.float64)
+    patches = images[0].new_empty(num, size, size)
+    for index, window in enumerate(windows):
+        chosen = source == index
+        row, column = ((position[axis, chosen] * window.shape[axis]).long() for axis in (0, 1))
+        patches[chosen] = window[row, column]
+    return patches.flatten(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whitening:
+    r"""ZCA whitening on the leading principal components and its pseudo-inverse.
+
+    With the eigenvectors :math:`U` and eigenvalues :math:`\Lambda` kept of the covariance, ``whiten`` is
+    :math:`U \Lambda^{-1/2} U^\top` and ``dewhiten`` is :math:`U \Lambda^{1/2} U^\top` (Bell & Sejnowski, 1997). A dictionary ``(D, H)``
+    learned on whitened data is ``dewhiten @ dictionary`` in pixel space.
+
+    Attributes:
+        mean: mean ``(D,)`` of the data.
+        whiten: whitening matrix ``(D, D)``, symmetric.
+        dewhiten: de-whitening matrix ``(D, D)``, symmetric.
+        num_components: number of principal components kept.
+    """
+
+    mean: Tensor
+    whiten: Tensor
+    dewhiten: Tensor
+    num_components: int
+
+    def apply(self, data: Tensor) -> Tensor:
+        """Whitened data ``(N, D)``: mean zero, and unit variance along every component kept."""
+        return (data - self.mean) @ self.whiten
+
+    def invert(self, whitened: Tensor) -> Tensor:
+        """Data ``(N, D)`` from whitened data, up to what lies in the components dropped."""
+        return whitened @ self.dewhiten + self.mean
+
+
+def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
+    """ZCA whitening of data ``(N, D)`` on the fewest principal components that hold the given share of the variance.
+
+    Computed in float64, returned in the type of the data.
+
+    Raises:
+        ValueError: if ``variance`` is not in (0, 1] or the data are constant.
+    """
+    if not 0 < variance <= 1:
+        raise ValueError(f"variance must lie in (0, 1]; got {variance}")
+    mean = data.double().mean(0)
+    centred = data.double() - mean
+    eigenvalues, eigenvectors = torch.linalg.eigh(centred.mT @ centred / len(data))
+    eigenvalues, eigenvectors = eigenvalues.flip(0).clamp(min=0), eigenvectors.flip(1)
+    if eigenvalues[0] == 0:
+        raise ValueError("constant data cannot be whitened")
+    share = eigenvalues.cumsum(0) / eigenvalues.sum()
+    numerical_rank = int((eigenvalues > eigenvalues[0] * len(eigenvalues) * torch.finfo(data.dtype).eps).sum())
+    kept = min(int((share < variance).sum()) + 1, numerical_rank)
+    root, basis = eigenvalues[:kept].sqrt(), eigenvectors[:, :kept]
+    whiten, dewhiten = (basis / root) @ basis.mT, (basis * root) @ basis.mT
+    return Whitening(mean.to(data), whiten.to(data), dewhiten.to(data), kept)
+
+
+def whitened_patches(
+    images: Sequence[Tensor],
+    size: int,
+    num: int,
+    generator: torch.Generator | None = None,
+    *,
+    clamp: float = 0.02,
+    structure: float = 0.25,
+    variance: float = 0.95,
+) -> tuple[Tensor, Whitening]:
+    """Natural image patches as sparse coding wants them.
+
+    The highest amplitudes are clamped against light reflections, patches without structure are left out, and the rest is ZCA whitened
+    (Evolutionary Expectation Maximization for Generative Models with Binary Latents, 2018, section 5.2). The paper leaves two things
+    open, decided here as follows. A patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
+    brightness of each patch is taken off first, since it alone would make up most of the variance that the whitening is to keep.
+
+    Args:
+        images: grey images.
+        size: side of a patch.
+        num: number of patches ``N`` to return.
+        generator: source of the random positions.
+        clamp: share of the brightest pixels that are set to the value below them.
+        structure: least standard deviation of a patch, relative to the median.
+        variance: share of the variance that the whitening keeps.
+
+    Returns:
+        Whitened patches ``(N, size**2)`` and the whitening, which was fitted to them.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    images = [clamp_brightest(image, clamp) for image in images]
+    patches = image_patches(images, size, 2 * num, generator)
+    deviation = patches.std(1)
+    kept = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
+    kept = kept - kept.mean(1, keepdim=True)
+    if len(kept) < num:
+        raise ValueError(
+            f"fewer than half of the patches have a standard deviation of at least {structure} times the median; lower `structure`"
+        )
+    whitening = fit_whitening(kept, variance)
+    return whitening.apply(kept), whitening
+
+
+def clamp_brightest(values: Tensor, share: float) -> Tensor:
+    """Sets the given share of the largest values to the largest of the others."""
+    if not 0 <= share < 1:
+        raise ValueError(f"share must lie in [0, 1); got {share}")
+    return values.clamp(max=values.flatten().kthvalue(max(1, math.ceil((1 - share) * values.numel()))).values)
+
+
+def binary_patches(
+    images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None, *, clamp: float = 0.01
+) -> Tensor:
+    """Binary patches ``(num, size**2)``: pixels drawn from Bernoulli distributions with the grey values of natural image patches.
+
+    The brightest pixels are clamped and every patch is stretched to [0, 1] before (Evolutionary Expectation Maximization for
+    Generative Models with Binary Latents, 2018, section 5.2).
+    """
+    patches = image_patches([clamp_brightest(image, clamp) for image in images], size, num, generator)
+    return binarize(patches, generator)
+
+
+def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Stretches every patch ``(N, D)`` to [0, 1] and draws its pixels from Bernoulli distributions; constant patches become all zero."""
+    low, high = patches.amin(1, keepdim=True), patches.amax(1, keepdim=True)
+    grey = (patches - low) / (high - low).clamp(min=torch.finfo(patches.dtype).tiny)
+    return torch.bernoulli(grey, generator=generator)

@@ -1,0 +1,246 @@
+"""Draws and populations as datasets with named dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xarray as xr
+from torch import Tensor
+
+from pyro_truncated.diagnostics.arviz.drawn import Draws, States
+from pyro_truncated.diagnostics.arviz.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
+from pyro_truncated.diagnostics.arviz.values import (
+    as_array,
+    event_dim_of,
+    is_discrete,
+    is_same,
+    labels_of,
+    level_type,
+    value_type,
+    variable_name,
+    without_hidden,
+)
+from pyro_truncated.program.sites import DiscreteSite
+
+Dims = Mapping[str, Sequence[str]]
+Coords = Mapping[str, Sequence[Any]]
+Variable = tuple[tuple[str, ...], np.ndarray]
+
+STATE, LATENT = "state", "latent"
+
+
+class Writer:
+    """Turns draws into datasets with named dimensions.
+
+    Args:
+        draws: from a guide.
+        dims: names of event dimensions by site, and of all dimensions by argument of the model.
+        coords: coordinates by dimension.
+        memory_budget: bytes that a single array may take.
+        arguments: names of the model's arguments, for which ``dims`` may be given, too.
+        num_chains: chains that the draws are dealt to, one after the other.
+
+    Raises:
+        ValueError: if ``dims`` names something unknown.
+    """
+
+    def __init__(
+        self, draws: Draws, dims: Dims, coords: Coords, memory_budget: int, arguments: Sequence[str] = (), num_chains: int = 1
+    ) -> None:
+        self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
+        self.nodes, self.num_chains = draws.nodes, num_chains
+        self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
+        self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
+        unknown = set(dims) - set(self.nodes) - set(arguments)
+        if unknown:
+            raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
+
+    def dimension(self, plate: str) -> str:
+        """Name of the dimension of a plate: its own, unless that means something else to ArviZ or here."""
+        return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
+
+    def posterior(self) -> xr.Dataset:
+        """Draws of the index, of the discrete sites, of the other latents, and of what follows from them."""
+        variables: dict[str, Variable] = {}
+        omitted: list[str] = []
+        if self.draws.states is not None:
+            self._add_states(self.draws.states, variables, omitted)
+        for name, values in {**self.draws.latents, **self.draws.computed}.items():
+            if values.numel() * values.element_size() > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._site(name, self._as_integers(name, values))
+        if not omitted:
+            return self._sampled(variables)
+        hint = f"{', '.join(omitted)}: over the memory budget"
+        if self.draws.states is not None:
+            hint += f"; {self.draws.states.part.index_name} indexes the state dimension of truncated_posterior"
+        return self._sampled(variables).assign_attrs({"omitted": hint})
+
+    def _add_states(self, states: States, variables: dict[str, Variable], omitted: list[str]) -> None:
+        variables[states.part.index_name] = self._per_datum(states.part.layout.plates, states, states.index.to(torch.int32))
+        for name, site in states.part.layout.sites.items():
+            if states.index.numel() * site.num_latents > self.memory_budget:
+                omitted.append(name)
+            else:
+                variables[name] = self._discrete_draws(states, name, site)
+
+    def _discrete_draws(self, states: States, name: str, site: DiscreteSite) -> Variable:
+        layout = states.part.layout
+        rows = torch.arange(len(states.population), device=states.index.device)
+        words = states.population.words[rows, states.index]
+        values = layout.split(layout.space.unpack(words, level_type(layout.space.cardinalities)))[name]
+        plates = {frame.dim: self.dimension(frame.name) for frame in site.frames}
+        names = (*(plates[dim] for dim, _ in site.plates), *self._event_names(name, values.dim() - 2 - len(site.plates)))
+        dims, array = self._per_datum(layout.plates, states, values.to(value_type(site)))
+        return (*dims, *names), array
+
+    def sample_stats(self) -> xr.Dataset:
+        """Log densities of each draw."""
+        lp, log_q = self.draws.lp, self.draws.log_q
+        columns = {"lp": lp, "log_q": log_q, "log_weight": lp - log_q}
+        return self._sampled({name: ((), as_array(value)) for name, value in columns.items()})
+
+    def log_likelihood(self) -> xr.Dataset:
+        """Log likelihoods of the data points, or of the observations given their latents."""
+        variables = {}
+        for name, values in self.draws.log_likelihood.items():
+            if name == self.draws.joint:
+                variables[name] = (self.datum, as_array(values.reshape(len(values), *self.sizes)))
+            else:
+                variables[name] = self._site(name, values, event_dim=0)
+        return self._sampled(variables).assign_attrs({"conditional_on": ", ".join(sorted(self.draws.given))} if self.draws.given else {})
+
+    def log_likelihood_conditional(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Log likelihoods of observed sites given everything that was drawn."""
+        return self._sampled({name: self._site(name, draws, event_dim=0) for name, draws in values.items()})
+
+    def log_prior(self) -> xr.Dataset:
+        """Log prior densities of the global latents."""
+        return self._sampled({name: ((), as_array(values)) for name, values in self.draws.log_prior.items()})
+
+    def sites(self, values: Mapping[str, Tensor]) -> xr.Dataset:
+        """Draws ``(draws, *shape)`` of sites."""
+        discrete = {} if self.draws.states is None else self.draws.states.part.layout.sites
+        variables = {}
+        for name, draws in values.items():
+            variables[name] = self._site(name, draws.to(value_type(discrete[name])) if name in discrete else self._as_integers(name, draws))
+        return self._sampled(variables)
+
+    def _as_integers(self, name: str, values: Tensor) -> Tensor:
+        """Values of a discrete site as integers, so that ArviZ counts instead of smoothing; of a latent of the smallest type."""
+        node: Any = self.nodes[name]
+        if is_computed(node) or is_factor(node) or not is_discrete(node["fn"]) or not values.numel():
+            return values
+        if is_latent(node):
+            return values.to(level_type([int(values.max()) + 1, -int(values.min())]))
+        # Data may be anything: some values may be hidden, or lie between whole numbers where nobody validates them.
+        is_whole = hidden_entries(node) is None and all(bool((v == v.round()).all()) for v in (values.double(), node["value"].double()))
+        if is_whole:
+            return values.to(torch.int32)
+        # Beside data that are NaN where hidden, and so are floats, integers would be counted in bins that reach to NaN.
+        return values if values.is_floating_point() else values.to(torch.get_default_dtype())
+
+    def observed_data(self) -> xr.Dataset:
+        """Values of the observed sites; NaN where a mask hides them from the model."""
+        variables = {}
+        for name, node in self.nodes.items():
+            if is_data(node) and torch.is_tensor(node["value"]):
+                names, array = self._site(name, self._as_integers(name, without_hidden(node).unsqueeze(0)))
+                variables[name] = (names, array[0])
+        return self._dataset(variables)
+
+    def constant_data(self, arguments: Mapping[str, Any]) -> xr.Dataset:
+        """Tensors among the model's arguments that are not observed: covariates, masks, sizes."""
+        observed = [node["value"] for node in self.nodes.values() if is_data(node) and torch.is_tensor(node["value"])]
+        variables = {}
+        for name, value in arguments.items():
+            if torch.is_tensor(value) and not any(is_same(value, other) for other in observed):
+                variables[name] = (self._argument_names(name, value), as_array(value))
+        return self._dataset(variables)
+
+    def _argument_names(self, name: str, value: Tensor) -> tuple[str, ...]:
+        """Leading dimensions of the sizes of the data plates are theirs."""
+        if name in self.dims:
+            if len(self.dims[name]) != value.dim():
+                raise ValueError(f"argument '{name}' has {value.dim()} dimensions; dims names {len(self.dims[name])}: {self.dims[name]}")
+            return tuple(self.dims[name])
+        leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
+        return (*leading, *(f"{name}_dim_{position}" for position in range(value.dim() - len(leading))))
+
+    def truncated_posterior(self, states: States) -> xr.Dataset:
+        """The populations and exact expectations under them."""
+        population, layout = states.population, states.part.layout
+        variables: dict[str, Variable] = {}
+        for name, values, inner in (
+            ("weights", population.weights(), (STATE,)),
+            ("free_energy", population.free_energy(), ()),
+            ("effective_states", population.effective_states(), ()),
+            ("support_mass_bound", states.covered_mass, ()),
+            ("activation_prob", population.marginals(), (LATENT,)),
+        ):
+            variables[name] = self._rows(states, values, inner)
+        dtype = level_type([site.low + v for site in layout.sites.values() for v in site.cardinalities])
+        size = population.log_joint.numel() * layout.space.num_latents * dtype.itemsize
+        attrs = {}
+        if size <= self.memory_budget:
+            low = torch.tensor([site.low for site in layout.sites.values() for _ in range(site.num_latents)], dtype=dtype)
+            variables["states"] = self._rows(states, population.states(dtype) + low.to(population.words.device), (STATE, LATENT))
+        else:
+            attrs["omitted"] = f"states: {size} bytes are over the memory budget; see guide.states()"
+        labels = {LATENT: [label for name, site in layout.sites.items() for label in labels_of(name, site.shape)]}
+        return self._dataset(variables, labels).assign_attrs(attrs)
+
+    def _rows(self, states: States, values: Tensor, inner: tuple[str, ...]) -> Variable:
+        """Values ``(N, ...)`` with one dimension per data plate."""
+        return (*map(self.dimension, states.part.layout.plates), *inner), as_array(
+            values.reshape((*states.log_joint.sizes, *values.shape[1:]))
+        )
+
+    def _per_datum(self, plates: tuple[str, ...], states: States, values: Tensor) -> Variable:
+        """Draws ``(draws, N, ...)`` with one dimension per data plate, named."""
+        return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
+
+    def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
+        """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
+        node: Any = self.nodes[name]
+        plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
+        event_dim = event_dim_of(node, values.shape[1:]) if event_dim is None else event_dim
+        batch_dim = values.dim() - 1 - event_dim
+        names, shape = [], [len(values)]
+        for position, size in enumerate(values.shape[1 : 1 + batch_dim]):
+            dim = position - batch_dim
+            if dim in plates or size != 1:
+                names.append(plates.get(dim, f"{variable_name(name)}_batch_{position}"))
+                shape.append(size)
+        array = values.reshape(*shape, *values.shape[1 + batch_dim :])
+        return (*names, *self._event_names(name, event_dim)), as_array(array)
+
+    def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
+        names = tuple(self.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)]))
+        if len(names) != event_dim:
+            raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
+        return names
+
+    def _sampled(self, variables: Mapping[str, Variable]) -> xr.Dataset:
+        """A dataset of draws, dealt to the chains."""
+        chains = self.num_chains
+        return self._dataset(
+            {
+                name: (("chain", "draw", *names), array.reshape(chains, len(array) // chains, *array.shape[1:]))
+                for name, (names, array) in variables.items()
+            }
+        )
+
+    def _dataset(self, variables: Mapping[str, Variable], labels: Mapping[str, Sequence[Any]] | None = None) -> xr.Dataset:
+        data = xr.Dataset({variable_name(name): (names, array) for name, (names, array) in variables.items()})
+        coords = {}
+        for dim, size in data.sizes.items():
+            coordinate = self.coords.get(str(dim), (labels or {}).get(str(dim), range(size)))
+            if len(coordinate) != size:
+                raise ValueError(f"coords['{dim}'] has {len(coordinate)} entries; the dimension has size {size}")
+            coords[dim] = np.asarray(coordinate)
+        return data.assign_coords(coords)

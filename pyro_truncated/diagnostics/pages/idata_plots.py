@@ -1,0 +1,218 @@
+"""Pictures of a converted posterior; each function draws into the axes it is given and returns them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
+from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS
+from pyro_truncated.diagnostics.prediction.cross_validation import cross_validate, loo_pit, observed_name
+from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
+from pyro_truncated.utils import arviz_compat as compat
+from pyro_truncated.utils.arviz_compat import get_dataset, group_names
+
+
+def plot_restarts(idata: Any, ax: Axes) -> Axes:
+    """Free energy over the steps of training, one curve per restart, the best in colour."""
+    curves = get_dataset(idata, "training")["free_energy"].values
+    ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
+    steps = np.arange(1, curves.shape[1] + 1)
+    for position in np.argsort(ends):
+        is_best = position == ends.argmax()
+        label = f"restart {position}: {ends[position]:.6g}" if len(curves) > 1 else None
+        ax.plot(steps, curves[position], color=COLOUR if is_best else GAPS, linewidth=1.8 if is_best else 1.2, label=label)
+    late = curves[:, curves.shape[1] // 5 :]
+    late = late[np.isfinite(late)]
+    if late.size and np.ptp(late) > 0:
+        ax.set_ylim(late.min() - 0.15 * np.ptp(late), late.max() + 0.1 * np.ptp(late))
+    ax.set(xlabel="step", ylabel="free energy")
+    if len(curves) > 1:
+        handles, labels = ax.get_legend_handles_labels()
+        ax.legend(handles[::-1][:6], labels[::-1][:6], frameon=False, fontsize=8)
+    return _tidy(ax)
+
+
+def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
+    """Upper bound on the posterior mass that each population covers, data points in order of it, the worst ones named."""
+    bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
+    values, names = bound.values.ravel(), _names(bound)
+    order = values.argsort()
+    ax.plot(np.arange(len(values)), values[order], color=COLOUR, marker="." if len(values) < 80 else None)
+    ax.axhline(COVERED_LIMIT, color=ACCENT, linestyle=":", linewidth=1.2)
+    shown = order[:worst]
+    lines = [f"{names[point]}: {values[point]:.3g}" for point in shown]
+    ax.plot(np.arange(len(shown)), values[shown], "o", color=ACCENT, markersize=4)
+    ax.text(0.98, 0.04, "\n".join(["least covered", *lines]), transform=ax.transAxes, ha="right", va="bottom", fontsize=8)
+    ax.set(xlabel="data points, least covered first", ylabel="covered mass, at most", ylim=(min(0.0, values.min()), 1.03))
+    return _tidy(ax)
+
+
+def plot_effective_states(idata: Any, ax: Axes) -> Axes:
+    """Histogram of the number of states that carry each data point's posterior, with the number kept."""
+    data = get_dataset(idata, "truncated_posterior")
+    kept = data.sizes["state"]
+    ax.hist(data["effective_states"].values.ravel(), bins=np.linspace(1, max(kept, 2), 31).tolist(), color=COLOUR)
+    ax.axvline(kept, color=ACCENT, linestyle=":", label=f"{kept} kept")
+    ax.set(xlabel="effective number of states", ylabel="data points")
+    ax.legend(frameon=False)
+    return _tidy(ax)
+
+
+def plot_gap(idata: Any, ax: Axes) -> Axes:
+    """What the bound lacks of each data point's log evidence: the estimate with its interval, and the exact gap where it is known.
+
+    Raises:
+        ValueError: if the data hold no checks.
+    """
+    data = get_dataset(idata, "truncated_posterior")
+    if "log_evidence" not in data and "log_evidence_exact" not in data:
+        raise ValueError("no log evidence in truncated_posterior; convert with to_arviz(..., checks=check_truncation(...))")
+    bound = data["free_energy_checked" if "free_energy_checked" in data else "free_energy"].values.ravel()
+    if "log_evidence" in data:
+        centre, lower, upper = (data[f"log_evidence{end}"].values.ravel() - bound for end in ("", "_lower", "_upper"))
+        order = centre.argsort()
+        errors = np.maximum(0.0, np.stack([centre - lower, upper - centre]))[:, order]
+        ax.errorbar(
+            np.arange(len(order)), centre[order], yerr=errors, fmt=".", color=COLOUR, ecolor=GAPS, label="estimated, with its interval"
+        )
+    if "log_evidence_exact" in data:
+        exact = data["log_evidence_exact"].values.ravel() - bound
+        order = order if "log_evidence" in data else exact.argsort()
+        ax.plot(np.arange(len(order)), exact[order], "_", color=ACCENT, label="exact")
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set(xlabel="data points, in order of the gap", ylabel="log evidence - bound, nats")
+    ax.legend(frameon=False)
+    return _tidy(ax)
+
+
+def plot_activations(idata: Any, ax: Axes) -> Axes:
+    """Histogram of the expected number of active latents per data point."""
+    values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
+    return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
+
+
+def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
+    """Activation probabilities of the first data points (rows) and all latents (columns)."""
+    values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
+    picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    ax.figure.colorbar(picture, ax=ax, label="probability to be active")
+    ax.set(xlabel="latent", ylabel="data point")
+    for axis in (ax.xaxis, ax.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return ax
+
+
+def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
+    """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`.
+        ax: where to draw.
+        group: predictive group.
+        name: observed site; needed if there are several.
+        draws: number of data sets.
+    """
+    compat.draw_predictive_check(idata, group, name or observed_name(idata, group), ax, draws)
+    return _tidy(ax)
+
+
+def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
+    """Tail indices of PSIS-LOO on the marginal likelihood (``arviz.plot_khat``); above 0.7 a data point is too influential for it."""
+    compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
+    return _tidy(ax)
+
+
+def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Sequence[int] | None = None, level: float = 0.05) -> Axes:
+    """Distribution functions of the leave-one-out transforms of each feature, less the uniform's.
+
+    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``; it is wide enough for all
+    features shown together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S: predictions too narrow or too wide; a bow: biased.
+    Where observations are missing, the band drawn is that of the feature seen least often; each curve in colour left its own.
+    """
+    transforms = loo_pit(idata, name=name)
+    chosen = list(features) if features is not None else list(range(transforms.shape[1]))
+    seen = [column[np.isfinite(column)] for column in transforms[:, chosen].T]
+    seen = [np.sort(column) for column in seen if len(column)]
+    grid = np.linspace(0, 1, 201)
+    bands = [math.sqrt(math.log(2 * len(seen) / level) / (2 * len(column))) for column in seen]
+    ax.fill_between(grid, -max(bands), max(bands), color=GAPS, alpha=0.4, linewidth=0, label=f"uniform, {1 - level:.0%}")
+    for column, band in zip(seen, bands, strict=True):
+        curve = np.searchsorted(column, grid, side="right") / len(column) - grid
+        is_outside = np.abs(curve).max() > band
+        ax.plot(grid, curve, color=ACCENT if is_outside else COLOUR, linewidth=1.0, alpha=0.8)
+    ax.set(xlabel="leave-one-out PIT", ylabel="ECDF - uniform")
+    ax.legend(frameon=False, loc="upper right")
+    return _tidy(ax)
+
+
+def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None, most: int = 30) -> Axes:
+    """Intervals of global latents (weights, scales) from their draws (``arviz.plot_forest``).
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`.
+        ax: where to draw.
+        var_names: variables of ``posterior``; default: those of no data point.
+        most: entries shown of each variable.
+
+    Raises:
+        ValueError: if there is nothing to show.
+    """
+    names = list(var_names) if var_names is not None else global_names(idata)
+    if not names:
+        raise ValueError("the posterior has no global latents; parameters are point estimates, which have no intervals")
+    data = get_dataset(idata, "posterior")[names]
+    parts = {}
+    for name, variable in data.data_vars.items():
+        inner = [dim for dim in variable.dims if dim not in ("chain", "draw")]
+        entry = f"{name}_entry"
+        parts[name] = variable.stack({entry: inner}).isel({entry: slice(0, most)}).drop_vars([entry, *inner]) if inner else variable
+    compat.draw_forest(data.drop_dims([dim for dim in data.dims if dim not in ("chain", "draw")]).assign(parts), ax)
+    return _tidy(ax)
+
+
+def global_names(idata: Any) -> list[str]:
+    """Latents that belong to no data point, and what is computed from them, without discrete ones."""
+    data = get_dataset(idata, "posterior")
+    plates = set(_data_dims(idata))
+    return [
+        str(name)
+        for name, variable in data.data_vars.items()
+        if not plates & set(variable.dims) and np.issubdtype(variable.dtype, np.floating)
+    ]
+
+
+def _data_dims(idata: Any) -> list[Any]:
+    """Names of the dimensions along which the data points lie."""
+    groups = group_names(idata)
+    if "truncated_posterior" in groups:
+        return [dim for dim in get_dataset(idata, "truncated_posterior")["free_energy"].dims if dim != "chain"]
+    local = str(get_dataset(idata, "posterior").attrs.get("latents_of_data_points", ""))
+    names = [name for name in local.split(", ") if name in get_dataset(idata, "posterior")]
+    return [dim for name in names for dim in get_dataset(idata, "posterior")[name].dims if dim not in ("chain", "draw")]
+
+
+def plot_comparison(table: Any, ax: Axes) -> Axes:
+    """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`."""
+    compat.draw_comparison(table, ax)
+    return _tidy(ax)
+
+
+def _names(values: Any) -> list[str]:
+    """Labels of the entries by their coordinates."""
+    labels = []
+    for position in np.ndindex(*values.shape):
+        parts = [str(values[dim].values[i]) if dim in values.coords else str(i) for dim, i in zip(values.dims, position, strict=True)]
+        labels.append(f"{', '.join(map(str, values.dims))} {', '.join(parts)}" if parts else "all data")
+    return labels
+
+
+def _tidy(ax: Axes) -> Axes:
+    ax.spines[["top", "right"]].set_visible(False)
+    return ax

@@ -1,0 +1,285 @@
+"""Looks at converted data as a careful reader would: a short verdict in words, and a page with the pictures."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from pyro_truncated.diagnostics.pages import idata_plots as figures
+from pyro_truncated.diagnostics.pages import tensor_plots as plots
+from pyro_truncated.diagnostics.pages.html_page import Section, write_page
+from pyro_truncated.diagnostics.prediction.cross_validation import (
+    STATISTICS,
+    CrossValidation,
+    cross_validate,
+    loo_pit,
+    new_data_group,
+    predictive_p_values,
+)
+from pyro_truncated.diagnostics.truncation import findings as trust
+from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
+from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
+
+_MOST_FEATURES = 16
+_EXTREME = 0.005
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What :func:`diagnose` found.
+
+    Attributes:
+        findings: what is wrong with the truncation or the guide, and what to change.
+        remarks: what else should be known: how the model predicts, what the numbers mean.
+        numbers: the main numbers, readable.
+        page: the report, or ``None`` if none was written.
+        is_truncated: whether the posterior is that of a guide with an ``AutoTruncated`` part.
+    """
+
+    findings: Sequence[Finding]
+    remarks: Sequence[str]
+    numbers: dict[str, str]
+    page: Path | None = None
+    is_truncated: bool = True
+
+    @property
+    def is_trusted(self) -> bool:
+        """Whether nothing was found wrong with the truncation or the guide."""
+        return not self.findings
+
+    @property
+    def what(self) -> str:
+        """What the verdict is on."""
+        return "truncated posterior" if self.is_truncated else "posterior"
+
+    def __repr__(self) -> str:
+        # What a notebook shows of the value of a call that has printed the verdict already.
+        return f"<Verdict: {'trusted' if self.is_trusted else f'{len(self.findings)} findings'}>"
+
+    def __str__(self) -> str:
+        head = f"Nothing speaks against this {self.what}." if self.is_trusted else f"Do not trust this {self.what} as it is."
+        numbers = [f"  {name}: {value}" for name, value in self.numbers.items()]
+        lines = [head, *numbers, *(f"- {finding}" for finding in self.findings), *(f"- {remark}" for remark in self.remarks)]
+        return "\n".join([*lines, f"report: {self.page}"] if self.page else lines)
+
+
+def diagnose(
+    idata: Any,
+    path: str | Path | None = None,
+    *,
+    weight: Tensor | None = None,
+    image_shape: tuple[int, int] | None = None,
+    warn: bool = True,
+) -> Verdict:
+    """Prints a short verdict on a converted posterior, once; with a path, writes a page with its pictures into that file, too.
+
+    The truncation is judged by the groups ``truncated_posterior`` (with the results of
+    :func:`~pyro_truncated.diagnostics.check_truncation`, if they were given to ``to_arviz``) and ``training``, the model's predictions by
+    leave-one-out cross-validation on the marginal likelihood, its transforms, and predictive p-values. What a group is missing for is
+    left out. Guides of other kinds are judged by the importance weights of their draws alone: a Pareto index above 0.7 says that the
+    draws do not follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
+        path: the page, such as ``"diagnosis.html"``; default: none is written.
+        weight: dictionary ``(D, H)`` to show as images, for image models.
+        image_shape: height and width of the images; default: square.
+        warn: whether to issue a :class:`TruncationWarning` if something is wrong with the truncation.
+
+    Returns:
+        The verdict that was printed.
+
+    Raises:
+        ValueError: if the data hold no posterior.
+
+    Warns:
+        TruncationWarning: saying what is wrong with the truncation and what to change.
+    """
+    groups = set(group_names(idata))
+    if "posterior" not in groups:
+        raise ValueError(f"the data have no group posterior, only {sorted(groups)}; convert a model and its guide with to_arviz")
+    is_truncated = "truncated_posterior" in groups
+    findings, numbers = _judge_truncation(idata) if is_truncated else _judge_guide(idata, groups)
+    remarks = [] if numbers else ["Nothing here tells how far the guide is right: it has no density, or holds the parameters at points."]
+    remarks += _remarks_on_training(idata) if "training" in groups else []
+    validation = _validated(idata, groups)
+    if validation is not None:
+        numbers["elpd (PSIS-LOO), nats"] = f"{validation.elpd:.1f} ± {validation.se:.1f}"
+        remarks += [f"Leave-one-out: {caveat}." for caveat in validation.caveats]
+    remarks += _remarks_on_predictions(idata, groups)
+    verdict = Verdict(findings, remarks, numbers, is_truncated=is_truncated)
+    if path is not None:
+        sections = _sections(idata, groups, weight, image_shape)
+        lead = " ".join([str(verdict).partition("\n")[0], *map(str, findings), *remarks])
+        page = write_page(path, f"Diagnosis of a {verdict.what}", lead, numbers, sections)
+        verdict = dataclasses.replace(verdict, page=page)
+    print(verdict)
+    if warn:
+        warn_of(verdict.findings, what=verdict.what)
+    return verdict
+
+
+def _judge_truncation(idata: Any) -> tuple[list[Finding], dict[str, str]]:
+    data = get_dataset(idata, "truncated_posterior")
+    # Guides in rows, data points in columns.
+    values = {str(name): data[name].values.reshape(data.sizes.get("chain", 1), -1) for name in data.data_vars}
+    kept = data.sizes["state"]
+    bound, effective = values["support_mass_bound"], values["effective_states"]
+    findings = trust.judge_coverage(bound, effective, kept, data.attrs.get("num_joint_states"))
+    numbers = {
+        "free energy per data point": f"{values['free_energy'].mean():.4g}",
+        "covered mass, at most": f"{bound.mean():.3g}",
+        "effective states": f"{np.median(effective):.3g} of {kept}",
+    }
+    if "gain_by_size" in values:
+        findings += trust.judge_growth(values["gain_by_search"], values["gain_by_size"], kept, data.attrs.get("num_joint_states"))
+        numbers["nats gained by twice the states"] = f"{values['gain_by_size'].mean():.3g}"
+    for name, reference in (("log_evidence_exact", "the exact log evidence"), ("log_evidence", "the estimated log evidence")):
+        if name in values:
+            gap = values[name] - values.get("free_energy_checked", values["free_energy"])
+            findings += trust.judge_gap(gap, reference)
+            numbers[f"gap to {reference}"] = f"{gap.mean():.3g}"
+            break
+    return findings, numbers
+
+
+def _judge_guide(idata: Any, groups: set[str]) -> tuple[list[Finding], dict[str, str]]:
+    """Importance weights of the draws, where these are no point estimates."""
+    if "sample_stats" not in groups or get_dataset(idata, "posterior").attrs.get("point_estimates_only"):
+        return [], {}
+    stats = get_dataset(idata, "sample_stats")
+    if "log_weight" not in stats:
+        return [], {}
+    log_weight = stats["log_weight"].values.reshape(1, -1)
+    shape = float(pareto_shapes(log_weight)[0])
+    numbers = {"evidence lower bound": f"{log_weight.mean():.5g}", "Pareto index of the guide's weights": f"{shape:.2f}"}
+    return trust.judge_guide(shape), numbers
+
+
+def _remarks_on_training(idata: Any) -> list[str]:
+    training = get_dataset(idata, "training")
+    curves = training["free_energy"].values if "free_energy" in training else np.zeros((1, 1))
+    started = np.isfinite(curves).any(1)
+    remarks = [] if started.all() else [f"{np.count_nonzero(~started)} of {len(curves)} restarts have no finite free energy."]
+    curves = curves[started]
+    if not len(curves):
+        return remarks
+    ends = np.array([curve[np.isfinite(curve)][-1] for curve in curves])
+    num_data = _num_data(idata)
+    if len(ends) > 1:
+        remarks.append(f"{len(ends)} restarts end within {np.ptp(ends) / num_data:.3g} nats per data point of each other.")
+    best = curves[ends.argmax()]
+    best = best[np.isfinite(best)]
+    tenth = len(best) // 10
+    if tenth:
+        slope = (best[-1] - best[-1 - tenth]) / num_data
+        remarks.append(f"The last tenth of the training gained {slope:.3g} nats per data point.")
+    return remarks
+
+
+def _num_data(idata: Any) -> int:
+    if "truncated_posterior" in group_names(idata):
+        bound = get_dataset(idata, "truncated_posterior")["free_energy"]
+        return int(bound.size // bound.sizes.get("chain", 1))
+    observed = get_dataset(idata, "observed_data") if "observed_data" in group_names(idata) else {}
+    return max((int(observed[name].size) for name in observed), default=1)
+
+
+def _validated(idata: Any, groups: set[str]) -> CrossValidation | None:
+    if "log_likelihood" not in groups or len(get_dataset(idata, "log_likelihood").data_vars) != 1:
+        return None
+    return cross_validate(idata)
+
+
+def _remarks_on_predictions(idata: Any, groups: set[str]) -> list[str]:
+    remarks = []
+    for group, what in (("posterior_predictive", "repeated data points"), ("marginal_predictive", "new data points")):
+        if group not in groups or len(get_dataset(idata, group).data_vars) != 1:
+            continue
+        p_values = predictive_p_values(idata, group=group)
+        extreme = [f"{name} (p = {p:.3f})" for name, p in p_values.items() if min(p, 1 - p) < _EXTREME]
+        if extreme:
+            remarks.append(f"Drawn {what} do not reproduce the data's {', '.join(extreme)}.")
+        else:
+            remarks.append(f"Drawn {what} reproduce the data's {', '.join(STATISTICS)}.")
+    return remarks
+
+
+def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: tuple[int, int] | None) -> list[Section]:
+    """The pictures for which there is something to show."""
+    sections = []
+    if "training" in groups and "free_energy" in get_dataset(idata, "training"):
+        sections.append(
+            _section("Training", "The free energy, higher is better; restarts should end together.", figures.plot_restarts, idata)
+        )
+    if "truncated_posterior" in groups:
+        sections += _sections_on_states(idata)
+    if weight is not None:
+        text = "What each latent adds to an observation; grey is zero."
+        sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
+    if figures.global_names(idata):
+        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
+    return sections + _sections_on_predictions(idata, groups)
+
+
+def _sections_on_states(idata: Any) -> list[Section]:
+    data, sections = get_dataset(idata, "truncated_posterior"), []
+    text = (
+        "An upper bound on the posterior mass of each population, from the states next to its own. Low values prove that much is missing; "
+        "high ones do not prove that nothing is."
+    )
+    sections.append(_section("Is the population large enough?", text, figures.plot_covered_mass, idata))
+    text = "How many states carry each posterior. Close to the number kept, more states are needed."
+    sections.append(_section("Effective number of states", text, figures.plot_effective_states, idata))
+    if "log_evidence" in data or "log_evidence_exact" in data:
+        text = "What the bound lacks of the log evidence of each data point."
+        sections.append(_section("Gap of the bound", text, figures.plot_gap, idata))
+    sections.append(_section("Which latents are on?", "Expected number of active latents per data point.", figures.plot_activations, idata))
+    sections.append(_section("Activations", "Probabilities of the first data points' latents.", figures.plot_marginals, idata))
+    return sections
+
+
+def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
+    sections = []
+    for group, text in (
+        ("posterior_predictive", "Data points as they were inferred, drawn again: a check of reconstruction, kind to the model."),
+        ("marginal_predictive", "New data points: what the model expects before it sees one."),
+    ):
+        if group in groups and len(get_dataset(idata, group).data_vars) == 1:
+            table = [("statistic", "p"), *((name, f"{p:.3f}") for name, p in predictive_p_values(idata, group=group).items())]
+            draw = _predictive_plot(group)
+            sections.append(_section(f"Does it predict? {group.replace('_', ' ').capitalize()}", text, draw, idata, table))
+    validation = _validated(idata, groups)
+    if validation is None:
+        return sections
+    if not validation.is_plug_in:
+        text = "Tail indices of leave-one-out cross-validation on the marginal likelihood; above 0.7 it cannot be relied on."
+        sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
+    unseen = new_data_group(idata)
+    if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
+        features = loo_pit(idata).shape[1]
+        shown = f" The first {_MOST_FEATURES} of {features} features." if features > _MOST_FEATURES else ""
+        text = f"Leave-one-out transforms feature by feature; inside the band they are compatible with a uniform distribution.{shown}"
+        sections.append(_section("Calibration of predictions", text, _pit_plot(min(features, _MOST_FEATURES)), idata))
+    return sections
+
+
+def _predictive_plot(group: str) -> Callable[[Any, Axes], Any]:
+    return lambda idata, ax: figures.plot_predictive_check(idata, ax, group=group)
+
+
+def _pit_plot(features: int) -> Callable[[Any, Axes], Any]:
+    return lambda idata, ax: figures.plot_loo_pit(idata, ax, features=range(features))
+
+
+def _section(title: str, text: str, draw: Callable[[Any, Axes], Any], idata: Any, table: Sequence[Sequence[Any]] = ()) -> Section:
+    figure = Figure(figsize=(6.4, 3.4), layout="constrained")
+    draw(idata, figure.subplots())
+    return Section(title, text, figure, table=table)

@@ -1,0 +1,1 @@
+"""Does the model predict? Cross-validation, calibration, restarts."""

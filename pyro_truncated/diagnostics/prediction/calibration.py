@@ -1,0 +1,167 @@
+"""Simulation-based calibration: are posteriors right on average, where the truth is known because it was drawn from the model?"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from scipy import stats
+from torch import Tensor
+
+from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import Layout, sample_nodes
+from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
+from pyro_truncated.utils.counts import check_counts
+
+Fit = Callable[..., Any]
+_ENUMERATED = 2**12
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """Probability integral transforms of the truth under the posteriors; uniform on [0, 1] if these are right.
+
+    Attributes:
+        pit: by statistic, ``(num_simulations * N,)`` for states, ``(num_simulations,)`` for each entry of a global latent.
+    """
+
+    pit: Mapping[str, Tensor]
+
+    def p_values(self) -> dict[str, float]:
+        """Kolmogorov-Smirnov p-values by statistic, of the hypothesis that the posterior is right."""
+        return {name: float(stats.kstest(values.numpy(), "uniform").pvalue) for name, values in self.pit.items()}
+
+    def is_calibrated(self, level: float = 0.01) -> bool:
+        """Whether no statistic is rejected at a family-wise level (Bonferroni): false alarms come at most at this rate."""
+        p_values = self.p_values()
+        return min(p_values.values()) >= level / len(p_values)
+
+
+@torch.no_grad()
+def simulation_based_calibration(
+    model: Callable[..., Any], *args: Any, num_simulations: int = 1, fit: Fit | None = None, num_draws: int = 50, **kwargs: Any
+) -> Calibration:
+    r"""Simulates data from the model, infers the states behind them, and asks where the truth lies in its posterior.
+
+    With :math:`(s, y) \sim p` and the exact posterior, :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s) \mid y)`, where :math:`v` is
+    uniform, is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018; randomised because states are discrete). The posterior
+    probabilities are those of the weights, so no draws of states are needed. Statistics are the number of ``active`` latents, every latent,
+    and the ``log_joint``, which may depend on the data and notices what others miss (Modrak et al. 2023): a truncated posterior leaves out
+    improbable states, so the truth comes out too improbable.
+
+    All data points of a simulation count as simulations, since their states and data are independent. Parameters of the model are held
+    where they are: calibration is that of the states, and of the global latents if a guide covers them. These are compared by ranks among
+    ``num_draws`` draws, once per simulation, so they need a ``fit`` and many simulations.
+
+    Args:
+        model: the Pyro model; observed values among the arguments are replaced by simulated ones.
+        *args: the model's arguments, such that it does not subsample.
+        num_simulations: data sets that are simulated.
+        fit: called as ``fit(model, *args, **kwargs)`` with a model conditioned on simulated data; returns a guide fitted to it. Default:
+            an ``AutoTruncated`` whose populations come from an exhaustive search (evolutionary where the space is large).
+        num_draws: draws of other latents from the guide.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The transforms.
+
+    Raises:
+        ValueError: if a count is below 1 or the model subsamples.
+    """
+    num_simulations, num_draws = check_counts(num_simulations=num_simulations, num_draws=num_draws)
+    collected: dict[str, list[Tensor]] = {}
+    for _ in range(num_simulations):
+        for name, values in _simulate(model, args, kwargs, fit or fit_populations, num_draws).items():
+            collected.setdefault(name, []).append(values)
+    return Calibration({name: plain(torch.cat(values)) for name, values in collected.items()})
+
+
+def fit_populations(model: Callable[..., Any], *args: Any, num_states: int = 64, steps: int = 30, **kwargs: Any) -> AutoTruncated:
+    """A guide with populations found under the model as it is."""
+    probe = AutoTruncated(model, 1)
+    probe.setup(*args, **kwargs)
+    search = ExhaustiveSearch() if probe.space.size <= _ENUMERATED else EvolutionarySearch(crossover=True)
+    steps = 1 if isinstance(search, ExhaustiveSearch) else steps
+    return AutoTruncated(model, min(num_states, probe.space.size)).infer(args, search, steps, **kwargs)
+
+
+def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], fit: Fit, num_draws: int) -> dict[str, Tensor]:
+    free = poutine.uncondition(model)
+    with poutine.block():
+        truth = sample_nodes(poutine.trace(free).get_trace(*args, **kwargs))
+    data = {name: node["value"] for name, node in truth.items() if node["infer"].get("was_observed")}
+    simulated = poutine.condition(free, data=data)
+    with torch.enable_grad():
+        guide = fit(simulated, *args, **kwargs)
+    part = truncated_part(guide)
+    others = {name: truth[name]["value"] for name in part.layout.other_latents}
+    with poutine.block():
+        scorer = part.log_joint_of(*args, values=others, **kwargs)
+        if scorer.num_data != scorer.full_size:
+            raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
+        words = part.space.pack(_levels(part.layout, truth)).unsqueeze(1)
+        draws = [_draw_of_others(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
+        transforms = _state_transforms(part, words, scorer.score(words).double(), args, kwargs, draws)
+    return transforms | _global_transforms(scorer, others, draws)
+
+
+def _draw_of_others(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """One joint draw of the latents of the guide's other parts."""
+    part = truncated_part(guide)
+    if part is guide:
+        return {}
+    nodes = sample_nodes(poutine.trace(guide).get_trace(*args, **kwargs))
+    return {name: nodes[name]["value"] for name in part.layout.other_latents if name in nodes}
+
+
+def _levels(layout: Layout, nodes: Mapping[str, Any]) -> Tensor:
+    """Levels ``(N, L)`` of the discrete sites as the model drew them."""
+    values = {}
+    for name, site in layout.sites.items():
+        value = nodes[name]["value"]
+        event_dim = site.event_dim
+        value = value.reshape((1,) * (layout.depth - value.dim() + event_dim) + tuple(value.shape))
+        if layout.dims:
+            value = value.movedim(tuple(dim - event_dim for dim in layout.dims), tuple(range(len(layout.dims))))
+        event = (site.cardinalities[0],) if site.kind == "one_hot" else ()
+        values[name] = value.reshape(layout.num_data, *site.shape, *event)
+    return layout.encode(values)
+
+
+def _state_transforms(
+    part: AutoTruncated, words: Tensor, truth: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: list[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Transforms ``(N,)`` of statistics of the states, under the mixture of the posteriors given each draw of the other latents."""
+    below: dict[str, Tensor] = {}
+    equal: dict[str, Tensor] = {}
+    true_levels = part.space.unpack(words, torch.int64)
+    for draw in draws:
+        population = part.rescored(part.log_joint_of(*args, values=draw, **kwargs))
+        weights, levels = population.weights().double(), population.states(torch.int64)
+        statistics = {"active": ((levels != 0).sum(-1), (true_levels != 0).sum(-1)), "log_joint": (population.log_joint.double(), truth)}
+        statistics |= {f"latent[{i}]": (levels[..., i], true_levels[..., i]) for i in range(part.space.num_latents)}
+        for name, (values, true) in statistics.items():
+            # The same state scores the same only up to rounding.
+            tolerance = 1e-5 * (1 + true.abs()) if true.is_floating_point() else 0
+            tied = (values - true).abs() <= tolerance
+            below[name] = below.get(name, 0.0) + (weights * ((values < true) & ~tied)).sum(-1) / len(draws)
+            equal[name] = equal.get(name, 0.0) + (weights * tied).sum(-1) / len(draws)
+    return {name: below[name] + torch.rand_like(below[name]) * equal[name] for name in below}
+
+
+def _global_transforms(scorer: LogJoint, others: Mapping[str, Tensor], draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Transforms ``(1,)`` of each entry of the global latents, by rank among the draws."""
+    result = {}
+    for name, true in others.items():
+        if scorer.is_inside(scorer.nodes[name]) or not all(name in draw for draw in draws):
+            continue
+        drawn = torch.stack([draw[name].reshape(-1) for draw in draws]).double()
+        rank = (drawn < true.reshape(-1).double()).sum(0) + torch.rand(true.numel(), dtype=torch.float64)
+        for position, value in enumerate(rank / (len(draws) + 1)):
+            result[f"{name}[{position}]" if true.numel() > 1 else name] = value.reshape(1)
+    return result

@@ -1,0 +1,269 @@
+"""Does the model predict? Leave-one-out cross-validation on the marginal likelihood, its PIT, predictive checks, model comparison."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, TruncationWarning
+from pyro_truncated.utils import arviz_compat as compat
+from pyro_truncated.utils.arviz_compat import get_dataset, group_names
+
+Statistic = Callable[[np.ndarray], float]
+
+
+def _kurtosis(values: np.ndarray) -> float:
+    deviation = values - values.mean()
+    return float((deviation**4).mean() / max((deviation**2).mean() ** 2, 1e-300))
+
+
+STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.std, "kurtosis": _kurtosis, "maximum": np.max}
+
+
+@dataclasses.dataclass(frozen=True)
+class CrossValidation:
+    """Leave-one-out cross-validation of one model.
+
+    Attributes:
+        elpd: expected log predictive density of the data, in nats.
+        se: its standard error.
+        p_loo: effective number of parameters.
+        pointwise: the terms, one per data point.
+        pareto_k: tail indices, one per data point; zero for plug-in estimates.
+        is_plug_in: whether the parameters are point estimates: nothing was left out, and ``elpd`` is the log likelihood at parameters
+            that have seen the data.
+        conditional_on: latents of data points that are not summed out, by name; the result is then wrong by as much as they know.
+        num_restarts: how many restarts with point estimates there were; the numbers are those of the one of highest ``elpd``.
+    """
+
+    elpd: float
+    se: float
+    p_loo: float
+    pointwise: np.ndarray
+    pareto_k: np.ndarray
+    is_plug_in: bool
+    conditional_on: str
+    num_restarts: int = 1
+
+    @property
+    def caveats(self) -> list[str]:
+        """What speaks against taking ``elpd`` at face value."""
+        found = []
+        if self.is_plug_in:
+            found.append(
+                "the parameters are point estimates, so nothing is left out: the value is the log likelihood of data that the parameters "
+                "have seen, and favours models with more of them. Compare on held-out data (guide.infer), or give the parameters priors "
+                "and a guide"
+            )
+        if self.num_restarts > 1:
+            found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
+        if self.conditional_on:
+            found.append(f"the latents {self.conditional_on} of data points are not summed out, which can be wrong by hundreds of nats")
+        share = float((self.pareto_k > PARETO_LIMIT).mean())
+        if share > 0:
+            found.append(f"{share:.0%} of the tail indices exceed {PARETO_LIMIT}: leave these data points out in earnest")
+        return found
+
+
+def likelihood_name(idata: Any) -> str:
+    """The variable of the group ``log_likelihood``.
+
+    Raises:
+        ValueError: if there is no such group, or it holds several variables.
+    """
+    if "log_likelihood" not in group_names(idata):
+        raise ValueError("the data have no group log_likelihood; to_arviz leaves it out where it does not exist")
+    names = list(get_dataset(idata, "log_likelihood").data_vars)
+    if len(names) != 1:
+        raise ValueError(f"log_likelihood holds the variables {names}; choose one with var_name")
+    return str(names[0])
+
+
+def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidation:
+    r"""PSIS-LOO of the marginal likelihood :math:`\log\sum_{s \in K_n} p(y_n, s \mid \theta)` (Vehtari, Gelman and Gabry 2017).
+
+    States of data points are summed out. Conditioning on drawn states, as if they were parameters, leaves out a data point but keeps what
+    its states know about it: on a sparse-coding model that is wrong by hundreds of nats, with tail indices that say so.
+
+    With point estimates there is nothing to be left out: the likelihood varies over the draws by rounding at most, or by the noise of a
+    ``conditional`` that is not exact, which is averaged out. Restarts of these are no draws from one posterior: the best one counts.
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`.
+        var_name: variable of ``log_likelihood``; needed if there are several.
+
+    Returns:
+        The estimate and its caveats.
+    """
+    name = var_name or likelihood_name(idata)
+    data = get_dataset(idata, "log_likelihood")
+    values = data[name].transpose("chain", "draw", ...).values.astype(float)
+    # Of one guide all chains hold draws of the same posterior; restarts are one chain each.
+    values = values.reshape(int(data.attrs.get("num_restarts", len(values))), -1, *values.shape[2:])
+    values = values.reshape(*values.shape[:2], -1)
+    given, is_plug_in = str(data.attrs.get("conditional_on", "")), bool(data.attrs.get("point_estimates_only", 0))
+    # Ratios that do not vary need no importance sampling, and have no tail to be fitted.
+    if (is_plug_in and not given) or np.ptp(values, axis=1).max() <= 1e-9 * np.abs(values).max():
+        restarts = np.logaddexp.reduce(values, axis=1) - np.log(values.shape[1])
+        pointwise = restarts[restarts.sum(1).argmax()]
+        error = float(np.sqrt(len(pointwise) * pointwise.var()))
+        return CrossValidation(float(pointwise.sum()), error, 0.0, pointwise, np.zeros(len(pointwise)), True, given, len(values))
+    return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=given)
+
+
+def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | None = None) -> Any:
+    """ArviZ's comparison of models by PSIS-LOO on the marginal likelihood of the same data, with what speaks against it.
+
+    Densities compare with densities and probabilities with probabilities: a Gaussian model of binary data is not comparable with a
+    noisy-OR until both are given the same data (add uniform noise to these for the first: its expected log density is a lower bound on the
+    log probability of the binary data under the discretised model).
+
+    Args:
+        idatas: by model, from :func:`~pyro_truncated.to_arviz`, of the same data points in the same order.
+        var_names: variables of ``log_likelihood`` by model; needed where there are several.
+
+    Returns:
+        ``arviz.compare``'s table, best first, with two columns more: ``missing_nats``, a lower bound on what each model's log likelihood
+        lacks because its populations do not cover the posterior (from the certificate), and ``plug_in``.
+
+    Raises:
+        ValueError: if there are fewer than two models, or they differ in the number of observations.
+
+    Warns:
+        TruncationWarning: naming the caveats of each model, and if more is missing than the models differ by.
+    """
+    if len(idatas) < 2:
+        raise ValueError(f"idatas must hold at least two models; got {list(idatas)}")
+    names = {model: (var_names or {}).get(model) or likelihood_name(idata) for model, idata in idatas.items()}
+    results = {model: cross_validate(idata, var_name=names[model]) for model, idata in idatas.items()}
+    sizes = {model: len(result.pointwise) for model, result in results.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"the models are of different data: {sizes} observations")
+    table = compat.compare({model: _as_judged(idata, names[model], results[model]) for model, idata in idatas.items()}, names)
+    table["missing_nats"] = [missing_nats(idatas[model]) for model in table.index]
+    table["plug_in"] = [results[model].is_plug_in for model in table.index]
+    every = dict.fromkeys(caveat for result in results.values() for caveat in result.caveats)
+    caveats = [f"{', '.join(model for model in results if caveat in results[model].caveats)}: {caveat}." for caveat in every]
+    best, second = (results[model] for model in table.index[:2])
+    missing = max(table["missing_nats"])
+    if missing > abs(best.elpd - second.elpd):
+        caveats.append(f"a model's likelihood lacks at least {missing:.1f} nats by truncation, more than the two best differ by.")
+    if caveats:
+        warnings.warn("read this comparison with care. " + " ".join(caveats), TruncationWarning, stacklevel=2)
+    return table
+
+
+def _as_judged(idata: Any, name: str, result: CrossValidation) -> Any:
+    """Data of which ArviZ finds the same: plug-in estimates as one chain of constant draws."""
+    if not result.is_plug_in or result.conditional_on:
+        return idata
+    one = {group: get_dataset(idata, group).isel(chain=[0]) for group in ("posterior", "log_likelihood")}
+    likelihood = one["log_likelihood"][name].transpose("chain", "draw", ...)
+    terms = np.broadcast_to(result.pointwise.reshape(likelihood.shape[2:]), likelihood.shape)
+    one["log_likelihood"] = one["log_likelihood"].assign({name: likelihood.copy(data=terms.copy())})
+    return compat.make_idata(**one)
+
+
+def missing_nats(idata: Any) -> float:
+    r"""Lower bound :math:`-\sum_n \log c_n` on what the populations lack of the log likelihood; NaN if there is no certificate.
+
+    Of several guides, that of the best covered.
+    """
+    data = get_dataset(idata, "truncated_posterior")
+    if "support_mass_bound" not in data:
+        return float("nan")
+    bound = data["support_mass_bound"].values.reshape(data.sizes.get("chain", 1), -1)
+    return float(-np.log(bound).sum(1).max())
+
+
+def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray:
+    r"""Leave-one-out probability integral transforms, feature by feature.
+
+    :math:`u_{nd} = P(\tilde y_{nd} < y_{nd} \mid y_{-n}) + v P(\tilde y_{nd} = y_{nd} \mid y_{-n})` with uniform :math:`v`, which serves
+    counts and binary values too. :math:`\tilde y` are *new* data points (the group ``marginal_predictive``): repeated ones have seen
+    :math:`y_n` through their states. (Where states are global, no data point has any, and ``posterior_predictive`` serves.) The weights of
+    the draws are those of PSIS-LOO on the marginal likelihood. If the model is right, the transforms of each feature are uniform on
+    [0, 1]; those of different features depend on each other.
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`.
+        name: observed site; needed if there are several.
+        seed: of the uniform numbers.
+
+    Returns:
+        ``(N, features)``; NaN where the observation is missing (NaN).
+
+    Raises:
+        ValueError: if a group is missing or the site is not clear.
+    """
+    group = new_data_group(idata)
+    if group is None:
+        raise ValueError("the data have no group marginal_predictive; call to_arviz with num_predictive > 0")
+    name = name or observed_name(idata, group)
+    observed = get_dataset(idata, "observed_data")[name].values
+    drawn = get_dataset(idata, group)[name].values
+    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    likelihood = get_dataset(idata, "log_likelihood")[likelihood_name(idata)].values
+    chains = len(likelihood)
+    # The predictive draws go with the first draws of each chain.
+    likelihood = likelihood[:, : len(drawn) // chains].reshape(len(drawn), -1)
+    num_data = likelihood.shape[1]
+    observed, drawn = observed.reshape(num_data, -1), drawn.reshape(len(drawn), num_data, -1)
+    weights = np.exp(compat.smoothed_weights(-likelihood.T)).T[..., None]
+    weights /= weights.sum(0)
+    below, equal = (weights * (drawn < observed)).sum(0), (weights * (drawn == observed)).sum(0)
+    # As a rank among the draws, so that a finite number of them does not spoil uniformity.
+    count, uniform = len(drawn), np.random.default_rng(seed).random(observed.shape)
+    ranks = (count * below + uniform * (count * equal + 1)) / (count + 1)
+    return np.asarray(np.where(np.isnan(observed), np.nan, ranks))
+
+
+def new_data_group(idata: Any) -> str | None:
+    """The group of draws that have not seen the data point they go with, or ``None`` if there is none."""
+    # Where data points have no latents of their own, nothing has seen them but the parameters.
+    return next((group for group in ("marginal_predictive", "posterior_predictive") if group in group_names(idata)), None)
+
+
+def observed_name(idata: Any, group: str) -> str:
+    """The observed site that a predictive group is about.
+
+    Raises:
+        ValueError: if there is none or more than one.
+    """
+    shared = [str(name) for name in get_dataset(idata, group).data_vars if name in get_dataset(idata, "observed_data")]
+    if len(shared) != 1:
+        raise ValueError(f"{group} holds the observed sites {shared}; choose one by name")
+    return shared[0]
+
+
+def predictive_p_values(
+    idata: Any, *, group: str = "posterior_predictive", name: str | None = None, statistics: Mapping[str, Statistic] | None = None
+) -> dict[str, float]:
+    r"""Predictive p-values :math:`P(T(\tilde y) \ge T(y))`, ties counted half, of statistics of the whole data set.
+
+    Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
+    have seen the data through their states; ``marginal_predictive`` is the sharper check.
+
+    Args:
+        idata: from :func:`~pyro_truncated.to_arviz`.
+        group: predictive group.
+        name: observed site; needed if there are several.
+        statistics: functions of the array of all observed values; default: mean, standard deviation, kurtosis, maximum.
+
+    Returns:
+        P-values by statistic.
+    """
+    name = name or observed_name(idata, group)
+    observed = get_dataset(idata, "observed_data")[name].values
+    is_seen = ~np.isnan(observed) if np.issubdtype(observed.dtype, np.floating) else np.ones(observed.shape, dtype=bool)
+    drawn = get_dataset(idata, group)[name].values
+    drawn = drawn.reshape(-1, *drawn.shape[2:])
+    result = {}
+    for label, statistic in (statistics or STATISTICS).items():
+        own, others = statistic(observed[is_seen]), np.array([statistic(values[is_seen]) for values in drawn])
+        result[label] = float((others > own).mean() + 0.5 * (others == own).mean())
+    return result

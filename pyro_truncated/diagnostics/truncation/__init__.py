@@ -1,0 +1,1 @@
+"""Is the truncation good? Covered mass, evidence, comparisons with enumeration."""

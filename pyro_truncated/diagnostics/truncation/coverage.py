@@ -1,0 +1,173 @@
+"""How much posterior mass the populations leave out: a certificate from their neighbours, and what larger populations would gain."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
+from pyro_truncated.search.moves import Moves
+from pyro_truncated.states.population import Population, initial_population
+from pyro_truncated.utils.counts import check_count
+
+MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may have thousands of values
+
+
+@torch.no_grad()
+def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwargs: Any) -> Tensor:
+    r"""Upper bound on the posterior mass that each population covers, from the neighbours of its states.
+
+    With :math:`\mathcal N_n` the states outside the population :math:`K_n` that differ from one of its states in one latent,
+
+    .. math:: c_n = \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_{s \in K_n \cup \mathcal N_n} p(s, y_n)} \ge
+              \frac{\sum_{s \in K_n} p(s, y_n)}{\sum_s p(s, y_n)} = p(s \in K_n \mid y_n) ,
+
+    because leaving non-negative terms out of the denominator can only enlarge the quotient. So a small :math:`c_n` proves that much is
+    missing (at least :math:`-\log c_n` nats of the log evidence), while a large one proves nothing: a mode that no single move reaches goes
+    unseen. It is tight where the missing mass lies around the population, which is where a search that has converged leaves it.
+
+    Assumed are distinct states (an invariant of populations) and exact log joints. Latents of other guides are held at their medians, and
+    the masses are those of the posterior given these; with a ``conditional`` that is not exact, log joints are random and no bound holds.
+
+    Cost: :math:`N \cdot P \cdot M` log joints for ``P`` parents and ``M`` moves (the latents, if binary).
+
+    Args:
+        guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
+        *args: the model's arguments.
+        num_parents: use only the neighbours of the so many most probable states: cheaper, looser, still a bound. Default: all.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        ``(N,)`` in float64, for the data points that the model selects.
+
+    Raises:
+        ValueError: if ``num_parents`` is below 1.
+        TypeError: if the guide has no ``AutoTruncated``.
+    """
+    num_parents = None if num_parents is None else check_count("num_parents", num_parents)
+    _, log_joint, population = scored_populations(guide, args, kwargs)
+    return plain(certificate(log_joint, population, num_parents))
+
+
+def certificate(log_joint: LogJoint, population: Population, num_parents: int | None = None) -> Tensor:
+    """:func:`covered_mass` of scored populations."""
+    moves = Moves(population.space, population.words.device, MOST_MOVES)
+    parents = _best(population, num_parents or population.num_states)
+    free_energy = population.free_energy()
+    missing = torch.full_like(free_energy, -torch.inf)
+    for rows in log_joint.row_blocks(population.num_states + parents.shape[1] * moves.count):
+        is_new = _new_neighbours(moves, population.words[rows], parents[rows], log_joint.memory_budget)
+        for columns in _columns(parents.shape[1], moves, len(is_new), log_joint.memory_budget):
+            scores = log_joint.score(moves.neighbours(parents[rows, columns]), rows).double()
+            new = is_new[:, columns.start * moves.count : columns.stop * moves.count]
+            missing[rows] = torch.logaddexp(missing[rows], scores.masked_fill(~new, -torch.inf).logsumexp(-1))
+    return (free_energy - torch.logaddexp(free_energy, missing)).exp()
+
+
+def _best(population: Population, count: int) -> Tensor:
+    """The most probable states ``(N, P, W)``."""
+    chosen = population.log_joint.topk(min(count, population.num_states), -1).indices
+    return population.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))
+
+
+def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:
+    """Which neighbours of the parents are outside the population and the first of their kind, ``(n, P * M)``."""
+    size = max(1, memory_budget // (32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count)))
+    blocks = [
+        ~ops.repeated(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
+        for own, chosen in zip(words.split(size), parents.split(size), strict=True)
+    ]
+    return torch.cat(blocks)
+
+
+def _columns(num_parents: int, moves: Moves, num_data: int, memory_budget: int) -> Iterator[slice]:
+    step = max(1, memory_budget // (64 * max(1, num_data * moves.count)))
+    for start in range(0, num_parents if moves.count else 0, step):
+        yield slice(start, min(start + step, num_parents))
+
+
+@dataclasses.dataclass(frozen=True)
+class Growth:
+    """Free energies ``(N,)`` of populations as they are, and of larger ones.
+
+    Attributes:
+        free_energy: as they are.
+        searched: of the best states that more search finds, as many as now.
+        doubled: of twice as many.
+    """
+
+    free_energy: Tensor
+    searched: Tensor
+    doubled: Tensor
+
+    @property
+    def by_search(self) -> Tensor:
+        """What more search gains, never negative: large where the search had not converged."""
+        return self.searched - self.free_energy
+
+    @property
+    def by_size(self) -> Tensor:
+        """What twice the states gain on top of that, never negative: large where the populations are too small."""
+        return self.doubled - self.searched
+
+
+@torch.no_grad()
+def population_growth(guide: Any, *args: Any, search: Search | None = None, steps: int = 10, **kwargs: Any) -> Growth:
+    r"""How much the free energy grows when populations are searched further, and when they are twice as large.
+
+    A population that is large enough gains little from being doubled: the gain is at least :math:`\log` of the ratio of the masses covered,
+    so it bounds the missing mass from below. The populations of the guide stay as they are.
+
+    Args:
+        guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
+        *args: the model's arguments.
+        search: improves both populations; default: the :class:`~pyro_truncated.search.AutomaticSearch`. One that learns from data
+            keeps what it knows and takes these for new ones, so ``GPSelect(inputs=...)`` needs a function here.
+        steps: search steps.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The free energies; in float64, on the CPU.
+    """
+    steps = check_count("steps", steps)
+    if search is not None and not isinstance(search, Search):
+        raise TypeError(f"search must be a Search; got {type(search).__name__}")
+    _, log_joint, population = scored_populations(guide, args, kwargs)
+    search = search or AutomaticSearch()
+    observations = log_joint.observations()
+    size = min(2 * population.num_states, population.space.size)
+    searched, doubled = [], []
+    for rows in log_joint.row_blocks(3 * size):
+        known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
+        shown = {name: value[rows] for name, value in observations.items()}
+        # A search that has learned from its training data keeps what it knows.
+        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True)
+        spare = batch.scored(initial_population(known.space, len(known), size, device=known.words.device))
+        small = search.improve(batch, steps)
+        large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)
+        # Of all that either search has found, so that the two numbers differ by the size alone.
+        large = large.merge(small)
+        doubled.append(large.free_energy())
+        searched.append(small.merge(large).free_energy())
+    return Growth(plain(population.free_energy()), plain(torch.cat(searched)), plain(torch.cat(doubled)))
+
+
+def _positions(population: Population, rows: slice) -> Tensor:
+    everything = torch.arange(len(population), device=population.words.device) if population.indices is None else population.indices
+    return everything[rows]
+
+
+@torch.no_grad()
+def effective_states(guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+    r"""Number of states that carry the truncated posterior, :math:`\exp(-\sum_s q_n(s) \log q_n(s))`, ``(N,)`` from 1 to ``S``.
+
+    Near ``S`` the population is exhausted and should be larger; near 1 it could be smaller. It says nothing about mass outside.
+    """
+    return plain(scored_populations(guide, args, kwargs)[2].effective_states().double())

@@ -1,0 +1,310 @@
+"""The log evidence by importance sampling around the populations, so that the gap of the bound is known and not only the bound."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from scipy import stats
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, TruncationWarning
+from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arviz_compat import pareto_shapes
+from pyro_truncated.utils.counts import check_count
+
+# Share and expected number of changed latents of the kernels around the states; the rest goes to independent latents.
+_KERNELS = ((0.4, 1.0), (0.3, 3.0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    r"""Estimates of :math:`\log p(y_n)` for each of ``N`` data points; all ``(N,)`` in float64 on the CPU.
+
+    Attributes:
+        free_energy: the deterministic lower bound :math:`\mathcal F_n`.
+        log_evidence: :math:`\log \hat p(y_n)`; never below the free energy, and a lower bound in expectation.
+        lower: lower end of the confidence interval.
+        upper: upper end of the confidence interval.
+        standard_error: standard error of :math:`\log \hat p(y_n)`, to first order.
+        pareto_k: tail index of the importance weights outside the population; above 0.7 neither estimate nor interval can be relied on.
+            NaN where the weights take too few values for a tail to be fitted (small spaces).
+        effective_draws: how many draws the estimated missing mass rests on, :math:`(\sum_i w_i)^2 / \sum_i w_i^2` over those outside.
+        stochastic_upper: an upper bound in expectation, where exact posterior draws were given; else ``None``.
+        confidence: of the interval.
+    """
+
+    free_energy: Tensor
+    log_evidence: Tensor
+    lower: Tensor
+    upper: Tensor
+    standard_error: Tensor
+    pareto_k: Tensor
+    effective_draws: Tensor
+    stochastic_upper: Tensor | None
+    confidence: float
+
+    @property
+    def gap(self) -> Tensor:
+        """Estimated gap of the bound, ``(N,)``."""
+        return self.log_evidence - self.free_energy
+
+    @property
+    def covered_mass(self) -> Tensor:
+        r"""Estimated posterior mass of each population, :math:`e^{-\mathrm{gap}}`, ``(N,)``."""
+        return (-self.gap).exp()
+
+    @property
+    def is_reliable(self) -> Tensor:
+        """Whether the estimate can be relied on, ``(N,)``: no heavy tail, and not a large error that rests on a handful of draws."""
+        return ~((self.pareto_k > PARETO_LIMIT) | ((self.effective_draws < 10) & (self.standard_error > 0.1)))
+
+    def total(self) -> tuple[float, float, float]:
+        """Estimate, lower and upper end for the log evidence of all data points together; their errors are independent."""
+        total, error = float(self.log_evidence.sum()), float(self.standard_error.square().sum().sqrt())
+        width = float(stats.norm.ppf(0.5 + self.confidence / 2)) * error
+        return total, max(total - width, float(self.free_energy.sum())), total + width
+
+
+@torch.no_grad()
+def estimate_evidence(
+    guide: Any,
+    *args: Any,
+    num_samples: int = 1000,
+    confidence: float = 0.95,
+    exact_states: Mapping[str, Tensor] | None = None,
+    generator: torch.Generator | None = None,
+    **kwargs: Any,
+) -> Evidence:
+    r"""Estimates the log evidence of each data point by importance sampling.
+
+    The mass of the population is known, so only the rest is estimated, with draws from a mixture :math:`r_n` around the population:
+
+    .. math:: \hat p(y_n) = \sum_{s \in K_n} p(s, y_n) + \frac1M \sum_{i=1}^M \frac{p(s_i, y_n)}{r_n(s_i)} [s_i \notin K_n],
+              \qquad s_i \sim r_n .
+
+    This is unbiased for :math:`p(y_n)`, hence :math:`\mathbb E \log\hat p(y_n) \le \log p(y_n)` (Jensen), and it is never below the free
+    energy. :math:`r_n` is a *defensive* mixture (Hesterberg 1995): with probability 0.7 a state of the population (drawn half from the
+    posterior, half uniformly) in which each latent changes with a small probability (one or three changes expected), else independent
+    latents whose values follow the posterior marginals, those averaged over the data, and a little of the uniform distribution. So it is
+    positive everywhere, and its density is computed exactly. The tail index of the weights says whether to believe it. (Weights of
+    draws from the population itself are constant and blind to what is missing; these see what the draws see.)
+
+    The weights are skewed: too small a mean comes with too small a standard error, so that the intervals of the normal approximation miss
+    above. The confidence interval here is wider: the union of Hall's, which removes the skewness of the t-statistic, and of the one that
+    is symmetric around the logarithm of the mean, with half the number of effective draws as degrees of freedom. In simulations with known
+    evidence nominal intervals of 95 % hold 95 to 96 % for 400 as for 1000 draws (86 and 90 % by the normal approximation).
+
+    Where *exact* posterior draws are known - the states that simulated data were made with - an upper bound in expectation can be had,
+    too: one of the draws is replaced by the exact one
+    if that lies outside the population, which draws from the distribution proportional to :math:`r^M \hat p`, under which
+    :math:`\mathbb E \log \hat p = \log p(y_n) + \mathrm{KL} \ge \log p(y_n)` (the two sides sandwich it, as in Grosse, Ghahramani and
+    Adams 2015).
+
+    Latents of other guides are held at their medians. Cost: :math:`N M` log joints, and :math:`N M S L` for the densities.
+
+    Args:
+        guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
+        *args: the model's arguments.
+        num_samples: draws per data point, ``M``.
+        confidence: of the interval, for each data point.
+        exact_states: site values of one exact posterior draw per data point, ``(N, *site shape)`` by site name.
+        generator: source of randomness.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        Estimates and intervals.
+
+    Raises:
+        ValueError: if there are fewer than 25 samples, the confidence is not between 0 and 1, or the exact states do not fit.
+
+    Warns:
+        TruncationWarning: if the estimates of more than a tenth of the data points are not reliable.
+    """
+    # Fewer do not tell how reliable the estimate is.
+    num_samples = check_count("num_samples", num_samples, 25)
+    if not 0 < confidence < 1:
+        raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
+    part, log_joint, population = scored_populations(guide, args, kwargs)
+    exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
+    if exact_words is not None and exact_words.shape[:-1] != (len(population),):
+        raise ValueError(f"exact_states must hold one state for each of {len(population)} data points; got {tuple(exact_words.shape[:-1])}")
+    proposal = Proposal(population, generator)
+    outside, at_exact = [], []
+    for rows in log_joint.row_blocks(num_samples + population.num_states):
+        parts = []
+        for count in proposal.block_sizes(num_samples, rows, log_joint.memory_budget):
+            words = proposal.sample(count, rows)
+            parts.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows))
+        outside.append(torch.cat(parts, 1))
+        if exact_words is not None:
+            words = exact_words[rows].unsqueeze(1)
+            at_exact.append(_log_ratios(log_joint.score(words, rows), proposal, words, rows))
+    result = _estimates(population.free_energy(), torch.cat(outside), torch.cat(at_exact) if at_exact else None, confidence)
+    unreliable = float((~result.is_reliable).double().mean())
+    if unreliable > 0.1:
+        warnings.warn(
+            f"the estimated evidence of {unreliable:.0%} of the data points rests on few draws of large weight (tail indices above "
+            f"{PARETO_LIMIT}, or fewer than ten effective draws) and may be far too low. Use more samples or larger populations.",
+            TruncationWarning,
+            stacklevel=2,
+        )
+    return result
+
+
+def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> Tensor:
+    """Log importance weights ``(n, M)`` of draws; zero weight inside the population, whose mass is known."""
+    density, is_inside = proposal.log_density(words, rows)
+    return (scores.double() - density).masked_fill(is_inside, -math.inf)
+
+
+def _estimates(free_energy: Tensor, outside: Tensor, at_exact: Tensor | None, confidence: float) -> Evidence:
+    """Everything relative to the population's mass, so that nothing over- or underflows."""
+    num_samples = outside.shape[1]
+    relative = outside - free_energy.unsqueeze(-1)
+    peak = relative.amax(-1, keepdim=True).clamp(min=0.0)
+    shares = (relative - peak).exp()
+    peak = peak.squeeze(-1)
+    # Mean and error of the missing mass in units of e^peak.
+    mean, error = shares.mean(-1), shares.std(-1) / num_samples**0.5
+    base = (-peak).exp()
+    estimate, lower, higher = (free_energy + peak + (base + value).log() for value in (mean, *_interval(shares, confidence)))
+    bound = None
+    if at_exact is not None:
+        exact_share = (at_exact.squeeze(-1) - free_energy - peak).exp()
+        replaced = torch.where(at_exact.squeeze(-1) > -math.inf, mean + (exact_share - shares[:, 0]) / num_samples, mean)
+        bound = plain(free_energy + peak + (base + replaced).log())
+    effective = shares.sum(-1).square() / shares.square().sum(-1).clamp(min=1e-300)
+    standard_error = error / (base + mean)
+    return Evidence(
+        free_energy=plain(free_energy),
+        log_evidence=plain(estimate),
+        lower=plain(lower),
+        upper=plain(higher),
+        standard_error=plain(standard_error),
+        pareto_k=_tail_indices(plain(outside)),
+        effective_draws=plain(effective),
+        stochastic_upper=bound,
+        confidence=confidence,
+    )
+
+
+def _interval(shares: Tensor, confidence: float) -> tuple[Tensor, Tensor]:
+    """Confidence interval for the means of skewed non-negative weights ``(N, M)``: lower and upper ends ``(N,)``.
+
+    It is the union of two: Hall's, from a monotone cubic transformation of the t-statistic that removes its skewness (Hall 1992), and the
+    symmetric one for the logarithm of the mean. Both take as degrees of freedom half the number of effective draws, less one.
+    """
+    number, mean, deviation = shares.shape[1], shares.mean(-1), shares.std(-1).clamp(min=1e-300)
+    error = deviation / number**0.5
+    effective = shares.sum(-1).square() / shares.square().sum(-1).clamp(min=1e-300)
+    degrees = (0.5 * effective - 1).clamp(min=1.0)
+    quantile = torch.from_numpy(stats.t.ppf(0.5 + confidence / 2, degrees.cpu().numpy())).to(shares)
+    skewness = ((shares - mean.unsqueeze(-1)) / deviation.unsqueeze(-1)).pow(3).mean(-1)
+    slope = (skewness / number**0.5).abs().clamp(min=1e-6) * skewness.sign()
+    slope = torch.where(slope == 0, 1e-6, slope)
+
+    def statistic(target: Tensor) -> Tensor:
+        """The t-statistic whose transform is the target."""
+        cube = 1 + slope * (target - slope / 6)
+        return 3 / slope * (cube.sign() * cube.abs() ** (1 / 3) - 1)
+
+    relative = quantile * error / mean.clamp(min=1e-300)
+    lower = torch.minimum(mean - error * statistic(quantile), mean * (-relative).exp())
+    upper = torch.maximum(mean - error * statistic(-quantile), mean * relative.clamp(max=700.0).exp())
+    # Where no draw has any weight there is nothing to extrapolate from.
+    is_none = mean == 0
+    return lower.clamp(min=0.0).masked_fill(is_none, 0.0), upper.masked_fill(is_none, 0.0)
+
+
+def _tail_indices(ratios: Tensor) -> Tensor:
+    """Tail indices ``(N,)`` of log ratios ``(N, M)``; NaN where the tail holds too many equal values."""
+    num_samples = ratios.shape[1]
+    tail = ratios.sort(-1).values[:, -math.ceil(min(0.2 * num_samples, 3 * num_samples**0.5)) :]
+    # Draws of zero weight differ by NaN, which exceeds nothing.
+    distinct = (tail.diff(dim=-1) > 1e-9).double().mean(-1) > 0.5
+    shapes = torch.full((len(ratios),), math.nan, dtype=torch.float64)
+    if bool(distinct.any()):
+        shapes[distinct] = torch.from_numpy(pareto_shapes(ratios[distinct].numpy()))
+    return shapes
+
+
+class Proposal:
+    """The defensive mixture around the populations: draws states, and computes their densities.
+
+    Args:
+        population: the populations.
+        generator: source of randomness.
+    """
+
+    def __init__(self, population: Population, generator: torch.Generator | None) -> None:
+        self.population, self.space, self.generator = population, population.space, generator
+        self.device = population.words.device
+        weights = population.weights().double()
+        self.base = 0.5 * weights + 0.5 / population.num_states
+        self.cardinality = population.space.cardinality.to(self.device)
+        self.values = _smoothed(population)
+        latents = max(1, len(population.space.mutable))
+        shares = [share for share, _ in _KERNELS]
+        self.shares = torch.tensor([*shares, 1 - sum(shares)], dtype=torch.float64, device=self.device)
+        self.rates = [min(0.5, changes / latents) for _, changes in _KERNELS]
+
+    def block_sizes(self, num_samples: int, rows: slice, memory_budget: int) -> list[int]:
+        """Numbers of draws that are made at once."""
+        num_data = len(self.population.words[rows])
+        size = max(1, memory_budget // (32 * num_data * (self.values.shape[1] * self.values.shape[2] + self.population.num_states)))
+        return [min(size, num_samples - start) for start in range(0, num_samples, size)]
+
+    def sample(self, count: int, rows: slice) -> Tensor:
+        """Independent draws ``(n, count, W)`` for a slice of the data points."""
+        base, words = self.base[rows], self.population.words[rows]
+        component = torch.multinomial(self.shares.expand(len(base), -1), count, replacement=True, generator=self.generator)
+        chosen = torch.multinomial(base, count, replacement=True, generator=self.generator)
+        values = self.space.unpack(words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, words.shape[-1])), torch.int64)
+        rates = torch.tensor([*self.rates, 0.0], dtype=torch.float64, device=self.device)[component]
+        changes = self._uniform(values.shape) < rates.unsqueeze(-1)
+        step = 1 + (self._uniform(values.shape) * (self.cardinality - 1)).long().minimum((self.cardinality - 2).clamp(min=0))
+        around = self.space.pack(torch.where(changes, (values + step) % self.cardinality, values))
+        independent = ops.draw_values(self.values[rows], count, self.space, generator=self.generator)
+        return torch.where((component == len(self.rates)).unsqueeze(-1), independent, around)
+
+    def _uniform(self, shape: tuple[int, ...]) -> Tensor:
+        source = self.device if self.generator is None else self.generator.device
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64, device=source).to(self.device)
+
+    def log_density(self, words: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
+        """Log densities ``(n, M)`` of states ``(n, M, W)``, and whether these are in the population."""
+        drawn, held = self._one_hot(words), self._one_hot(self.population.words[rows])
+        log_base = self.base[rows].log().unsqueeze(1)
+        parts = [self.shares[-1].log() + torch.einsum("nmk,nk->nm", drawn, self.values[rows].flatten(1).clamp(min=1e-300).log())]
+        for share, rate in zip(self.shares, self.rates, strict=False):
+            # Latents of one value never change.
+            change = torch.where(self.cardinality > 1, math.log(rate) - (self.cardinality - 1).clamp(min=1).double().log(), 0.0)
+            stay = torch.where(self.cardinality > 1, math.log1p(-rate), 0.0)
+            agreement = drawn * (stay - change).repeat_interleave(self.values.shape[2])
+            parts.append(share.log() + change.sum() + torch.logsumexp(log_base + agreement @ held.mT, -1))
+        is_inside = (drawn @ held.mT).amax(-1) > self.space.num_latents - 0.5
+        return torch.stack(parts).logsumexp(0), is_inside
+
+    def _one_hot(self, words: Tensor) -> Tensor:
+        values = self.space.unpack(words, torch.int64)
+        return torch.nn.functional.one_hot(values, self.values.shape[2]).double().flatten(-2)
+
+
+def _smoothed(population: Population) -> Tensor:
+    """Probabilities ``(N, L, V)`` of the independent component: positive at all values that a latent has."""
+    space: StateSpace = population.space
+    own = dataclasses.replace(population, log_joint=population.log_joint.double()).value_probabilities()
+    cardinality = space.cardinality.to(own.device)
+    exists = torch.arange(own.shape[-1], device=own.device) < cardinality.unsqueeze(-1)
+    uniform = exists.double() / cardinality.unsqueeze(-1)
+    share = 1.0 / (space.num_latents + 1)
+    mixed = (1 - share) * (0.8 * own + 0.2 * own.mean(0)) + share * uniform
+    return mixed / mixed.sum(-1, keepdim=True)

@@ -1,0 +1,53 @@
+"""What every check of a truncation starts from: the truncated part of a guide, and a scorer of states under the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+
+def truncated_part(guide: Any) -> AutoTruncated:
+    """The ``AutoTruncated`` that a guide is, or that a guide list holds.
+
+    Raises:
+        TypeError: if there is none.
+    """
+    if isinstance(guide, AutoTruncated):
+        return guide
+    parts = [part for part in guide if isinstance(part, AutoTruncated)] if isinstance(guide, torch.nn.ModuleList) else []
+    if not parts:
+        raise TypeError(f"guide must be an AutoTruncated, or an AutoGuideList that holds one; got {type(guide).__name__}")
+    return parts[0]
+
+
+@torch.no_grad()
+def scored_populations(
+    guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
+) -> tuple[AutoTruncated, LogJoint, Population]:
+    """The truncated part, a scorer, and the populations of the data points that the model selects, scored under the model as it is now.
+
+    Latents of other guides take ``values`` where given, else the medians of their guides: everything a check says is then about the
+    posterior of the states given these.
+    """
+    part = truncated_part(guide)
+    if part is not guide and part.prototype_trace is None:
+        with spare_random_numbers(), poutine.block():
+            guide(*args, **kwargs)
+    others = {**part._values_from_siblings(args, kwargs, median=True), **(values or {})}
+    with poutine.block():
+        log_joint = part.log_joint_of(*args, values=others, **kwargs)
+        return part, log_joint, part.rescored(log_joint)
+
+
+def plain(value: Tensor) -> Tensor:
+    """A result: detached, on the CPU."""
+    return value.detach().cpu()

@@ -1,0 +1,171 @@
+"""Closed-form M-steps that plug into SVI where an optimiser goes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.representation import Described
+
+Statistics = dict[str, Tensor]
+
+
+@runtime_checkable
+class ClosedFormModel(Protocol):
+    """What a model offers to be trained by closed-form M-steps."""
+
+    def sufficient_statistics(self, population: Population, *args: Any, temperature: float = 1.0, **kwargs: Any) -> Statistics:
+        """Expected sufficient statistics, summed over the population's data points, in float64.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among all data.
+            *args: the model's own arguments, with all data; how the model would subsample them plays no role.
+            temperature: temperature of the posteriors over the discrete latents.
+            **kwargs: the model's own keyword arguments.
+
+        Returns:
+            Sums by name, which are added over data points and scaled.
+        """
+
+    def maximize(self, statistics: Statistics) -> None:
+        """Sets the parameters to the maximiser of the expected log joint with these statistics."""
+
+
+def default_step_size(step: int) -> float:
+    """Step size of online EM, :math:`(t + 2)^{-0.6}`."""
+    return float((step + 2) ** -0.6)
+
+
+class ClosedForm(Described, PyroOptim):
+    r"""An "optimiser" for models with a closed-form M-step: ``SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))``.
+
+    Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the
+    free energy never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
+
+    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the
+      old contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never
+      decreases. Not for models whose statistics depend on the parameters, and not while a temperature changes.
+    * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
+      forgets the start.
+
+    Args:
+        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute
+            ``statistics_depend_on_parameters = True`` says that incremental streaming is not exact for it.
+        minibatch: ``"incremental"`` or ``"online"``; default: incremental where it is exact.
+        step_size: :math:`\rho_t` as a function of the step ``t = 0, 1, ...``; default :math:`(t + 2)^{-0.6}`.
+
+    Raises:
+        TypeError: if the model lacks one of the two methods.
+        ValueError: for an unknown ``minibatch``, or an incremental one where it is not exact.
+    """
+
+    def __init__(self, model: Any, *, minibatch: str | None = None, step_size: Callable[[int], float] | None = None) -> None:
+        is_closed_form: bool = isinstance(model, ClosedFormModel)
+        if not is_closed_form:
+            raise TypeError(
+                f"ClosedForm needs a model with the methods sufficient_statistics and maximize; {type(model).__name__} lacks one of them"
+            )
+        dependent = getattr(model, "statistics_depend_on_parameters", False)
+        if minibatch is None:
+            minibatch = "online" if dependent else "incremental"
+        if minibatch not in ("incremental", "online"):
+            raise ValueError(f"minibatch must be 'incremental' or 'online'; got {minibatch!r}")
+        if minibatch == "incremental" and dependent:
+            raise ValueError(
+                f"minibatch='incremental' is not exact for {type(model).__name__}: its statistics depend on the parameters. "
+                "Use minibatch='online'."
+            )
+        self.model: Any = model
+        self.minibatch = minibatch
+        self.step_size = step_size or default_step_size
+        self.statistics: Statistics | None = None
+        self.visited: Tensor | None = None
+        self.num_steps = 0
+        self._pending = False
+        model.closed_form = self
+
+    def previous(self, population: Population, num_data: int) -> Population | None:
+        """The data points among these whose contribution is in the streamed statistics and must be taken out before it is replaced."""
+        if self.minibatch == "online" or self.statistics is None or population.indices is None or self.visited is None:
+            return None
+        seen = self.visited[population.indices.to(self.visited.device)]
+        if not bool(seen.any()):
+            return None
+        seen = seen.to(population.words.device)
+        return Population(population.space, population.words[seen], population.log_joint[seen], population.indices[seen])
+
+    def collect(self, new: Statistics, old: Statistics | None, indices: Tensor | None, num_data: int) -> None:
+        """Takes in the statistics of a batch.
+
+        Args:
+            new: statistics of the batch.
+            old: statistics of the part of it given by :meth:`previous`, as of last time.
+            indices: the batch's data points, ``None`` for all.
+            num_data: number of data points in all.
+
+        Raises:
+            RuntimeError: if the statistics of the last step were never used, because another optimiser is driving SVI.
+            ValueError: if a minibatch for incremental streaming holds a data point twice: its old contribution is there only once.
+        """
+        if self._pending:
+            raise RuntimeError(
+                "statistics for a closed-form M-step were collected but not used: SVI is being driven by another optimiser. "
+                "Pass the ClosedForm object to SVI, or call ClosedForm.release() to train the model by gradients."
+            )
+        if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
+            raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
+        self._pending = True
+        if indices is None:
+            self.statistics = dict(new)
+        elif self.minibatch == "online":
+            self._blend(new, num_data / len(indices))
+        else:
+            self._replace(new, old)
+        if self.minibatch == "incremental":
+            if self.visited is None:
+                self.visited = torch.zeros(num_data, dtype=torch.bool)
+            self.visited[slice(None) if indices is None else indices.cpu()] = True
+
+    def _blend(self, new: Statistics, scale: float) -> None:
+        rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)
+        old = self.statistics or {}
+        self.statistics = {name: rate * scale * value + ((1 - rate) * old[name] if old else 0.0) for name, value in new.items()}
+
+    def _replace(self, new: Statistics, old: Statistics | None) -> None:
+        total = self.statistics
+        for name, value in new.items():
+            value = value if old is None else value - old[name]
+            new[name] = value if total is None else total[name] + value
+        self.statistics = new
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """The M-step; called by SVI in the place of a gradient step."""
+        if not self._pending or self.statistics is None:
+            raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
+        self._pending = False
+        self.num_steps += 1
+        with torch.no_grad():
+            self.model.maximize(self.statistics)
+
+    def release(self) -> None:
+        """Gives the model back to gradient training."""
+        self._pending = False
+        self.model.closed_form = None
+
+    def get_state(self) -> dict[str, Any]:
+        """State for a checkpoint, loadable with ``weights_only=True``: streamed statistics, data points visited, number of steps."""
+        return copy.deepcopy({"statistics": self.statistics, "visited": self.visited, "num_steps": self.num_steps})
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Restores :meth:`get_state`."""
+        state_dict = copy.deepcopy(state_dict)
+        self.statistics = state_dict["statistics"]
+        self.visited = state_dict["visited"]
+        self.num_steps = state_dict["num_steps"]
+        self._pending = False

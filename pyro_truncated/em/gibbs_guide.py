@@ -1,0 +1,363 @@
+"""EM with Gibbs sampling over a few selected latents of every data point, for models whose truncated posterior has no closed form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.infer import ELBO
+from pyro.infer.enum import get_importance_trace
+from pyro.nn import PyroModule
+from pyro.util import warn_if_nan
+from torch import Tensor
+
+from pyro_truncated.em.closed_form import ClosedForm, Statistics
+from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
+
+
+@dataclasses.dataclass(frozen=True)
+class GibbsDraws:
+    """Draws of the coefficients of the selected latents of ``n`` data points; all other coefficients are zero.
+
+    Attributes:
+        selected: selected latents, ``(n, K)`` int64.
+        coefficients: ``(n, S, K)``; zero where a latent is off.
+        probabilities: mean over the draws of the exact conditional probabilities that the selected latents are on, ``(n, K)``.
+        indices: positions ``(n,)`` of the data points in the full data set, or ``None`` if these are all data in order.
+    """
+
+    selected: Tensor
+    coefficients: Tensor
+    probabilities: Tensor
+    indices: Tensor | None = None
+
+    def spread(self, num_latents: int) -> Tensor:
+        """Coefficients of all latents, ``(n, S, H)``."""
+        n, num_draws, _ = self.coefficients.shape
+        selected = self.selected.unsqueeze(1).expand_as(self.coefficients)
+        return self.coefficients.new_zeros(n, num_draws, num_latents).scatter_(2, selected, self.coefficients)
+
+
+@runtime_checkable
+class GibbsModel(Protocol):
+    """What a model of data ``y (N, D)`` offers to be trained by :class:`GibbsEM`."""
+
+    num_latents: int
+    unit: Tensor
+
+    def gibbs(
+        self,
+        y: Tensor,
+        selected: Tensor,
+        coefficients: Tensor,
+        *,
+        burn_in: int,
+        sweeps: int,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Draws ``(n, sweeps, K)`` for the selected latents ``(n, K)`` of data ``(n, D)``, and the probabilities ``(n, K)`` of being on."""
+
+    def singletons(self, y: Tensor) -> Tensor:
+        """Log joint of no and of each single active latent, ``(n, 1 + H)``."""
+
+    def site_values(self, coefficients: Tensor) -> dict[str, Tensor]:
+        """Values of the model's latent sites for coefficients ``(*batch, H)``."""
+
+    def expected_log_joint(self, draws: GibbsDraws, y: Tensor) -> Tensor:
+        """Log joint averaged over the draws, summed over the data points."""
+
+    def sufficient_statistics(self, draws: GibbsDraws, y: Tensor) -> Statistics:
+        """What ``maximize`` needs."""
+
+    def maximize(self, statistics: Statistics) -> None:
+        """The M-step."""
+
+
+class GibbsGuide(PyroModule):
+    r"""Draws from the posterior over the coefficients of a few selected latents of every data point, kept from step to step.
+
+    A data point's chain goes on where it stopped; coefficients of latents that are no longer selected become zero. Train it with
+    :class:`GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for every data point,
+    so it works in :class:`~pyro.infer.Predictive`.
+
+    Args:
+        model: a model with a Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`.
+
+    Attributes:
+        selected: selected latents of all data points, ``(N, K)``; present after the first step, as what follows.
+        coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
+        probabilities: posterior probabilities that the latents are on, ``(N, H)`` in float64: means of exact conditional probabilities
+            over the sweeps, zero for latents that were not selected. Random numbers before a data point's first step.
+        unit: the unit that the coefficients were drawn in, see the model's.
+
+    Raises:
+        TypeError: if the model lacks what the sampler needs.
+    """
+
+    selected: Tensor
+    coefficients: Tensor
+    probabilities: Tensor
+    unit: Tensor
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        is_able: bool = isinstance(model, GibbsModel)
+        if not is_able:
+            raise TypeError(f"GibbsGuide needs a model with a Gibbs sampler, such as MaxSpikeSlabSparseCoding; got {type(model).__name__}")
+        # Not a submodule: the parameters belong to the model.
+        self._model: tuple[Any] = (model,)
+
+    @property
+    def model(self) -> Any:
+        """The model."""
+        return self._model[0]
+
+    def marginals(self, indices: Tensor | None = None) -> Tensor:
+        """Posterior probabilities that the latents are on, ``(N, H)``, of all or the given data points."""
+        self._check_started()
+        return self.probabilities if indices is None else self.probabilities[indices]
+
+    def draws(self, indices: Tensor | None = None) -> GibbsDraws:
+        """The draws kept for all or the given data points, in the units of the model as it is now."""
+        self._check_started()
+        rows = slice(None) if indices is None else indices
+        # The buffers change at the next step.
+        selected = self.selected[rows].clone()
+        return GibbsDraws(selected, self._in_units(rows), self.probabilities[rows].gather(1, selected), indices)
+
+    @torch.no_grad()
+    def update_(
+        self,
+        search: Preselection,
+        y: Tensor,
+        indices: Tensor | None = None,
+        *,
+        sweeps: int = 3,
+        burn_in: int = 2,
+        temperature: float = 1.0,
+        is_new: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> GibbsDraws:
+        """Selects latents, lets the chains of the data points go on over these, and keeps the draws.
+
+        Args:
+            search: selects the latents.
+            y: all data, ``(N, D)``.
+            indices: the data points ``(n,)`` to work on; default: all.
+            sweeps: sweeps kept as draws.
+            burn_in: sweeps before them.
+            temperature: factor on the variance of the noise.
+            is_new: whether the data are new, so that an affinity which learns from data shall not learn from them.
+            generator: source of randomness.
+
+        Returns:
+            The draws.
+
+        Raises:
+            ValueError: if the guide belongs to other data, or a part of the data shall have other numbers of draws or latents than before.
+        """
+        self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
+        rows = slice(None) if indices is None else indices
+        batch = self._batch(y[rows], rows, indices, is_new)
+        selected = search.select(batch)
+        last = GibbsDraws(self.selected[rows], self._in_units(rows)[:, -1:], self.probabilities[rows]).spread(self.model.num_latents)
+        arguments: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
+        coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), **arguments)
+        if not bool(coefficients.isfinite().all() and chances.isfinite().all()):
+            raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
+        self.unit[rows] = self.model.unit
+        self.selected[rows], self.coefficients[rows] = selected, coefficients
+        self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances)
+        return GibbsDraws(selected, coefficients, chances, indices)
+
+    def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
+        """A guide of its own for unseen data ``(N, D)`` under the model as it is; ``kwargs`` as for :meth:`update_`."""
+        guide = GibbsGuide(self.model)
+        for _ in range(steps):
+            guide.update_(search, y, is_new=True, **kwargs)
+        return guide
+
+    def forward(self, y: Tensor, batch_size: int | None = None, num_data: int | None = None) -> dict[str, Tensor]:
+        """Sets the model's latent sites to draws; the same arguments as the model's."""
+        self._check_started()
+        with pyro.plate("data", len(self.coefficients), subsample_size=batch_size) as index:
+            draws = self.draws(index).spread(self.model.num_latents)
+            chosen = torch.randint(draws.shape[1], (len(draws),), device=draws.device)
+            values = self.model.site_values(draws[torch.arange(len(draws), device=draws.device), chosen])
+            return {name: pyro.sample(name, dist.Delta(value, event_dim=1)) for name, value in values.items()}
+
+    def _in_units(self, rows: slice | Tensor) -> Tensor:
+        """Coefficients ``(n, S, K)`` in the units of the model as it is now."""
+        factor = (self.model.unit / self.unit[rows]).expand(-1, self.model.num_latents)
+        coefficients: Tensor = self.coefficients[rows] * factor.gather(1, self.selected[rows]).unsqueeze(1)
+        return coefficients
+
+    def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None, is_new: bool) -> SearchBatch:
+        space = StateSpace([2] * self.model.num_latents)
+        words = space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
+        population = Population(space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
+        return SearchBatch(population, _SingletonScore(self.model, y, space), {"y": y}, self.probabilities[rows].clone(), is_new)
+
+    def _prepare(self, y: Tensor, num_selected: int, num_draws: int, is_whole: bool, generator: torch.Generator | None) -> None:
+        size, started = len(y), "selected" in self._buffers
+        if started and len(self.selected) != size:
+            raise ValueError(f"the guide holds chains of {len(self.selected)} data points, the data have {size}; use guide.infer(new_data)")
+        shape = (size, num_draws, num_selected)
+        if started and self.coefficients.shape == shape:
+            return
+        if started and not is_whole:
+            raise ValueError(
+                f"the guide holds {self.coefficients.shape[1]} draws of {self.coefficients.shape[2]} latents per data point; a part of the "
+                f"data cannot have {num_draws} draws of {num_selected}"
+            )
+        num_latents, device = self.model.num_latents, y.device
+        if num_selected > num_latents:
+            raise ValueError(f"cannot select {num_selected} of {num_latents} latents (num_selected)")
+        options: dict[str, Any] = {"dtype": torch.float64, "device": device}
+        if started:
+            draws = GibbsDraws(self.selected, self.coefficients[:, -1:], self.probabilities).spread(num_latents).squeeze(1)
+            selected = draws.abs().topk(num_selected, 1).indices
+            coefficients = draws.gather(1, selected).unsqueeze(1).repeat(1, num_draws, 1)
+        else:
+            selected = torch.arange(num_selected, device=device).repeat(size, 1)
+            coefficients = torch.zeros(shape, **options)
+            device_of = "cpu" if generator is None else generator.device
+            start = torch.rand(size, num_latents, generator=generator, device=device_of, dtype=torch.float64)
+            self.register_buffer("probabilities", start.to(device))
+            self.register_buffer("unit", self.model.unit.to(**options).repeat(size, 1))
+        self.register_buffer("selected", selected)
+        self.register_buffer("coefficients", coefficients)
+
+    def _check_started(self) -> None:
+        if "selected" not in self._buffers:
+            raise RuntimeError("the guide has no draws yet; train it with SVI and a GibbsEM, or call guide.update_(search, y)")
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        # A fresh guide has no buffers yet: make them in the shapes that come in.
+        for name in ("selected", "coefficients", "probabilities", "unit"):
+            value = state_dict.get(prefix + name)
+            held = self._buffers.get(name)
+            if value is not None and (held is None or held.shape != value.shape):
+                self.register_buffer(name, torch.empty_like(value))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class GibbsEM(ELBO):
+    r"""Monte Carlo EM: ``SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))``.
+
+    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of every data point, continues its Gibbs chain over these, and takes
+    the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`, hand-crafted or learned: a
+    :class:`~pyro_truncated.GPSelect` regresses on the means of the exact conditional probabilities that the latents are on, and starts from
+    random ones.
+
+    The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
+    bound of anything, but serves to watch convergence.
+
+    Args:
+        search: selects the latents; its proposals are not used.
+        sweeps: sweeps whose outcomes are kept as draws.
+        burn_in: sweeps before them.
+        temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
+        batch_size: data points per step, drawn without replacement; default: all.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        TypeError: if the search does not select latents.
+        ValueError: if a number is out of range.
+
+    Reference:
+        Shelton, Bornschein, Sheikh, Berkes and Lücke, "Select and Sample - A Model of Efficient Neural Inference and Learning", NIPS 2011.
+    """
+
+    def __init__(
+        self,
+        search: Preselection,
+        *,
+        sweeps: int = 3,
+        burn_in: int = 2,
+        temperature: float | Callable[[int], float] = 1.0,
+        batch_size: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if not isinstance(search, Preselection):
+            raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
+        sweeps, burn_in = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0)
+        batch_size = None if batch_size is None else check_count("batch_size", batch_size)
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.search = search
+        self.sweeps = sweeps
+        self.burn_in = burn_in
+        self.temperature = temperature
+        self.batch_size = batch_size
+        self.generator = generator
+        self.num_steps = 0
+
+    def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
+        """Minus the mean log joint of the draws as they are; nothing changes."""
+        return -float(model.expected_log_joint(_checked(guide, model).draws(), y))
+
+    def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
+        """One E-step; returns minus the mean log joint of its draws and hands the statistics to the closed-form M-step.
+
+        Raises:
+            TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
+        """
+        closed_form: ClosedForm | None = getattr(model, "closed_form", None)
+        if closed_form is None:
+            raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
+        indices = self._subsample(y)
+        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": self._temperature()}
+        draws = _checked(guide, model).update_(self.search, y, indices, generator=self.generator, **budget)
+        self.num_steps += 1
+        share = 1.0 if indices is None else len(indices) / len(y)
+        loss = -float(model.expected_log_joint(draws, y)) / share
+        warn_if_nan(loss, "loss")  # type: ignore[call-overload]
+        closed_form.collect(model.sufficient_statistics(draws, y), None, indices, len(y))
+        return loss
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
+
+    def _subsample(self, y: Tensor) -> Tensor | None:
+        if self.batch_size is None or self.batch_size >= len(y):
+            return None
+        device = None if self.generator is None else self.generator.device
+        chosen = torch.randperm(len(y), generator=self.generator, device=device)[: self.batch_size]
+        return chosen.sort().values.to(y.device)
+
+    def _temperature(self) -> float:
+        value = self.temperature(self.num_steps) if callable(self.temperature) else self.temperature
+        if not value >= 1.0 or value == math.inf:
+            raise ValueError(f"temperature must be at least 1; got {value}")
+        return float(value)
+
+
+class _SingletonScore:
+    """Log joints of states with at most one active latent: all that affinities of a selection ask for."""
+
+    def __init__(self, model: Any, y: Tensor, space: StateSpace) -> None:
+        self.model, self.y, self.space = model, y, space
+
+    def __call__(self, words: Tensor) -> Tensor:
+        states = self.space.unpack(words)
+        if bool((states.sum(-1, dtype=torch.int64) > 1).any()):
+            raise NotImplementedError(f"{type(self.model).__name__} scores only states with at most one active latent")
+        # Position 0 is the state without any.
+        numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
+        return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
+
+
+def _checked(guide: Any, model: Any) -> GibbsGuide:
+    if not isinstance(guide, GibbsGuide) or guide.model is not model:
+        raise TypeError(f"GibbsEM trains a GibbsGuide of the very model it was made for; got {type(guide).__name__}")
+    return guide

@@ -1,0 +1,1 @@
+"""Covariance functions: the linear one, and the search for hyper-parameters."""

@@ -1,0 +1,47 @@
+"""Covariance functions beyond those of :mod:`pyro.contrib.gp.kernels`."""
+
+from __future__ import annotations
+
+import torch
+from pyro.contrib.gp.kernels import Kernel
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.utils.parameters import UniqueModule
+
+
+class LinearARD(UniqueModule, Kernel):
+    r"""Linear covariance with one weight per dimension, :math:`k(x, x') = \sum_q a_q x_q x'_q`.
+
+    Args:
+        input_dim: number of dimensions ``Q``.
+        variance: weights :math:`a`, ``(Q,)``; default: ones.
+        active_dims: the dimensions of the input that it acts on; default: all.
+
+    Attributes:
+        variance: weights :math:`a`, ``(Q,)``; a dimension of weight zero is of no use to the kernel.
+
+    Raises:
+        ValueError: if there is not one weight per dimension.
+    """
+
+    variance: Tensor
+
+    def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
+        super().__init__(input_dim, active_dims)
+        variance = torch.ones(input_dim) if variance is None else variance
+        if variance.shape != (input_dim,):
+            raise ValueError(f"variance must have shape ({input_dim},), one weight per dimension; got {tuple(variance.shape)}")
+        self.variance = PyroParam(variance, constraints.positive)  # type: ignore[assignment]
+
+    def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
+        """Covariance ``(N, M)`` of the rows of ``X (N, Q)`` and ``Z (M, Q)`` (default: ``X``), or its diagonal ``(N,)``."""
+        weight = self.variance
+        X = self._slice_input(X)  # type: ignore[no-untyped-call]
+        if diag:
+            return X.square() @ weight
+        other = X if Z is None else self._slice_input(Z)  # type: ignore[no-untyped-call]
+        if other.shape[1] != X.shape[1]:
+            raise ValueError(f"inputs must have the same number of dimensions; got {X.shape[1]} and {other.shape[1]}")
+        return (X * weight) @ other.mT

@@ -1,0 +1,304 @@
+"""Gaussian process regression of many outputs on the same inputs, for predictions that leave each data point out."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, covariance, make_kernel, maximize, parameters_of
+from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, stable_cholesky
+from pyro_truncated.gp.pivoted_cholesky import Covariance, PivotedCholesky, cholesky_at, pivoted_cholesky
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.row_sample import sample_rows
+from pyro_truncated.gp.subset.search import Budget
+from pyro_truncated.utils.counts import check_count
+
+# Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
+_CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
+_FIT_JITTER = 1e-8
+# Of more data, pivots are chosen from a random sample.
+_MOST_CANDIDATES = 20_000
+_EXCHANGES = 20
+
+
+class _Columns:
+    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
+
+    def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
+        self.kernel, self.inputs = kernel, inputs
+
+    def diag(self) -> Tensor:
+        """Prior variances ``(n,)``."""
+        return self.kernel(self.inputs, diag=True)
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Covariances ``(n, m)`` with some of the data."""
+        return self.kernel(self.inputs, self.inputs[index])
+
+    def cross(self, new: Tensor, index: Tensor) -> Tensor:
+        """Covariances ``(k, m)`` of new inputs with some of the data."""
+        return self.kernel(new, self.inputs[index])
+
+
+class LeaveOneOutRegression:
+    r"""Gaussian process regression with one kernel for all outputs: :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
+
+    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps their geometry. Everything is
+    computed in float64. The covariance matrix is factorised once per set of parameters, however often the targets change.
+
+    With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
+    matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`; that is another prior, whose variance
+    vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
+    those that an exchange search finds to explain the targets of :meth:`fit` best.
+
+    Args:
+        inputs: ``(N, D)``, finite.
+        kernel: ``"linear"``, ``"rbf"``, ``"composition"`` (both and a constant), or any kernel of :mod:`pyro.contrib.gp.kernels` for
+            standardised inputs, of which a copy is made. The noise is separate.
+        rank: number of columns of a low-rank factor; default: exact.
+        noise: noise variance :math:`\lambda` to start from.
+        fitc: whether a low-rank approximation keeps the prior variances exact.
+        tolerance: share of the kernel matrix' trace that a low-rank factor of fewer columns than ``rank`` may miss.
+        pivots: ``"variance"``, or ``"targets"``: chosen anew by each :meth:`fit`, by the objective that it maximises.
+        generator: source of randomness for the choice by targets; default: torch's global generator.
+
+    Attributes:
+        kernel: the kernel, at the current parameters.
+        noise: the current noise variance, a scalar tensor.
+
+    Raises:
+        ValueError: for inputs that are no finite matrix, a kernel that is unknown, not symmetric or not positive, or a number out of
+            range.
+
+    Reference:
+        Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
+        Computation 29 (2017), equation 6; the covariance there must include the noise.
+    """
+
+    def __init__(
+        self,
+        inputs: Tensor,
+        kernel: str | kernels.Kernel = "composition",
+        rank: int | None = None,
+        *,
+        noise: float = 0.1,
+        fitc: bool = False,
+        tolerance: float = 0.0,
+        pivots: str = "variance",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if inputs.dim() != 2 or not inputs.numel() or not bool(inputs.isfinite().all()):
+            raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
+        rank = None if rank is None else check_count("rank", rank)
+        if not noise > 0:
+            raise ValueError(f"noise must be a positive variance; got {noise}")
+        if fitc and rank is None:
+            raise ValueError("fitc=True needs a rank: without one nothing is approximated")
+        if pivots not in ("variance", "targets"):
+            raise ValueError(f'pivots must be "variance" or "targets"; got {pivots!r}')
+        if pivots == "targets" and rank is None:
+            raise ValueError('pivots="targets" needs a rank: without one there are no pivots')
+        self._centre = inputs.double().mean(0)
+        spread = (inputs.double() - self._centre).square().mean().sqrt()
+        self._spread = spread if bool(spread > 0) else torch.ones_like(spread)
+        self.inputs = self.standardize(inputs)
+        self.rank = rank
+        self.fitc = fitc
+        self.tolerance = tolerance
+        self.pivots = pivots
+        self.generator = generator
+        self._chosen: Tensor | None = None
+        self.kernel = make_kernel(kernel, self.inputs)
+        if not isinstance(kernel, str):
+            check_kernel(self.kernel, self.inputs)
+        start = parameters_of(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
+        self._box = Box(self.kernel)
+        self._targets: Tensor | None = None
+        self._set_parameters(start)
+
+    @property
+    def noise(self) -> Tensor:
+        r"""Noise variance :math:`\lambda`."""
+        return self.parameters[NOISE].exp()
+
+    def standardize(self, inputs: Tensor) -> Tensor:
+        """Inputs ``(M, D)`` as the kernel sees them."""
+        if not bool(inputs.isfinite().all()):
+            raise ValueError("inputs must be finite; they hold NaN or infinity")
+        return (inputs.double() - self._centre) / self._spread
+
+    def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
+        r"""Raises the marginal likelihood of the targets in the kernel's parameters and the noise, by L-BFGS in a box, from where they are.
+
+        The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
+        fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
+        2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
+        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
+
+        Args:
+            targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
+            steps: largest number of iterations.
+            rows: positions of the data points to fit to; default: all.
+
+        Returns:
+            The objective reached, in nats per target that varies; NaN if none does.
+        """
+        self._targets = self._checked(targets)
+        chosen = slice(None) if rows is None else rows
+        known = self._targets[:, _varies(self._targets[chosen])]
+        if not known.numel():
+            return float("nan")
+        if self.pivots == "targets":
+            self._choose_pivots(known)
+        varying, inputs = known[chosen], self.inputs[chosen]
+        total, outputs, compact = varying.numel(), varying.shape[1], compress(varying)
+
+        def objective(parameters: Parameters) -> Tensor:
+            return self._evidence(parameters, inputs, compact, outputs) / total
+
+        found, value = maximize(objective, self.parameters, self._box, steps)
+        self._set_parameters(found)
+        if self.pivots == "targets":
+            # Other parameters, other pivots: those of the start may have been far off.
+            self._choose_pivots(known)
+        return value
+
+    def log_likelihood(self, targets: Tensor) -> Tensor:
+        """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
+        checked = self._checked(targets)
+        return self.covariance.log_likelihood(compress(checked), checked.shape[1])
+
+    def loo(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Predictions of every data point's targets from those of all others.
+
+        Args:
+            targets: ``(N, P)``.
+            rows: positions ``(n,)`` of the data points to predict; default: all.
+
+        Returns:
+            Means ``(n, P)`` and variances ``(n,)``, noise included.
+        """
+        return self.covariance.leave_one_out(self._checked(targets), rows)
+
+    def predict(self, new_inputs: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
+
+        Args:
+            new_inputs: ``(M, D)``.
+            targets: ``(N, P)``; default: those of the last :meth:`fit`.
+
+        Returns:
+            Means ``(M, P)`` and variances ``(M,)``, noise included.
+
+        Raises:
+            ValueError: if there are no targets, or shapes do not fit.
+        """
+        if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
+            raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")
+        known = self._targets if targets is None else self._checked(targets)
+        if known is None:
+            raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
+        points, k = self.standardize(new_inputs), covariance(self.kernel, self.parameters)
+        prior = k(points, diag=True)
+        if self.factorization is None:
+            cross = k(points, self.inputs)
+        else:
+            features = self.features(new_inputs)
+            cross = features @ self.factorization.factor.mT
+            prior = prior if self.fitc else features.square().sum(-1)
+        explained = (cross * self.covariance.solve(cross.mT).mT).sum(-1)
+        return cross @ self.covariance.solve(known), self.noise + (prior - explained).clamp(min=0.0)
+
+    def features(self, new_inputs: Tensor) -> Tensor:
+        r"""Low-rank features :math:`L_P^{-1} k(P, x)` of inputs ``(M, D)``, ``(M, Q)``; those of the data are the rows of the factor.
+
+        Raises:
+            ValueError: if the regression is exact.
+        """
+        if self.factorization is None:
+            raise ValueError("an exact regression (rank=None) has no finite features")
+        k = covariance(self.kernel, self.parameters)
+        return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
+
+    # Both are made when first asked for: a fit that follows at once would throw them away.
+    @functools.cached_property
+    @torch.no_grad()
+    def factorization(self) -> PivotedCholesky | None:
+        """The incomplete Cholesky factor of the kernel matrix at the current parameters, ``None`` if the regression is exact."""
+        if self.rank is None:
+            return None
+        k = covariance(self.kernel, self.parameters)
+        if self._chosen is None:
+            return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance)
+        return cholesky_at(k, self.inputs, self._chosen)
+
+    @functools.cached_property
+    @torch.no_grad()
+    def covariance(self) -> NoisyCovariance:
+        """The covariance matrix of the noisy targets at the current parameters, factorised."""
+        if self.factorization is None:
+            return DenseCovariance(covariance(self.kernel, self.parameters)(self.inputs), self.noise)
+        noise = self.noise + self.factorization.residual if self.fitc else self.noise
+        return LowRankCovariance(self.factorization.factor, noise)
+
+    @torch.no_grad()
+    def _choose_pivots(self, targets: Tensor) -> None:
+        """Goes on from the pivots chosen before, if any, at the current parameters."""
+        assert self.rank is not None
+        kernel = as_data_kernel(_Columns(covariance(self.kernel, self.parameters), self.inputs))
+        rank, known = (
+            min(self.rank, len(self.inputs)),
+            self.inputs.new_zeros(0, dtype=torch.int64) if self._chosen is None else self._chosen,
+        )
+        sample = sample_rows(kernel, targets, known, max(_MOST_CANDIDATES, 4 * rank), self.generator)
+        problem = SubsetProblem(sample.kernel, sample.targets, float(self.noise))
+        start = sample.inducing if len(known) else None
+        found = ExchangeSearch().improve(problem, rank, start, Budget(max_attempts=_EXCHANGES), self.generator)
+        self._chosen = sample.among_all(found)
+        self._forget_factors()
+
+    @torch.no_grad()
+    def _set_parameters(self, parameters: Parameters) -> None:
+        """Takes new parameters; what was factorised at the old ones is forgotten."""
+        self.parameters = parameters
+        for name, value in self.kernel.named_parameters():
+            value.copy_(parameters[name])
+        self._forget_factors()
+
+    def _forget_factors(self) -> None:
+        for outdated in ("factorization", "covariance"):
+            self.__dict__.pop(outdated, None)
+
+    def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
+        """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
+        k, noise = covariance(self.kernel, parameters), parameters[NOISE].exp()
+        if self.factorization is None:
+            return DenseCovariance(k(inputs), noise).log_likelihood(targets, outputs)
+        pivots = self.inputs[self.factorization.pivots]
+        square = k(pivots)
+        # At other parameters than those it was chosen for, the pivots' matrix may be singular. The jitter keeps this a bound.
+        square = square + torch.diag_embed(_FIT_JITTER * square.diagonal().mean().expand(len(square)))
+        factor = torch.linalg.solve_triangular(stable_cholesky(square), k(pivots, inputs), upper=False).mT
+        missing = (k(inputs, diag=True) - factor.square().sum(-1)).clamp(min=0.0)
+        if self.fitc:
+            return LowRankCovariance(factor, noise + missing).log_likelihood(targets, outputs)
+        penalty: Tensor = 0.5 * outputs * missing.sum() / noise
+        return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
+
+    def _checked(self, targets: Tensor) -> Tensor:
+        if targets.dim() != 2 or len(targets) != len(self.inputs) or not bool(targets.isfinite().all()):
+            expected = f"({len(self.inputs)}, P)"
+            raise ValueError(f"targets must be finite and of shape {expected}, one row per input; got shape {tuple(targets.shape)}")
+        return targets.detach().double()
+
+
+def _varies(targets: Tensor) -> Tensor:
+    """Which outputs ``(N, P)`` are not constant, in whatever units: ``(P,)``."""
+    variance = targets.var(0, correction=0)
+    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * targets.square().mean(0))

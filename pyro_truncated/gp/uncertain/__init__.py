@@ -1,0 +1,1 @@
+"""Kernels under inputs that are known up to a distribution."""

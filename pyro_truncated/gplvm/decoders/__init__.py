@@ -1,0 +1,1 @@
+"""Decoders on active sets: from latents, or from functions of the data, to observations."""

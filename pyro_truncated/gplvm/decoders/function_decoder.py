@@ -1,0 +1,167 @@
+"""Decoders for binary, count and categorical data: Gaussian process functions behind any observation distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.contrib.gp import kernels
+from pyro.nn import PyroParam, pyro_method
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.likelihoods import ActiveSetGaussianProcess, ActiveSetPosterior
+from pyro_truncated.gp.active_sets.splits import Choose, Split
+from pyro_truncated.gplvm.decoders.kept_points import keep_points
+from pyro_truncated.gplvm.decoders.latents import Predictor
+from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
+from pyro_truncated.utils.arrays import takes_arrays
+
+Observation = Callable[[Tensor], Any]
+
+
+class PointwiseSites(nn.Module):
+    """Pseudo-targets that grow linearly with each output's own value: ``slope * (x - centre)``, one slope and centre per output."""
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.full((num_outputs,), 4.0))
+        self.centre = nn.Parameter(torch.full((num_outputs,), 0.5))
+
+    @takes_arrays
+    def forward(self, x: Tensor) -> Tensor:
+        """Targets ``(B, D)`` of data points ``(B, D)``."""
+        targets: Tensor = self.slope * (x - self.centre)
+        return targets
+
+
+class SASFunctionDecoder(SASDecoder):
+    r"""A decoder whose Gaussian processes are the parameters of any observation distribution, trained with stochastic active sets.
+
+    The functions :math:`f` ``(B, F)`` are a latent site of the model with a guide of their own (:class:`ActiveSetPosterior`: Gaussian sites
+    at the active points), and an observation distribution stands on them. With each active set the objective is
+
+    .. math:: \sum_{a \in A} \mathbb E_q[\log p(x_a \mid f_a)] + \tfrac{N - |A|}{|R|} \sum_{n \in R} \mathbb E_q[\log p(x_n \mid f_n)]
+        - \mathrm{KL}(q(f_A) \,\|\, p(f_A \mid z_A)) - \ldots
+
+    (the KL terms of the latents follow as in :class:`SASDecoder`), a bound as there, estimated by draws.
+
+    Example::
+
+        decoder = SASFunctionDecoder(len(x), 784, lambda f: dist.Bernoulli(logits=f).to_event(1), bayesian=True)
+
+    Args:
+        num_data: number of data points ``N``.
+        num_outputs: number of functions ``F``.
+        observe: makes the distribution of observations with batch shape ``(*batch, B)`` from function values ``(*batch, B, F)``.
+        latent_dim: dimension of the latent space.
+        sites: maps data points ``(B, ...)`` to pseudo-targets ``(B, F)``, a module; default :class:`PointwiseSites`.
+        options: as for :class:`SASDecoder`.
+
+    The noise of :class:`SASDecoder` is that of the functions here, and small at the start. Data must be complete. Where starts or places to
+    jump to are looked for, no more than 200 latents are tried: the observation distribution is evaluated for one at a time.
+    """
+
+    width: Any
+
+    def __init__(
+        self, num_data: int, num_outputs: int, observe: Observation, latent_dim: int = 2, *, sites: nn.Module | None = None, **options: Any
+    ) -> None:
+        super().__init__(num_data, num_outputs, latent_dim, **options)
+        self.observe = observe
+        self.sites = PointwiseSites(num_outputs) if sites is None else sites
+        self.noise = PyroParam(torch.tensor(0.05), constraints.positive)
+        self.width = PyroParam(torch.tensor(4.0), constraints.positive)
+
+    @takes_arrays
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASFunctionDecoder:
+        """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
+        self._check_data(x)
+        self._check_latents(latents)
+        self._kept = None
+        with torch.no_grad():
+            scores = self._first_latents(self.sites(x), latents)
+            if isinstance(self.kernel, kernels.Isotropy):
+                self.kernel.variance = torch.tensor(2.0).to(self.loc)  # type: ignore[assignment]
+            if self.encoder is None:
+                self.z_loc = scores
+        if self.encoder is not None and steps:
+            self._imitate(x, scores, steps)
+        return self
+
+    def _check_data(self, x: Tensor) -> None:
+        if len(x) != self.num_data:
+            raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
+        self._check_points(x)
+
+    def _check_points(self, x: Tensor) -> None:
+        if not bool(x.isfinite().all()):
+            raise ValueError("data of a decoder with its own observation distribution must be complete and finite; got NaN or infinity")
+
+    def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
+        prior = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs)
+        functions = pyro.sample("f", prior)
+        pyro.sample("x", self.observe(functions), obs=x[split.indices])
+
+    @pyro_method
+    @takes_arrays
+    def guide(self, x: Tensor, split: Split | None = None) -> None:
+        """The approximate posterior of latents and functions of a minibatch."""
+        split = self._split(split)
+        self._check_points(x[split.indices])
+        with self._plate(split):
+            z = self._sample_latents(x, split)
+            targets = self.sites(x[split.active])
+            pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
+
+    @takes_arrays
+    def condition_(
+        self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None
+    ) -> SASFunctionDecoder:
+        """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones (default: at most 1000).
+
+        Raises:
+            ValueError: if a projection is asked for: pseudo-targets of points that are not active have not been learned together.
+        """
+        self._check_data(x)
+        if projected:
+            raise ValueError("pseudo-targets cannot be projected; leave projected out")
+        with torch.no_grad():
+            size = min(len(x), 1000) if size is None else size
+            kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)
+            self._kept = self._sealed(kept, x)
+        return self
+
+    def posterior(self) -> ActiveSet:
+        """The posterior of the functions given the pseudo-targets that are kept.
+
+        Raises:
+            RuntimeError: before :meth:`condition_`, or if parameters have changed since.
+        """
+        kept = self._kept_points()
+        with torch.no_grad():
+            found = kept.posterior(self.kernel, (self.noise_variance + self.width).detach())
+        assert isinstance(found, ActiveSet)
+        return found
+
+    def sample(self, num: int) -> Tensor:
+        """New data points ``(num, ...)``: latents from the prior, functions given the kept points, observations given these."""
+        with torch.no_grad():
+            found: Tensor = self.observe(super().sample(num)).sample()
+        return found
+
+    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+        return ActiveSet(self.kernel, (self.noise_variance + self.width).detach(), latents, self.sites(x).detach())
+
+    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+        found: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)
+        return found
+
+    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+        candidates = posterior.latents[:: -(-len(posterior.latents) // 200)]
+        # One candidate at a time: all at once would need a tensor of candidates by data points by functions.
+        values = torch.stack([self._log_joint(posterior, x, z.expand(len(x), -1)) for z in candidates])
+        return candidates[values.topk(min(num, len(candidates)), 0).indices]

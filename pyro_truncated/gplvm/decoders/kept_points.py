@@ -1,0 +1,100 @@
+"""What a decoder keeps of its training data to predict from."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from pyro.contrib.gp.kernels import Kernel
+from torch import Tensor, nn
+
+from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
+from pyro_truncated.gp.active_sets.splits import Choose
+from pyro_truncated.utils.counts import check_count
+
+_DEFAULT_SIZE = 1000
+# Each pattern of missing entries costs a factorisation of its own.
+_DEFAULT_INCOMPLETE = 300
+_SMALL = 2000
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptPoints:
+    """Data points at their latents, or sums over all of them for a projection.
+
+    Attributes:
+        latents: ``(M, Q)``.
+        outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
+        gram: see :class:`~pyro_truncated.gp.active_sets.projected_set.ProjectedStatistics`, or ``None``.
+        moment: see there.
+        examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
+        checksum: of the decoder's parameters at the time, see :func:`checksum`.
+    """
+
+    latents: Tensor
+    outputs: Tensor | None = None
+    gram: Tensor | None = None
+    moment: Tensor | None = None
+    examples: Tensor | None = None
+    checksum: Tensor | None = None
+
+    def posterior(self, kernel: Kernel, noise: Tensor) -> ActiveSet | ProjectedSet:
+        """The posterior of the functions, on the device and in the type of the noise."""
+        latents = self.latents.to(noise)
+        if self.outputs is not None:
+            return ActiveSet(kernel, noise, latents, self.outputs.to(noise))
+        assert self.gram is not None
+        assert self.moment is not None
+        statistics = ProjectedStatistics(latents, self.gram.to(noise.device), self.moment.to(noise.device))
+        return ProjectedSet(kernel, noise, statistics)
+
+    def state(self) -> dict[str, Tensor]:
+        """The tensors by name, for ``state_dict()``."""
+        tensors = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return {name: value for name, value in tensors.items() if value is not None}
+
+
+def checksum(module: nn.Module) -> Tensor:
+    """Two numbers for every parameter: the sums of magnitudes and of squares, in float64."""
+    values = [value.detach().double() for _, value in sorted(module.named_parameters())]
+    return torch.stack([number for value in values for number in (value.abs().sum(), value.square().sum())]).cpu()
+
+
+def is_same(first: Tensor, second: Tensor) -> bool:
+    """Whether checksums agree up to a change of floating point type or device."""
+    return first.shape == second.shape and torch.allclose(first, second, rtol=1e-6, atol=0.0)
+
+
+def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | None, projected: bool | None, choose: Choose) -> KeptPoints:
+    """Keeps data points as :meth:`SASDecoder.condition_` says.
+
+    Raises:
+        ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
+    """
+    size = None if size is None else check_count("size", size)
+    gaps = outputs.isnan().sum(-1)
+    order = gaps.argsort(stable=True)
+    complete = order[: int((gaps == 0).sum())]
+    if projected is None:
+        projected = size is None and len(complete) > _SMALL
+    if projected and not len(complete):
+        raise ValueError("a projection takes complete data points, and every one has missing entries; leave projected out")
+    if size is None:
+        size = _default_size(len(latents), len(complete))
+    if not projected and len(complete) < size:
+        rows = order[: min(size, len(order))]
+    elif size < len(complete):
+        rows = complete[choose(kernel, latents[complete], size)]
+    else:
+        rows = complete
+    if projected:
+        found = projected_statistics(kernel, latents[rows], latents[complete], outputs[complete])
+        return KeptPoints(found.latents, gram=found.gram, moment=found.moment)
+    return KeptPoints(latents[rows], outputs[rows])
+
+
+def _default_size(num_data: int, num_complete: int) -> int:
+    if num_complete == num_data <= _SMALL:
+        return num_data
+    return max(min(num_complete, _DEFAULT_SIZE), min(num_data, _DEFAULT_INCOMPLETE))

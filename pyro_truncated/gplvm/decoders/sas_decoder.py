@@ -1,0 +1,471 @@
+"""Gaussian process decoders trained by conditioning each minibatch on a random active set."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from pyro.contrib.gp import kernels
+from pyro.nn import PyroParam, pyro_method
+from torch import Tensor, nn
+from torch.distributions import constraints
+
+from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.likelihoods import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
+from pyro_truncated.gp.active_sets.splits import Choose, Split, least_variance, split_weights
+from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, checksum, is_same, keep_points
+from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize_latents, principal_components
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.parameters import UniqueModule
+
+_NOISE_FLOOR = {torch.float64: 1e-8}
+_HYPERPARAMETERS = {"kernel", "noise", "width"}
+
+
+class SASDecoder(UniqueModule):
+    r"""Gaussian process latent variable model trained with stochastic active sets.
+
+    Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian
+    processes that share kernel and noise. A training step takes a minibatch, splits it at random into an active set ``A`` and the rest
+    ``R``, and follows the gradient of
+
+    .. math:: \mathbb E_q\Bigl[\log p(x_A \mid z_A) + \tfrac{N - |A|}{|R|} \sum_{n \in R} \log p(x_n \mid x_A, z)\Bigr]
+        - \mathrm{KL}_A - \tfrac{N - |A|}{|R|} \mathrm{KL}_R,
+
+    by :class:`~pyro.infer.SVI` on :meth:`model` and :meth:`guide`, with any Pyro optimiser. The deterministic decoder has point masses
+    for ``q`` (MAP latents, the KL terms are prior log densities), the Bayesian one :math:`q(z_n) = \mathcal N(\mu_n,
+    \mathrm{diag}\,\sigma_n^2)`. Either has free latents, a row per data point, or an ``encoder``.
+
+    .. note:: For each active set the objective bounds the evidence of the model in which the rest is independent given ``A``, and on
+        average the evidence of the mixture of these models over active sets. It is not a bound of the full Gaussian process's evidence.
+
+    An encoder may look at the active set too: then :math:`q` depends on ``A``, for each of which the objective is a bound as before, with
+    the same weights. It must not look at the rest of the minibatch (as batch normalisation does): then nothing is bounded.
+
+    Example::
+
+        pyro.clear_param_store()
+        decoder = SASDecoder(len(x), x.shape[1], num_active=200, batch_size=1000).initialize(x)
+        svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())
+        splits = UniformSplits(len(x), 1000, 200)
+        for epoch in range(100):
+            if epoch < 60 and epoch % 2:
+                decoder.relocate_(x)
+            for split in splits.epoch(epoch):
+                svi.step(x, split)
+        decoder.condition_(x)
+        mean, variance = decoder.predict(decoder.infer(x_new))
+
+    Args:
+        num_data: number of data points ``N``.
+        num_outputs: number of outputs ``D``.
+        latent_dim: dimension ``Q`` of the latent space.
+        num_active: size of the active set where a training step is not given a split; default: 200, but at most half of the minibatch.
+        batch_size: size of the minibatch where a training step is not given a split; default: all data.
+        bayesian: whether ``q`` is a normal distribution rather than a point mass.
+        encoder: maps data points ``(B, D)`` to latents ``(B, Q)``, or if Bayesian to means and softplus-inverse standard deviations
+            ``(B, 2Q)``. Missing entries come to it as the mean. ``None`` for free latents.
+        encoder_sees_active: call the encoder as ``encoder(x, x_active)``. Outside training it is shown the first ``num_active`` complete
+            data points.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
+
+    Raises:
+        ValueError: if sizes are not positive or do not fit, or the kernel is over another number of inputs.
+
+    Reference:
+        Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
+    """
+
+    loc: Tensor
+    # Descriptors of Pyro: tensors when read, parameters when set.
+    noise: Any
+    z_loc: Any
+    z_scale: Any
+
+    def __init__(
+        self,
+        num_data: int,
+        num_outputs: int,
+        latent_dim: int = 2,
+        *,
+        num_active: int | None = None,
+        batch_size: int | None = None,
+        bayesian: bool = False,
+        encoder: nn.Module | None = None,
+        encoder_sees_active: bool = False,
+        kernel: kernels.Kernel | None = None,
+    ) -> None:
+        super().__init__()
+        num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
+        if kernel is not None and kernel.input_dim != latent_dim:
+            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+        if kernel is not None:
+            like = next(kernel.parameters(), torch.zeros(()))
+            check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
+        self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
+        self.batch_size = num_data if batch_size is None else check_count("batch_size", batch_size)
+        self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
+        split_weights(self.batch_size, self.num_active, num_data)
+        self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
+        self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
+        self.noise = PyroParam(torch.tensor(0.5), constraints.positive)
+        self.register_buffer("loc", torch.zeros(num_outputs))
+        if encoder is None:
+            self.z_loc = PyroParam(torch.randn(num_data, latent_dim), event_dim=1)
+            if bayesian:
+                self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
+        self._kept: KeptPoints | None = None
+
+    # --- set-up ---
+
+    @takes_arrays
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASDecoder:
+        """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
+
+        Args:
+            x: the training data.
+            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
+            latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
+
+        Raises:
+            ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
+        """
+        steps = check_count("steps", steps, least=0)
+        self._check_data(x)
+        self._check_latents(latents)
+        self._kept = None
+        observed = ~x.isnan()
+        if not bool(observed.any(0).all()):
+            raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
+        with torch.no_grad():
+            self.loc.copy_(x.nanmean(0))
+            deviation = torch.where(observed, x - self.loc, 0.0)
+            variance = deviation.square().sum() / observed.sum()
+            if not float(variance) > 0:
+                raise ValueError("the data do not vary: there is nothing to learn")
+            self.noise = 0.5 * variance.to(self.loc)
+            if isinstance(self.kernel, kernels.Isotropy):
+                self.kernel.variance = cast("Any", variance.to(self.loc))
+            scores = self._first_latents(deviation, latents)
+            if self.encoder is None:
+                self.z_loc = scores
+        if self.encoder is not None and steps:
+            self._imitate(x, scores, steps)
+        return self
+
+    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
+        # A copy, or training would move the latents of whom they came from.
+        return principal_components(features, self.latent_dim).to(self.loc) if given is None else given.detach().to(self.loc).clone()
+
+    def _check_latents(self, latents: Tensor | None) -> None:
+        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
+            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
+
+    def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
+        assert self.encoder is not None
+        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
+        for _ in range(steps):
+            rows = torch.randperm(len(x), device=x.device)[:256]
+            loc, scale = self._encode(x[rows], x[rows[: max(1, len(rows) // 4)]])
+            loss = (loc - scores[rows]).square().mean()
+            if scale is not None:
+                loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
+        """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
+
+        The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
+        """
+        return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
+
+    def _check_data(self, x: Tensor) -> None:
+        """Refuses training data of another shape, integers, and infinity."""
+        if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
+            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
+        self._check_points(x)
+
+    def _check_points(self, x: Tensor) -> None:
+        """Refuses data points, new or not, that the model cannot take."""
+        if x.dim() != 2 or x.shape[1] != self.num_outputs:
+            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"data must be floating point; got {x.dtype}")
+        if bool(x.isinf().any()):
+            raise ValueError("data must be finite, or NaN where missing; got infinity")
+
+    @takes_arrays
+    def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
+        r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
+
+        Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
+
+        .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
+
+        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains; a
+        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
+        principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
+
+        Args:
+            x: the training data ``(N, D)``.
+            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
+            generator: source of the random active set.
+
+        Returns:
+            The share of data points that moved.
+
+        Raises:
+            ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
+        """
+        self._check_data(x)
+        if self.encoder is not None:
+            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
+        num_active = check_count("num_active", num_active)
+        self._kept = None
+        device = None if generator is None else generator.device
+        order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+        # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
+        order = order[x.flatten(1).isnan().any(1)[order].byte().argsort(stable=True)]
+        active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
+        with torch.no_grad():
+            z = self.z_loc.detach().clone()
+            posterior = self._given(x[active], z[active])
+            moved = 0
+            for rows in others.split(5000):
+                there = self._best_candidates(posterior, x[rows], 1)[0]
+                better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
+                z[rows[better]] = there[better]
+                moved += int(better.sum())
+            self.z_loc = z
+        return moved / len(x)
+
+    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+        """The posterior given data points at their latents; it predicts deviations from ``loc``."""
+        return ActiveSet(self.kernel, self.noise_variance.detach(), latents, x - self.loc)
+
+    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+        """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
+        return log_joint(posterior, x - self.loc, latents)
+
+    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+        """Of up to 2000 latents of the posterior, the ``num`` that explain each data point best, ``(num, M, Q)``."""
+        candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
+        return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
+
+    # --- the Pyro program ---
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Noise variance: the parameter plus a floor of 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact."""
+        noise: Tensor = self.noise
+        if not isinstance(self.kernel, kernels.Isotropy):
+            return noise
+        return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
+
+    def _split(self, split: Split | None) -> Split:
+        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same."""
+        if split is not None:
+            return Split(split.indices.to(self.loc.device), split.num_active)
+        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
+        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
+        others[chosen] = False
+        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
+
+    @contextlib.contextmanager
+    def _plate(self, split: Split) -> Iterator[None]:
+        weights = split.weights(self.num_data, self.loc)
+        with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
+            yield
+
+    def _prior(self) -> Any:
+        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
+
+    @pyro_method
+    @takes_arrays
+    def model(self, x: Tensor, split: Split | None = None) -> None:
+        """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
+        split = self._split(split)
+        with self._plate(split):
+            z = pyro.sample("z", self._prior())
+            self._observe(z, x, split)
+
+    def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
+        likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
+        pyro.sample("x", likelihood, obs=x[split.indices])
+
+    @pyro_method
+    @takes_arrays
+    def guide(self, x: Tensor, split: Split | None = None) -> None:
+        """The approximate posterior of the latents of the same minibatch."""
+        split = self._split(split)
+        with self._plate(split):
+            self._sample_latents(x, split)
+
+    def _sample_latents(self, x: Tensor, split: Split) -> Tensor:
+        if self.encoder is None:
+            loc, scale = self.z_loc, self.z_scale if self.bayesian else None
+        else:
+            loc, scale = self._encode(x[split.indices], x[split.active])
+        posterior = dist.Delta(loc, event_dim=1) if scale is None else dist.Normal(loc, scale).to_event(1)
+        z: Tensor = pyro.sample("z", posterior)
+        return z
+
+    def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.encoder is not None
+        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in (x, active)]
+        output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
+        expected = (2 if self.bayesian else 1) * self.latent_dim
+        if output.shape != (len(x), expected):
+            raise ValueError(f"the encoder must return shape ({len(x)}, {expected}); got {tuple(output.shape)}")
+        if not self.bayesian:
+            return output, None
+        loc, raw = output.chunk(2, -1)
+        return loc, nn.functional.softplus(raw)
+
+    # --- after training ---
+
+    @takes_arrays
+    def latents(self, x: Tensor) -> Tensor:
+        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy."""
+        with torch.no_grad():
+            if self.encoder is None:
+                found: Tensor = self.z_loc
+                return found.detach().clone()
+            return self._encode(x, self._examples(x))[0]
+
+    def _examples(self, x: Tensor) -> Tensor:
+        """The training data that an encoder which looks at an active set is shown outside training."""
+        order = x.flatten(1).isnan().any(1).byte().argsort(stable=True)
+        return x[order[: max(1, self.num_active)]]
+
+    @takes_arrays
+    def encode(self, x: Tensor) -> Tensor:
+        """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``.
+
+        Raises:
+            ValueError: if there is no encoder; :meth:`infer` needs none.
+            RuntimeError: if the encoder looks at an active set, before :meth:`condition_`.
+        """
+        if self.encoder is None:
+            raise ValueError("a decoder with free latents has no encoder; use infer(x)")
+        self._check_points(x)
+        active = x[:1]
+        if self.encoder_sees_active:
+            examples = self._kept_points().examples
+            assert examples is not None
+            active = examples.to(x)
+        with torch.no_grad():
+            return self._encode(x, active)[0]
+
+    @takes_arrays
+    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> SASDecoder:
+        """Keeps what predictions condition on: all training data ``(N, D)``, or ``size`` of them chosen to leave the least variance.
+
+        Call it again after more training. Incomplete data points cost a factorisation for each pattern of missing entries, so complete
+        ones come first; where these are fewer than ``size``, the most complete others fill up.
+
+        Args:
+            x: the training data.
+            size: number of points to keep; default: all if there are at most 2000 and all are complete, otherwise the complete ones, no
+                more than 1000, filled up to 300.
+            projected: condition on *all* complete data points, through their projection on the chosen ones
+                (:class:`~pyro_truncated.gp.active_sets.projected_set.ProjectedSet`); default: where ``size`` was not given and more than
+                2000 are complete.
+            choose: called as ``choose(kernel, latents, size)``; default :func:`~pyro_truncated.gp.active_sets.splits.least_variance`.
+
+        Raises:
+            ValueError: if the data have another shape, ``size`` is not positive, or no data point is complete for a projection.
+        """
+        self._check_data(x)
+        with torch.no_grad():
+            kept = keep_points(self.kernel, self.latents(x), x - self.loc, size, projected, choose or self._least_variance)
+            self._kept = self._sealed(kept, x)
+        return self
+
+    def _sealed(self, kept: KeptPoints, x: Tensor) -> KeptPoints:
+        """With what an encoder needs, and a checksum of the parameters that it belongs to."""
+        examples = self._examples(x).clone() if self.encoder_sees_active else None
+        return dataclasses.replace(kept, examples=examples, checksum=checksum(self))
+
+    def _least_variance(self, kernel: kernels.Kernel, latents: Tensor, size: int) -> Tensor:
+        return least_variance(kernel, latents, size, self.noise_variance.detach())
+
+    def _kept_points(self) -> KeptPoints:
+        if self._kept is None:
+            raise RuntimeError("call condition_(x) first: it keeps the data points that predictions condition on")
+        assert self._kept.checksum is not None
+        if not is_same(self._kept.checksum, checksum(self)):
+            raise RuntimeError("the decoder has changed since condition_(x); call it again to predict with the present parameters")
+        return self._kept
+
+    def posterior(self) -> ActiveSet | ProjectedSet:
+        """The Gaussian process posterior that predictions are made from; it predicts deviations from ``loc``.
+
+        Raises:
+            RuntimeError: before :meth:`condition_`, or if parameters have changed since.
+        """
+        kept = self._kept_points()
+        with torch.no_grad():
+            return kept.posterior(self.kernel, self.noise_variance.detach())
+
+    def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
+        block = check_count("block", block)
+        if not bool(latents.isfinite().all()):
+            raise ValueError("latents must be finite; they hold NaN or infinity")
+        posterior = self.posterior()
+        with torch.no_grad():
+            pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
+        return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
+
+    @takes_arrays
+    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05, block: int = 2000) -> Tensor:
+        r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
+
+        Entries that are NaN are left out. Every point starts from the kept latents that explain it best, and from the encoder's if there is
+        one and no entry is missing.
+
+        Args:
+            x: data points ``(M, D)``.
+            starts: number of kept latents to start from.
+            steps: steps of Adam.
+            lr: its learning rate, which falls to a tenth.
+            block: data points at a time.
+        """
+        self._check_points(x)
+        starts, steps, block = check_count("starts", starts), check_count("steps", steps, least=0), check_count("block", block)
+        own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
+        posterior, found = self.posterior(), []
+        for rows in torch.arange(len(x), device=x.device).split(block):
+            with torch.no_grad():
+                begin = self._best_candidates(posterior, x[rows], starts)
+            begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
+            found.append(maximize_latents(functools.partial(self._log_joint, posterior, x[rows]), begin, steps, lr))
+        return torch.cat(found)
+
+    def sample(self, num: int) -> Tensor:
+        """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
+        z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
+        mean, variance = self.predict(z, noise=False)
+        return mean + variance.sqrt() * torch.randn_like(mean)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        """What :meth:`condition_` kept, for ``state_dict()``."""
+        return {} if self._kept is None else self._kept.state()
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        """Restores what :meth:`condition_` kept."""
+        self._kept = KeptPoints(**state) if state else None

@@ -1,0 +1,1 @@
+"""Spike-and-slab GP-LVM and manifold relevance determination."""

@@ -1,0 +1,212 @@
+"""Posteriors over inducing variables: the optimal one with its collapsed bound, expected log likelihoods, and predictions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics
+
+_LOG_2PI = math.log(2 * math.pi)
+
+
+@dataclasses.dataclass(frozen=True)
+class Observations:
+    r"""Centred outputs of some data points, NaN where missing.
+
+    Attributes:
+        values: ``(N, D)`` with zeros in place of missing entries, float64.
+        observed: ``(N, D)`` in {0, 1}, float64, or ``None`` if nothing is missing.
+    """
+
+    values: Tensor
+    observed: Tensor | None
+
+    @classmethod
+    def of(cls, y: Tensor) -> Observations:
+        """Splits outputs ``(N, D)`` into values and what is observed of them."""
+        missing = y.isnan()
+        if not bool(missing.any()):
+            return cls(y.double(), None)
+        return cls(y.double().masked_fill(missing, 0.0), (~missing).double())
+
+    @property
+    def counts(self) -> Tensor:
+        """Number of observed outputs of each data point, ``(N,)``."""
+        if self.observed is None:
+            return self.values.new_full(self.values.shape[:1], float(self.values.shape[1]))
+        return self.observed.sum(1)
+
+    @functools.cached_property
+    def patterns(self) -> tuple[Tensor, Tensor]:
+        """Distinct columns of ``observed``, ``(G, N)``, and the one that each output has, ``(D,)``."""
+        assert self.observed is not None
+        distinct, position = torch.unique(self.observed.mT, dim=0, return_inverse=True)
+        return distinct, position
+
+
+@dataclasses.dataclass(frozen=True)
+class InducingPosterior:
+    r"""Gaussian posterior of whitened inducing variables: :math:`u_d = L v_d`, :math:`L L^\top = K_{uu}`, :math:`q(v_d) = N(m_d, S_d)`.
+
+    Attributes:
+        cholesky: :math:`L`, ``(M, M)``.
+        mean: means :math:`m_d`, ``(M, D)``.
+        covariance: :math:`S`, ``(M, M)`` for all outputs, or ``(D, M, M)``.
+    """
+
+    cholesky: Tensor
+    mean: Tensor
+    covariance: Tensor
+
+    @functools.cached_property
+    def weights(self) -> Tensor:
+        r""":math:`\alpha = L^{-\top} m`, ``(M, D)``: the expected function at :math:`x` is :math:`k_u(x)^\top \alpha`."""
+        found: Tensor = torch.linalg.solve_triangular(self.cholesky.mT, self.mean, upper=True)
+        return found
+
+    @functools.cached_property
+    def reduction(self) -> Tensor:
+        r""":math:`P = L^{-\top} (I - S) L^{-1}`, ``(M, M)`` or ``(D, M, M)``: how much the data reduce the prior variance."""
+        eye = torch.eye(len(self.cholesky), dtype=self.cholesky.dtype, device=self.cholesky.device)
+        inverse = torch.linalg.solve_triangular(self.cholesky, eye, upper=False)
+        found: Tensor = inverse.mT @ (eye - self.covariance) @ inverse
+        return found
+
+
+def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: Tensor) -> tuple[Tensor, InducingPosterior]:
+    r"""Expected log likelihood less the divergence of the inducing variables, at their optimal posterior.
+
+    .. math:: F = \tfrac{ND}{2}\log\tfrac{\beta}{2\pi} + \tfrac D2 \log|K_{uu}| - \tfrac D2 \log|K_{uu} + \beta\Psi_2|
+              - \tfrac\beta2 \|Y\|^2 + \tfrac{\beta^2}{2}\,\mathrm{tr}(Y^\top\Psi_1\Sigma\Psi_1^\top Y)
+              - \tfrac{\beta D}{2}\left[\psi_0 - \mathrm{tr}(K_{uu}^{-1}\Psi_2)\right], \quad \Sigma = (K_{uu} + \beta\Psi_2)^{-1}
+
+    With missing outputs the statistics of an output are sums over the data points at which it is observed; outputs that are missing at the
+    same data points share them.
+
+    Args:
+        psi: psi statistics; with missing outputs, those of each data point.
+        cholesky: :math:`L` with :math:`L L^\top = K_{uu}`, ``(M, M)``.
+        data: outputs.
+        noise: noise variance :math:`1/\beta`.
+
+    Returns:
+        :math:`F`, and the posterior at which it is attained.
+
+    Reference:
+        Titsias and Lawrence, "Bayesian Gaussian process latent variable model" (2010); Dai, Hensman and Lawrence (2015), equation 9.
+    """
+    psi0, psi1, psi2 = psi
+    if data.observed is not None:
+        groups, position = data.patterns
+        psi2 = torch.einsum("gn,nmk->gmk", groups, psi2)
+        psi0_sum = (data.counts * psi0).sum()
+        multiplicity = torch.bincount(position, minlength=len(groups)).to(psi2)
+    else:
+        psi2, position = psi2.unsqueeze(0), torch.zeros(data.values.shape[1], dtype=torch.long, device=psi2.device)
+        psi0_sum = data.values.shape[1] * psi0.sum()
+        multiplicity = psi2.new_full((1,), float(data.values.shape[1]))
+    eye = torch.eye(len(cholesky), dtype=cholesky.dtype, device=cholesky.device)
+    half = torch.linalg.solve_triangular(cholesky, psi2, upper=False)
+    gain = torch.linalg.solve_triangular(cholesky, half.mT, upper=False) / noise
+    factor = torch.linalg.cholesky(eye + (gain + gain.mT) / 2)
+    projected = torch.linalg.solve_triangular(cholesky, psi1.mT @ data.values, upper=False) / noise
+    if len(factor) == 1:
+        fitted = torch.linalg.solve_triangular(factor[0], projected, upper=False)
+        mean = torch.linalg.solve_triangular(factor[0].mT, fitted, upper=True)
+        covariance = torch.cholesky_inverse(factor[0])
+    else:
+        own = factor[position]
+        fitted = torch.linalg.solve_triangular(own, projected.mT.unsqueeze(-1), upper=False)
+        mean = torch.linalg.solve_triangular(own.mT, fitted, upper=True).squeeze(-1).mT
+        covariance = torch.cholesky_inverse(factor)[position]
+    log_det = 2 * (multiplicity * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)).sum()
+    trace = (multiplicity * gain.diagonal(dim1=-2, dim2=-1).sum(-1)).sum()
+    bound = -(data.counts.sum() * (noise.log() + _LOG_2PI) + log_det + data.values.square().sum() / noise) / 2
+    bound = bound + (fitted.square().sum() - psi0_sum / noise + trace) / 2
+    return bound, InducingPosterior(cholesky, mean, covariance)
+
+
+def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, data: Observations, noise: Tensor) -> Tensor:
+    r"""Expected log likelihood of data points under given posteriors of their inputs and of the inducing variables.
+
+    .. math:: E_n = \sum_{d\ \mathrm{seen}} \tfrac12\log\tfrac{\beta}{2\pi} - \tfrac\beta2 \left[ y_{nd}^2 - 2 y_{nd} \psi_{1n}^\top\alpha_d
+              + \alpha_d^\top \Psi_{2n} \alpha_d + \psi_{0n} - \mathrm{tr}(P_d \Psi_{2n}) \right]
+
+    Returns:
+        ``(N,)`` for statistics of each data point, or the sum over data points for summed ones (only if nothing is missing).
+    """
+    psi0, psi1, psi2 = psi
+    alpha, reduction = posterior.weights, posterior.reduction
+    counts = data.counts
+    fixed = -counts * (noise.log() + _LOG_2PI) / 2
+    square = data.values.square().sum(1) - 2 * ((psi1 @ alpha) * data.values).sum(1) + counts * psi0
+    if data.observed is None or reduction.dim() == 2:
+        # Outputs enter through their number and their squared weights only.
+        total = reduction.sum(0) if reduction.dim() == 3 else reduction * alpha.shape[1]
+        curvature = alpha @ alpha.mT - total
+        if psi2.dim() == 2:
+            return fixed.sum() - (square.sum() + (curvature * psi2).sum()) / (2 * noise)
+    if data.observed is not None:
+        squares = torch.einsum("md,kd->dmk", alpha, alpha) - reduction
+        curvature = torch.einsum("nd,dmk->nmk", data.observed, squares.expand(alpha.shape[1], -1, -1))
+    return fixed - (square + (curvature * psi2).sum((-2, -1))) / (2 * noise)
+
+
+def divergence(posterior: InducingPosterior, scale_tril: Tensor) -> Tensor:
+    r"""Kullback-Leibler divergence of the whitened inducing variables of all outputs from their standard normal prior.
+
+    Args:
+        posterior: the posterior, with one covariance for all outputs.
+        scale_tril: Cholesky factor of that covariance, ``(M, M)``.
+    """
+    num_outputs = posterior.mean.shape[1]
+    log_det = 2 * scale_tril.diagonal().log().sum()
+    trace = scale_tril.square().sum()
+    return (num_outputs * (trace - log_det - len(scale_tril)) + posterior.mean.square().sum()) / 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    r"""Means and variances of outputs at uncertain inputs.
+
+    Attributes:
+        mean: ``(N, D)``.
+        variance: variances of the noise-free outputs, ``(N, D)``.
+        noise: variance of the noise, a scalar.
+        covariance: covariances between the noise-free outputs of each data point, ``(N, D, D)``, if asked for. Outputs are correlated
+            because they share the input, which is uncertain.
+    """
+
+    mean: Tensor
+    variance: Tensor
+    noise: Tensor
+    covariance: Tensor | None = None
+
+
+def predict(psi: PsiStatistics, posterior: InducingPosterior, noise: Tensor, full_covariance: bool = False) -> Prediction:
+    r"""Moments of the outputs of each data point.
+
+    .. math:: E f_d = \psi_1^\top \alpha_d, \qquad \mathrm{Cov}(f_d, f_{d'}) = \delta_{dd'} [\psi_0 - \mathrm{tr}(P_d \Psi_2)]
+              + \alpha_d^\top (\Psi_2 - \psi_1 \psi_1^\top) \alpha_{d'}
+
+    Args:
+        psi: psi statistics of each data point.
+        posterior: posterior of the inducing variables.
+        noise: noise variance.
+        full_covariance: whether to return covariances between outputs.
+    """
+    psi0, psi1, psi2 = psi
+    alpha, reduction = posterior.weights, posterior.reduction
+    mean = psi1 @ alpha
+    spread = psi2 - psi1.unsqueeze(-1) * psi1.unsqueeze(-2)
+    own = psi0.unsqueeze(-1) - torch.einsum("nmk,...mk->n...", psi2, reduction).reshape(len(psi0), -1)
+    own = own.expand_as(mean)
+    if full_covariance:
+        covariance = alpha.mT @ spread @ alpha + torch.diag_embed(own)
+        return Prediction(mean, covariance.diagonal(dim1=-2, dim2=-1), noise, covariance)
+    return Prediction(mean, own + ((spread @ alpha) * alpha).sum(-2), noise)

@@ -1,0 +1,229 @@
+"""What a trained model says of new data: latents, missing outputs, other views, neighbours in the shared space."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
+from pyro_truncated.gplvm.spike_slab.inducing import Observations, Prediction, predict
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.counts import check_count
+
+_BLOCK_BYTES = 2**27
+
+
+@dataclasses.dataclass(frozen=True)
+class Latents:
+    r"""Posterior of the latents of new data points.
+
+    Attributes:
+        loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
+        scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
+        used: probability :math:`\rho_q` that one of the observed views uses a dimension, ``(Q,)``; otherwise the prior holds.
+        observed: the views that were observed.
+        bound: what each data point contributes to the bound, ``(N,)``.
+    """
+
+    loc: Tensor
+    scale: Tensor
+    used: Tensor
+    observed: tuple[int, ...]
+    bound: Tensor
+
+
+class Posterior:
+    r"""A trained model with the posterior of its inducing variables, for predictions.
+
+    The posterior of the inducing variables is that of the moment when this object is made: make a new one after further training.
+
+    Args:
+        model: the trained model.
+        y: the data it was trained on; needed if it is collapsed.
+    """
+
+    @torch.no_grad()
+    def __init__(self, model: SpikeSlabMRD, y: Views | None = None) -> None:
+        self.model = model
+        self.inducing = model.inducing_posterior(y)
+        self.training_data = None if y is None else model.check_data(y)
+
+    # --- from latents to outputs ---
+
+    def predict(self, loc: Tensor, view: int = 0, *, scale: Tensor | None = None, full_covariance: bool = False) -> Prediction:
+        """Outputs of a view at given latents, with its switches uncertain as they are.
+
+        Args:
+            loc: latents ``(N, Q)``.
+            view: the view.
+            scale: standard deviations of the latents, ``(N, Q)``; default: known exactly.
+            full_covariance: whether to return covariances between outputs.
+        """
+        variance = torch.zeros_like(loc) if scale is None else scale.square()
+        return self.predict_at(SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype)), view, full_covariance)
+
+    @torch.no_grad()
+    def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
+        """Outputs of a view at any spike-and-slab inputs, in blocks of data points."""
+        if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
+            raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
+        process, posterior = self.model.views[view], self.inducing[view]
+        rows = max(1, _BLOCK_BYTES // (32 * (len(process.inducing) ** 2 + process.num_observed ** (2 if full_covariance else 1))))
+        noise = process.noise.double()
+        parts = [
+            predict(process.statistics(inputs.rows(slice(start, start + rows)), per_datum=True), posterior, noise, full_covariance)
+            for start in range(0, max(1, len(inputs)), rows)
+        ]
+        mean = torch.cat([part.mean for part in parts]) + process.center
+        covariance = torch.cat([part.covariance for part in parts if part.covariance is not None]) if full_covariance else None
+        return Prediction(mean, torch.cat([part.variance for part in parts]), noise, covariance)
+
+    def seen_by(self, latents: Latents, view: int) -> SpikeSlabInputs:
+        r"""What a view sees of the latents of new data points.
+
+        For a view that was observed: a slab where its switch is on. For another: its switch on, and the slab
+        if some observed view uses the dimension, :math:`\gamma_{cq}\rho_q`, the prior otherwise, :math:`\gamma_{cq}(1 - \rho_q)`.
+        """
+        gamma = self.model.probability[view].detach()
+        if view in latents.observed:
+            return SpikeSlabInputs(latents.loc, latents.scale.square(), gamma.to(latents.loc))
+        slab = gamma * latents.used
+        rest = (1 - slab).clamp(min=torch.finfo(slab.dtype).tiny)
+        share = (gamma * (1 - latents.used) / rest).clamp(max=1.0)
+        return SpikeSlabInputs(latents.loc, latents.scale.square(), slab.to(latents.loc), share.to(latents.loc))
+
+    def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
+        """Outputs of a view for new data points: the view they were inferred from, missing outputs included, or another one."""
+        return self.predict_at(self.seen_by(latents, view), view, full_covariance)
+
+    # --- from outputs to latents ---
+
+    def infer(
+        self,
+        y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None],
+        *,
+        steps: int = 100,
+        candidates: int = 200,
+        tolerance: float = 1e-7,
+    ) -> Latents:
+        r"""Latents of new data points from some or all of their outputs.
+
+        Raises the exact contribution of the new points to the bound, the posteriors of switches and functions held,
+
+        .. math:: \sum_{c \in V} E^{(c)}_n - \sum_q \rho_q\,\mathrm{KL}_{nq}, \qquad
+                  \rho_q = 1 - \textstyle\prod_{c \in V} (1 - \gamma_{cq}),
+
+        by L-BFGS, each point from the best of some of the training latents. The slab of a dimension is used if one of the *observed*
+        views uses it, which is tighter than the paper's condition on all views.
+
+        Args:
+            y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
+                missing.
+            steps: L-BFGS iterations.
+            candidates: training points, evenly spaced, to start from the best of.
+            tolerance: gain per data point and iteration below which it ends.
+
+        Raises:
+            ValueError: if no view is given or the shapes do not fit.
+        """
+        steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
+        data = self._observed(y)
+        used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
+        loc = self._start(data, used, candidates)
+        log_scale = torch.full_like(loc, 0.1).log()
+        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s).sum(), loc, log_scale, steps, tolerance)
+        with torch.no_grad():
+            bound = self._contribution(data, used, loc, log_scale, per_datum=True)
+        return Latents(loc, log_scale.exp(), used, tuple(data), bound)
+
+    def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Observations]:
+        given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
+        views = {c: v for c, v in given.items() if v is not None}
+        sizes = self.model.num_observed
+        if not views or len({len(v) for v in views.values()}) > 1:
+            raise ValueError(
+                f"give at least one view, and all of them for the same data points; got { ({c: tuple(v.shape) for c, v in views.items()}) }"
+            )
+        for c, v in views.items():
+            if not 0 <= c < len(sizes) or v.dim() != 2 or v.shape[1] != sizes[c]:
+                raise ValueError(f"view {c} must have the shape (N, D_c) with D = {sizes}; got {tuple(v.shape)}")
+            if bool(v.isinf().any()):
+                raise ValueError(f"view {c} must be finite, or NaN where missing; got an infinite value")
+        with torch.no_grad():
+            return {c: self.model.views[c].observations(v) for c, v in sorted(views.items())}
+
+    @torch.no_grad()
+    def _start(self, data: dict[int, Observations], used: Tensor, candidates: int) -> Tensor:
+        """For each data point, the latent mean of the training point under which its outputs are most probable."""
+        every = max(1, self.model.num_data // candidates)
+        loc = self.model.loc.detach()[::every]
+        score = -(used * loc.double().square()).sum(1) / 2
+        for c, view in data.items():
+            found = self.predict(loc, c)
+            mean, variance = found.mean - self.model.views[c].center, found.variance + found.noise
+            seen = torch.ones_like(view.values) if view.observed is None else view.observed
+            square = view.values.square() @ (1 / variance).mT - 2 * view.values @ (mean / variance).mT
+            score = score - (square + seen @ (mean.square() / variance + variance.log()).mT) / 2
+        return loc[score.argmax(1)].clone()
+
+    def _contribution(self, data: dict[int, Observations], used: Tensor, loc: Tensor, log_scale: Tensor, per_datum: bool = False) -> Tensor:
+        """Contribution of each new data point to the bound, ``(N,)``, or their sum."""
+        divergence = (used * (loc.square() + (2 * log_scale).exp() - 2 * log_scale - 1)).double().sum(1) / 2
+        total = -(divergence if per_datum else divergence.sum())
+        for c, view in data.items():
+            gamma = self.model.probability[c].detach().to(loc)
+            inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma)
+            expected = self.model.views[c].log_likelihood(inputs, view, self.inducing[c], per_datum)
+            total = total + (expected if per_datum else expected.sum())
+        return total
+
+    # --- neighbours ---
+
+    def distances(self, latents: Latents, views: tuple[int, int] = (0, 1), points: Tensor | None = None) -> Tensor:
+        r"""Distances of new data points to those of the training data in the dimensions that two views share, ``(N, N_train)``.
+
+        .. math:: d_{ij}^2 = \sum_q \gamma_{1q} \gamma_{2q} (\mu^*_{iq} - \mu_{jq})^2
+
+        Args:
+            latents: latents of the new points, from one of the views.
+            views: the two views.
+            points: latents to compare with; default: those of the training data.
+        """
+        weight = self.model.probability[list(views)].detach().prod(0).sqrt()
+        loc = self.model.loc.detach() if points is None else points
+        return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
+
+    def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:
+        """The dimensions by use: ``"shared"`` by all views, ``"private 0"``, ..., ``"partly shared"`` (some views), ``"unused"``."""
+        is_on = self.model.probability.detach() > threshold
+        count, num_views = is_on.sum(0), self.model.num_views
+        found = {"shared": (count == num_views).nonzero().flatten().tolist(), "unused": (count == 0).nonzero().flatten().tolist()}
+        if num_views > 1:
+            found |= {f"private {c}": (is_on[c] & (count == 1)).nonzero().flatten().tolist() for c in range(num_views)}
+        if num_views > 2:
+            found["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
+        return found
+
+
+def _maximize(objective: object, loc: Tensor, log_scale: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
+    """Raises a sum over data points that do not interact."""
+    leaves = [loc.clone().requires_grad_(), log_scale.clone().requires_grad_()]
+    size = len(loc)
+    optimizer = torch.optim.LBFGS(
+        leaves, max_iter=steps, history_size=10, tolerance_change=tolerance, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss: Tensor = -objective(*leaves) / size  # type: ignore[operator]
+        leaves_grad = torch.autograd.grad(loss, leaves)
+        for leaf, gradient in zip(leaves, leaves_grad, strict=True):
+            leaf.grad = gradient
+        return loss.detach()
+
+    optimizer.step(closure)
+    return leaves[0].detach(), leaves[1].detach()

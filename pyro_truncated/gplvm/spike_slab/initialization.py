@@ -1,0 +1,92 @@
+"""Starting points of latent variable models: from the data, or at random."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gplvm.decoders.latents import principal_components
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.view import View
+
+Start = str | Tensor | Callable[[list[Tensor]], Tensor]
+STARTS = ("pca", "random")
+_NOISE_SHARE = 0.01
+_START_SCALE = 0.3
+
+
+@torch.no_grad()
+def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:
+    """Sets all parameters to a starting point.
+
+    Outputs are centred. Latent means are standardised principal components of all views side by side, each view divided by its standard
+    deviation and the square root of its number of outputs so that none drowns the others; or draws from the prior. Inducing inputs are
+    latent means of random data points. The noise starts at a hundredth of the variance of the data, kernels at that variance. Switches
+    start at their prior odds.
+
+    Args:
+        model: the model.
+        y: its data.
+        start: ``"pca"``, ``"random"``, latent means ``(N, Q)``, or a function that makes them from the views (centred, complete).
+        generator: source of randomness.
+
+    Raises:
+        ValueError: if the start is unknown or misshapen, or a view is constant.
+    """
+    views = model.check_data(y)
+    complete = [_prepare(view, data) for view, data in zip(model.views, views, strict=True)]
+    loc = _latent_means(start, complete, model.num_latents, generator)
+    if loc.shape != model.loc.shape or not bool(loc.isfinite().all()):
+        raise ValueError(f"latent means must be finite and of shape {tuple(model.loc.shape)}; got shape {tuple(loc.shape)}")
+    # A copy: training goes on in place, and the user's start must stay one for the next run.
+    model.loc = loc.detach().to(model.loc, copy=True)
+    model.scale = torch.full_like(model.scale, _START_SCALE)
+    model.logits = model.prior.logit()
+    for view, data in zip(model.views, complete, strict=True):
+        _start_view(view, model.loc.detach(), data.square().mean(), generator)
+
+
+def _prepare(view: View, y: Tensor) -> Tensor:
+    """Centres a view; returns its data with zeros (the means) for missing entries."""
+    view.center = y.nanmean(0).nan_to_num().to(view.center)
+    centred = (y - view.center).double().nan_to_num()
+    if not bool((centred != 0).any()):
+        raise ValueError("a view is constant: there is nothing to learn from it")
+    return centred
+
+
+def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator: torch.Generator | None) -> Tensor:
+    if isinstance(start, Tensor):
+        return start
+    if callable(start):
+        return start(views)
+    if start == "pca":
+        return principal_components(torch.cat([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], 1), num_latents, generator)
+    if start == "random":
+        return _randn(len(views[0]), num_latents, views[0], generator)
+    raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
+
+
+def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None) -> None:
+    view.noise = (_NOISE_SHARE * variance).to(view.noise)
+    _start_kernel(view.kernel, variance)
+    if not isinstance(view.kernel, LinearARD):
+        chosen = torch.randperm(len(loc), generator=generator, device=None if generator is None else generator.device)
+        rows = loc[chosen[: len(view.inducing)].to(loc.device)]
+        view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
+
+
+def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
+    """Gives a single kernel the variance of the data; one that the user has put together stays as it is."""
+    value = getattr(kernel, "variance", None)
+    if isinstance(value, Tensor):
+        kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
+
+
+def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float64).to(like.device)

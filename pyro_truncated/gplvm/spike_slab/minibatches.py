@@ -1,0 +1,145 @@
+"""Training on minibatches: natural-gradient steps for the inducing variables, Adam for everything else."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON
+from pyro_truncated.gplvm.spike_slab.inducing import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.counts import check_count
+
+_INDUCING = (".mean", ".scale_tril")
+
+
+def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
+    r"""Moves the posteriors of the inducing variables along the natural gradient, estimated from some data points.
+
+    With :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` of the whitened inducing variables,
+    :math:`\Lambda \leftarrow (1 - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and
+    :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`, sums scaled up to all data and, with missing outputs, the
+    difference between an output's :math:`\Psi_2` and their mean taken to the right. With all data and :math:`\rho = 1` this is the optimum
+    if nothing is missing.
+
+    Args:
+        model: a model with ``collapsed=False``.
+        y: all data.
+        index: the data points to use.
+        rate: :math:`\rho`, above 0 and at most 1.
+
+    Raises:
+        ValueError: if the model is collapsed or the rate is out of range.
+
+    Reference:
+        Hensman, Fusi and Lawrence, "Gaussian processes for big data" (2013).
+    """
+    if model.collapsed:
+        raise ValueError("the inducing variables of a collapsed model are at their optimum already; use collapsed=False")
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate must lie in (0, 1]; got {rate}")
+    _natural_step(model, model.check_data(y), index, rate)
+
+
+@torch.no_grad()
+def _natural_step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor | slice, rate: float) -> None:
+    for c, (view, outputs) in enumerate(zip(model.views, views, strict=True)):
+        posterior, data = view.explicit(), view.observations(outputs[index])
+        scale = model.num_data / len(data.values)
+        with torch.enable_grad():
+            mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
+            moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
+            expected = scale * view.log_likelihood(model.inputs(c, index), data, moved).sum()
+            by_mean, by_covariance = torch.autograd.grad(expected, (mean, covariance))
+        # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
+        gain = -(by_covariance + by_covariance.mT) / view.num_observed
+        precision = torch.cholesky_inverse(view.scale_tril.double())
+        eta = precision @ posterior.mean
+        precision = (1 - rate) * precision + rate * (torch.eye(len(gain), dtype=gain.dtype, device=gain.device) + gain)
+        eta = (1 - rate) * eta + rate * (by_mean + gain @ posterior.mean)
+        factor = torch.linalg.cholesky(precision)
+        view.mean = torch.cholesky_solve(eta, factor).to(view.mean).contiguous()
+        view.scale_tril = torch.linalg.cholesky(torch.cholesky_inverse(factor)).to(view.scale_tril)
+
+
+def fit_minibatches(
+    model: SpikeSlabMRD,
+    y: Views,
+    steps: int,
+    *,
+    batch_size: int = 256,
+    learning_rate: float = 0.02,
+    rate: float = 0.3,
+    switches_from: float = 0.3,
+    generator: torch.Generator | None = None,
+    callback: Callable[[int, float], None] | None = None,
+) -> list[float]:
+    """Trains a model on minibatches, from where it is: for data of any size.
+
+    Every step draws data points without replacement, takes a natural-gradient step for the inducing variables and an Adam step for all
+    other parameters, whose rate falls to a tenth over the last half. Switches are held on for a share of the steps.
+
+    Args:
+        model: a model with ``collapsed=False``, initialised.
+        y: its data.
+        steps: number of steps.
+        batch_size: data points per step.
+        learning_rate: of Adam.
+        rate: of the natural gradient, at the start; it falls likewise.
+        switches_from: share of the steps after which the switches are free.
+        generator: source of randomness of the minibatches.
+        callback: called with the number of each step and its estimate of the bound.
+
+    Returns:
+        The estimates of the bound.
+
+    Raises:
+        ValueError: if the model is collapsed, or a number is out of range.
+    """
+    steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
+    views = model.check_data(y)
+    if model.collapsed:
+        raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
+    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+    device = None if generator is None else generator.device
+    estimates = []
+    for step in range(steps):
+        decay = 0.1 ** max(0.0, 2 * step / steps - 1)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate * decay
+        index = torch.randperm(model.num_data, generator=generator, device=device)[:batch_size].to(model.loc.device)
+        if step == int(switches_from * steps) > 0:
+            with torch.no_grad():
+                model.logits = torch.full_like(model.logits, NEARLY_ON)
+        if step < int(switches_from * steps):
+            with model.holding(1.0):
+                estimate = _step(model, views, index, rate * decay, optimizer)
+        else:
+            estimate = _step(model, views, index, rate * decay, optimizer)
+        estimates.append(estimate)
+        if callback is not None:
+            callback(step, estimate)
+    return estimates
+
+
+def _step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor, rate: float, optimizer: torch.optim.Optimizer) -> float:
+    _natural_step(model, views, index, rate)
+    model.zero_grad()
+    bound = model.bound_at(views, index)
+    (-bound / model.num_data).backward()
+    optimizer.step()
+    return float(bound.detach())
+
+
+def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
+    """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches."""
+    duplicate = copy.deepcopy(model)
+    duplicate.collapsed = False
+    for view in duplicate.views:
+        view.make_explicit()
+    natural_step(duplicate, y)
+    return duplicate

@@ -1,0 +1,169 @@
+"""One view of a latent space: the Gaussian process that maps latents to the outputs of this view."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from pyro.contrib.gp import kernels
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
+from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, covariance_of, psi_statistics
+from pyro_truncated.gplvm.spike_slab.inducing import InducingPosterior, Observations, collapsed, divergence, expected_log_likelihood
+from pyro_truncated.utils.parameters import UniqueModule
+
+JITTER = 1e-6
+
+
+class View(UniqueModule):
+    r"""Gaussian process from ``Q`` latents to the ``D`` outputs of one view, with inducing inputs and Gaussian noise.
+
+    Args:
+        num_observed: number of outputs ``D``.
+        kernel: covariance function of the (switched) latents.
+        inducing: inducing inputs to start from, ``(M, Q)``.
+        collapsed: whether the inducing variables take their optimal posterior, which needs all data at every step; otherwise they have a
+            Gaussian posterior of their own.
+        trainable: whether the inducing inputs are optimised.
+        expectation: how to take expectations of kernels without closed form.
+
+    Attributes:
+        kernel: the covariance function.
+        inducing: inducing inputs, ``(M, Q)``.
+        noise: noise variance.
+        center: what is taken off the outputs, ``(D,)``; the data's mean after initialisation.
+        mean: means of the whitened inducing variables, ``(M, D)``; only if not collapsed.
+        scale_tril: Cholesky factor of their common covariance, ``(M, M)``; only if not collapsed.
+    """
+
+    noise: Tensor
+    inducing: Tensor
+    center: Tensor
+    mean: Tensor
+    scale_tril: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        kernel: kernels.Kernel,
+        inducing: Tensor,
+        *,
+        collapsed: bool = True,
+        trainable: bool = True,
+        expectation: Expectation | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_observed, self.collapsed, self.expectation = num_observed, collapsed, expectation
+        self.kernel = kernel
+        self.noise = PyroParam(inducing.new_full((), 0.1), constraints.positive)  # type: ignore[assignment]
+        if trainable:
+            self.inducing = PyroParam(inducing, constraints.real)  # type: ignore[assignment]
+        else:
+            self.register_buffer("inducing", inducing)
+        self.register_buffer("center", inducing.new_zeros(num_observed))
+        if not collapsed:
+            self.make_explicit()
+
+    def make_explicit(self) -> None:
+        """Gives the inducing variables a posterior of their own, at their prior to start from."""
+        self.collapsed = False
+        inducing = self.inducing.detach()
+        mean, eye = inducing.new_zeros(len(inducing), self.num_observed), torch.eye(len(inducing)).to(inducing)
+        self.mean = PyroParam(mean, constraints.real)  # type: ignore[assignment]
+        self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
+
+    def cholesky(self) -> Tensor:
+        r"""Factor :math:`L` of :math:`K_{uu}` in float64; a millionth of the mean variance on the diagonal makes it exist.
+
+        The addition is noise on the inducing variables, which leaves the bound a bound.
+        """
+        covariance = covariance_of(self.kernel, self.inducing).double()
+        jitter = JITTER * covariance.diagonal().mean()
+        factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(jitter.expand(len(covariance))))
+        return factor
+
+    def observations(self, y: Tensor) -> Observations:
+        """Outputs ``(N, D)`` less the centre."""
+        return Observations.of(y - self.center)
+
+    def statistics(self, inputs: SpikeSlabInputs, per_datum: bool = False) -> PsiStatistics:
+        """Psi statistics in float64."""
+        found = psi_statistics(self.kernel, inputs, self.inducing, per_datum=per_datum, expectation=self.expectation)
+        return PsiStatistics(*(value.double() for value in found))
+
+    def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
+        """The collapsed bound of all data, and the posterior of the inducing variables that attains it."""
+        data = self.observations(y)
+        return collapsed(self.statistics(inputs, data.observed is not None), self.cholesky(), data, self.noise.double())
+
+    def explicit(self) -> InducingPosterior:
+        """The Gaussian posterior of the inducing variables that is optimised along."""
+        root = self.scale_tril.double()
+        return InducingPosterior(self.cholesky(), self.mean.double(), root @ root.mT)
+
+    def data_term(self, inputs: SpikeSlabInputs, y: Tensor, scale: float = 1.0) -> Tensor:
+        """Expected log likelihood, scaled up from a minibatch, less the divergence of the inducing variables."""
+        if self.collapsed:
+            return self.optimal(inputs, y)[0]
+        posterior = self.explicit()
+        data = self.observations(y)
+        expected = self.log_likelihood(inputs, data, posterior).sum()
+        return scale * expected - divergence(posterior, self.scale_tril.double())
+
+    def log_likelihood(self, inputs: SpikeSlabInputs, data: Observations, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
+        """Expected log likelihood of data points; their sum where that is cheaper and nothing else is asked for."""
+        psi = self.statistics(inputs, per_datum or data.observed is not None)
+        return expected_log_likelihood(psi, posterior, data, self.noise.double())
+
+
+def make_kernel(kernel: str | kernels.Kernel | Callable[[], kernels.Kernel], num_latents: int, like: Tensor) -> kernels.Kernel:
+    r"""A kernel of ``Q`` latents: ``"rbf"`` with one length-scale :math:`\sqrt Q` per latent, ``"linear"`` with one weight per latent.
+
+    Raises:
+        ValueError: for an unknown name.
+        TypeError: for anything but a name, a kernel or a function that makes one.
+    """
+    if isinstance(kernel, kernels.Kernel):
+        kernel = kernel.to(like)
+        check_kernel(kernel, torch.randn(50, num_latents, generator=torch.Generator().manual_seed(0)).to(like))
+        return kernel
+    if callable(kernel):
+        return make_kernel(kernel(), num_latents, like)
+    if not isinstance(kernel, str):
+        raise TypeError(f"kernel must be 'rbf', 'linear', a kernel of pyro.contrib.gp.kernels or a function that makes one; got {kernel!r}")
+    if kernel == "rbf":
+        return kernels.RBF(num_latents, like.new_ones(()), like.new_full((num_latents,), num_latents**0.5))
+    if kernel == "linear":
+        return LinearARD(num_latents, like.new_full((num_latents,), 1 / num_latents))
+    raise ValueError(f"kernel must be 'rbf', 'linear' or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
+
+
+@functools.singledispatch
+def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
+    r"""What a kernel makes of each latent, ``(Q,)``: linear weights, :math:`1 / \ell^2` for length-scales, and one for other kernels."""
+    del kernel
+    return torch.ones(num_latents)
+
+
+@kernel_weights.register(LinearARD)
+@kernel_weights.register(kernels.Linear)
+def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
+    return _spread(kernel, kernel.variance, num_latents)
+
+
+@kernel_weights.register(kernels.Isotropy)
+def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
+    return _spread(kernel, kernel.lengthscale.square().reciprocal(), num_latents)
+
+
+def _spread(kernel: kernels.Kernel, weight: Tensor, num_latents: int) -> Tensor:
+    """Weights of the kernel's active dimensions among all of them."""
+    found = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
+    found[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
+    return found

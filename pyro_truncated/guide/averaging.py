@@ -1,0 +1,152 @@
+"""Posteriors of states averaged over draws of the latents that other guides take care of."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+if TYPE_CHECKING:
+    from pyro_truncated.guide.auto_truncated import AutoTruncated
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class OneDrawWarning(UserWarning):
+    """What is read from a guide is the posterior given one draw of the other latents, not the average over draws."""
+
+
+class _GivenSubsamples(Messenger):
+    """Effect handler that notes which plates a model subsamples itself, by positions that it has been given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def _pyro_sample(self, msg: Any) -> None:
+        if site_is_subsample(msg) and msg["value"] is not None:
+            self.names.add(msg["name"])
+
+
+@torch.no_grad()
+def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
+    r"""The populations of the data points that the model selects, under weights averaged over ``guide.num_draws`` draws.
+
+    With draws :math:`z_1, \dots, z_M` of the other latents these are
+
+    .. math:: \bar q_n(s) = \frac1M \sum_m q_n(s \mid z_m), \qquad
+              \log \bar q_n(s) + \frac1M \sum_m \log \sum_{s' \in K_n} p(s', y_n, z_m) \text{ in the place of log joints,}
+
+    so that their free energy is the mean one. No random numbers are used up. Where the others' draws do not differ (``AutoDelta``) one is
+    enough.
+
+    Args:
+        guide: the truncated guide.
+        call: the model's arguments, positional and by keyword.
+        subsamples: subsamples of plates, by name; default: those that the model draws.
+
+    Returns:
+        The populations, or ``None`` where no other guide makes draws.
+    """
+    args, kwargs = call
+    with spare_random_numbers(), poutine.block():
+        values = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
+        if not values:
+            return None
+        num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
+        while num_draws < guide.num_draws:
+            log_joint = guide.log_joint_of(*args, values={**values, **(subsamples or {})}, **kwargs)
+            population = guide.rescored(log_joint)
+            weights = weights + population.weights().double()
+            free_energy = free_energy + population.free_energy()
+            num_draws, subsamples = num_draws + 1, log_joint.subsamples
+            following = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
+            if all(torch.equal(values[name], following[name]) for name in values):
+                break
+            values = following
+        averaged = (weights / num_draws).log() + (free_energy / num_draws).unsqueeze(-1)
+    return dataclasses.replace(population, log_joint=averaged.to(population.log_joint.dtype))
+
+
+@torch.no_grad()
+def average_stored(guide: AutoTruncated, population: Population, call: Call | None, is_average: Tensor | None) -> Population:
+    """Populations as they are stored, with log joints averaged over draws where other guides make these.
+
+    Args:
+        guide: the truncated guide.
+        population: stored populations of some or all of its data points.
+        call: the arguments with which the model was last called.
+        is_average: which of all data points have stored log joints that are averages, ``(N,)``; ``None`` if none.
+
+    Warns:
+        OneDrawWarning: if some of the data points are out of reach of that call of the model.
+    """
+    if not _has_siblings(guide, call):
+        return population
+    num_data = len(guide.words)
+    done = (
+        torch.zeros(num_data, dtype=torch.bool, device=guide.words.device)
+        if is_average is None
+        else is_average.to(guide.words.device, copy=True)
+    )
+    wanted = torch.arange(num_data, device=done.device) if population.indices is None else population.indices.long()
+    if bool(done[wanted].all()):
+        return population
+    log_joint = guide.log_joint.clone()
+    for batch in [] if call is None else _averaged_batches(guide, call, wanted):
+        where = slice(None) if batch.indices is None else batch.indices
+        log_joint[where], done[where] = batch.log_joint, True
+    missed = int((~done[wanted]).sum())
+    if missed:
+        warnings.warn(
+            f"the posteriors of {missed} data points are those given one draw of the latents {guide.layout.other_latents}, of when they "
+            "were last scored: the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each "
+            "minibatch first, which averages over draws.",
+            OneDrawWarning,
+            stacklevel=4,
+        )
+    return dataclasses.replace(population, log_joint=log_joint[wanted])
+
+
+def _has_siblings(guide: AutoTruncated, call: Call | None) -> bool:
+    if call is None:
+        return guide._siblings is not None
+    args, kwargs = call
+    with spare_random_numbers():
+        return bool(guide._values_from_siblings(args, kwargs))
+
+
+def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[Population]:
+    """Averaged populations of the wanted data points, as far as a call of the model can reach them."""
+    for subsamples in _batches(guide, call, wanted):
+        batch = average_over_draws(guide, call, subsamples)
+        assert batch is not None
+        yield batch
+
+
+def _batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
+    """Subsamples that together hold the wanted data points, as far as a call of the model can reach them."""
+    args, kwargs = call
+    given = _GivenSubsamples()
+    with spare_random_numbers(), poutine.block():
+        nodes = poutine.trace(given(guide.model)).get_trace(*args, **kwargs).nodes
+    frames = {f.name: f for f in nodes[next(iter(guide.layout.sites))]["cond_indep_stack"] if f.name in guide.layout.plates}
+    chunks: list[list[tuple[str, Tensor]]] = []
+    for name, frame in frames.items():
+        if name not in given.names and frame.size != (frame.full_size or frame.size):
+            positions = wanted.unique() if len(frames) == 1 else torch.arange(int(frame.full_size or frame.size), device=wanted.device)
+            # All as large as the model's own: the last is filled up with positions that have had their turn.
+            filled = positions[torch.arange(-(-len(positions) // frame.size) * frame.size, device=wanted.device) % len(positions)]
+            chunks.append([(name, chunk) for chunk in filled.split(frame.size)])
+    yield from (dict(combination) for combination in itertools.product(*chunks))

@@ -1,0 +1,149 @@
+"""Noticing that populations are used for other data than those they were found for."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_truncated.program.inspection import ordinary_tensors
+from pyro_truncated.program.observed import ObservedValues
+from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+if TYPE_CHECKING:
+    from pyro_truncated.program.log_joint import LogJoint
+
+_MAX_ENTRIES = 32
+_MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**64
+
+
+class ChangedDataWarning(UserWarning):
+    """The populations of a guide were found for other data than it is being used with now."""
+
+
+class SeenData:
+    """A hash of what was observed of each data point when its population was last used.
+
+    It is made of at most 32 entries per data point and observed site, so it is cheap and finds other data, not every small correction.
+    Observed values that are computed from latents are no data, and left out. Data outside data plates are not compared.
+    """
+
+    def __init__(self) -> None:
+        self._hashes: dict[str, Tensor] = {}
+        self._computed: set[str] = set()
+        self._arguments: list[Any] | None = None
+        self._observed = ObservedValues()
+        # Data points are known as long as the arguments stay the same: `_checked` holds the round of arguments they were last compared in.
+        self._round = 0
+        self._checked: Tensor | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_arguments": None}
+
+    def compare(self, log_joint: LogJoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
+
+        What is new is checked first: values that its distributions do not allow are refused.
+
+        Args:
+            log_joint: the scorer, freshly made.
+            args: the model's positional arguments: where they are the very tensors of last time, unchanged, nothing is computed.
+            kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: for observed values outside the support of their distribution.
+        """
+        arguments = _identities(args, kwargs)
+        if not _are_same(arguments, self._arguments):
+            self._arguments = arguments
+            self._round += 1
+        where = slice(None) if log_joint.indices is None else log_joint.indices
+        if self._checked is None or self._checked.device != log_joint.device:
+            with ordinary_tensors():
+                self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
+        if bool((self._checked[where] == self._round).all()):
+            return
+        self._observed.check(log_joint)
+        self._checked[where] = self._round
+        changed = []
+        for name, new in _hash_data(log_joint, log_joint.nodes).items():
+            with ordinary_tensors():
+                held = self._hashes[name] if name in self._hashes else new.new_zeros(log_joint.full_size)
+                self._hashes[name] = held = held.to(new.device)
+            old = held[where]
+            if bool(((old != 0) & (old != new)).any()) and name not in self._computed:
+                changed.append(name)
+            held[where] = new
+        self._warn([name for name in changed if not self._is_computed(name, log_joint)])
+
+    def _is_computed(self, name: str, log_joint: LogJoint) -> bool:
+        """Whether an observed value changes from one run of the model to the next, though its arguments do not."""
+        with torch.no_grad(), spare_random_numbers():
+            again = _hash_data(log_joint, sample_nodes(log_joint.run(log_joint.subsamples)))
+        if name not in again or not torch.equal(again[name], _hash_data(log_joint, log_joint.nodes)[name]):
+            self._computed.add(name)
+        return name in self._computed
+
+    def _warn(self, changed: list[str]) -> None:
+        if changed:
+            warnings.warn(
+                f"the data observed at {changed} are not those that the populations of these data points were found for: the states are "
+                "still distinct and the bound is one, but it may be loose until a search has improved them. For new data use "
+                "guide.infer(new_data, search, steps). Minibatches that are passed as arguments need their positions in the data: "
+                "pyro.plate(name, num_data, subsample=positions).",
+                ChangedDataWarning,
+                stacklevel=5,
+            )
+
+
+def _identities(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+    """What tells whether arguments are the same objects with the same content; ``None`` if that cannot be told."""
+    identities: list[Any] = []
+    leaves = tree_leaves((args, dict(kwargs)))
+    for leaf in leaves:
+        if isinstance(leaf, Tensor) and not leaf.is_inference():
+            identities += [weakref.ref(leaf), leaf._version]
+        elif leaf is None or isinstance(leaf, (bool, int, float, str)):
+            identities.append(leaf)
+        else:
+            return None
+    return identities if any(isinstance(leaf, Tensor) for leaf in leaves) else None
+
+
+def _are_same(one: list[Any] | None, other: list[Any] | None) -> bool:
+    if one is None or other is None or len(one) != len(other):
+        return False
+    # References are compared by identity, of which a living tensor has one: equality would be that of the tensors' entries.
+    pairs = zip(one, other, strict=True)
+    return all(a is b or (not isinstance(a, weakref.ref) and not isinstance(b, weakref.ref) and a == b) for a, b in pairs)
+
+
+def _hash_data(log_joint: LogJoint, nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Hashes ``(N,)`` of the data points by observed site, never zero."""
+    found = {}
+    for name, value in log_joint.observations(nodes).items():
+        node = nodes[name]
+        others = [frame for frame in node["cond_indep_stack"] if frame.name not in log_joint.layout.plates]
+        is_partial = any(frame.size != (frame.full_size or frame.size) for frame in others)
+        # Labels of a latent are put into the populations.
+        is_label = name in log_joint.layout.sites
+        if len(value) == log_joint.num_data and not is_partial and not is_label and not is_delta(node):
+            found[name] = _hash_rows(value.detach().reshape(len(value), -1))
+    return found
+
+
+def _hash_rows(rows: Tensor) -> Tensor:
+    if rows.is_complex():
+        rows = torch.view_as_real(rows).flatten(1)
+    rows = rows[:, :: -(-rows.shape[1] // _MAX_ENTRIES) or 1]
+    # In one type, so that the same data in another precision are the same; minus zero is zero.
+    bits = (rows.to(torch.float32) + 0.0).contiguous().view(torch.int32).long()
+    factors = (torch.arange(1, bits.shape[1] + 1, device=rows.device) * _MULTIPLIER) | 1
+    hashes = (bits * factors).sum(1)
+    return torch.where(hashes == 0, 1, hashes)

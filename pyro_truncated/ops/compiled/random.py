@@ -1,0 +1,36 @@
+"""Counter-based random numbers for compiled kernels: one stream per data point, whatever thread works on it."""
+
+import numpy as np
+
+from pyro_truncated.ops.compiled.compilation import njit
+
+# The increment and the multipliers of splitmix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number generators").
+STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+
+
+@njit(cache=True, nogil=True, inline="always")
+def mix(x):
+    """Scrambles 64 bits: a bijection of the 64-bit words that behaves like a random one."""
+    x = (x ^ (x >> np.uint64(30))) * _FIRST
+    x = (x ^ (x >> np.uint64(27))) * _SECOND
+    return x ^ (x >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def stream(seed, row):
+    """First state of the stream of a data point; a stream moves on by ``state += STEP``."""
+    return mix(np.uint64(seed) + mix(np.uint64(row + 1) * STEP))
+
+
+@njit(cache=True, nogil=True, inline="always")
+def uniform(state):
+    """Uniform number in [0, 1) with 53 random bits."""
+    return np.float64(mix(state) >> np.uint64(11)) * 2.0**-53
+
+
+@njit(cache=True, nogil=True, inline="always")
+def below(state, bound):
+    """Uniform integer in 0 .. bound - 1, for bounds far below 2**32."""
+    return np.int64(((mix(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))

@@ -1,0 +1,79 @@
+"""Compiled loops over data points that run on as many threads as they are worth, and on one in forked children."""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+
+from pyro_truncated.ops.compiled.compilation import njit
+
+_SMALL = 2**14
+# The cost of kernels that are worth all threads on any arrays.
+HEAVY = _SMALL
+_is_forked = False
+
+
+def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Compiles a function with parallel loops; called on small arrays it runs on one thread.
+
+    Waking threads takes longer than a small call needs, the more so where they compete with those of torch. The number of threads is
+    set for the calling thread only and put back after the call, whatever happens in it.
+
+    A forked child (a worker of a ``DataLoader``, a ``multiprocessing`` process of the method "fork") has none of its parent's threads, and
+    the OpenMP runtime of the GNU compiler would end it. There, functions are compiled once more, without parallel loops; their results
+    are the same. A child that was spawned has threads of its own.
+
+    Args:
+        cost: work per entry of the arrays, relative to a simple kernel: arrays of fewer than ``2**14 / cost`` entries in all are small.
+        **options: for :func:`numba.njit`.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        compiled = njit(function, cache=True, nogil=True, parallel=True, **options)
+        serial = functools.cache(lambda: njit(_renamed(function), cache=True, nogil=True, **options))
+
+        @functools.wraps(function)
+        def call(*arguments: Any) -> Any:
+            if _is_forked:
+                return serial()(*arguments)
+            size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
+            num_threads = numba.get_num_threads()
+            if size * cost >= _SMALL or num_threads == 1:
+                return compiled(*arguments)
+            numba.set_num_threads(1)
+            try:
+                return compiled(*arguments)
+            finally:
+                numba.set_num_threads(num_threads)
+
+        call.compiled = compiled  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function under another name: by its name, not by its options, numba finds compiled code on disk."""
+    assert isinstance(function, types.FunctionType)
+    duplicate = types.FunctionType(function.__code__, function.__globals__, f"{function.__name__}_serial")
+    duplicate.__qualname__ = f"{function.__qualname__}_serial"
+    return duplicate
+
+
+def _enter_child() -> None:
+    # Torch, too, would wait for threads that stayed behind; its data loaders set the same in their workers.
+    global _is_forked
+    _is_forked = True
+    if torch.get_num_threads() > 1:
+        torch.set_num_threads(1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_enter_child)

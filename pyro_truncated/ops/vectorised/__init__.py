@@ -1,0 +1,1 @@
+"""The same operations in vectorised torch, for every other device."""

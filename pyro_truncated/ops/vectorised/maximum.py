@@ -1,0 +1,46 @@
+"""Vectorised superpositions by maximum for any device."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.vectorised.quadratic import _blocks
+
+
+def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.maximum_error`."""
+    value, weight, precision = value.double().unsqueeze(1), weight.double(), precision.double()
+    errors = []
+    for _, states in _blocks(words, weight.shape[1], weight.numel(), torch.float64):
+        residual = torch.where(value.isnan(), 0.0, value - largest(states, weight))
+        errors.append(residual.square() @ precision)
+    return torch.cat(errors, 1)
+
+
+def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.maximum_statistics`."""
+    num_data, num_latents = value.shape[0], weight.shape[1]
+    value, weight = value.double(), weight.double()
+    active = value.new_zeros(num_data, num_latents)
+    prediction = torch.zeros_like(value)
+    wins, sums = torch.zeros_like(weight), torch.zeros_like(weight)
+    is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
+    latents = torch.arange(num_latents, device=weight.device)
+    for where, states in _blocks(words, num_latents, weight.numel(), torch.float64):
+        share = weights[:, where].double()
+        active += (share.unsqueeze(-1) * states).sum(1)
+        terms = weight * states.unsqueeze(-2)
+        top = terms.amax(-1)
+        prediction += (share.unsqueeze(-1) * top.clamp(min=0.0)).sum(1)
+        # Of equal maxima the first wins; zero wins over all that are not above it.
+        wins_here = (terms.argmax(-1, keepdim=True) == latents) & (top > 0).unsqueeze(-1)
+        per_datum = (share.unsqueeze(-1).unsqueeze(-1) * wins_here).sum(1)
+        wins += (is_observed.unsqueeze(-1) * per_datum).sum(0)
+        sums += (data.unsqueeze(-1) * per_datum).sum(0)
+    return active, prediction, wins, sums
+
+
+def largest(states: Tensor, weight: Tensor) -> Tensor:
+    """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
+    return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)

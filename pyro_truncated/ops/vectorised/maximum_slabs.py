@@ -1,0 +1,92 @@
+"""Gibbs sampling of spike-and-slab causes that superpose by maximum, vectorised over the data points for any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.vectorised.piecewise import maximum_segments
+
+_BLOCK_ENTRIES = 2**24
+# A cause that is on must not look as if it were off.
+_SMALLEST = 1e-300
+
+
+def gibbs(
+    value: Tensor,
+    elements: Tensor,
+    precision: Tensor,
+    prior: Sequence[Tensor],
+    start: Tensor,
+    burn_in: int,
+    sweeps: int,
+    seed: int,
+) -> tuple[Tensor, Tensor]:
+    """Sweeps over the selected causes of every data point, each time in another random order.
+
+    Args:
+        value: data, ``(N, D)``.
+        elements: dictionary elements of the selected causes, ``(N, K, D)``.
+        precision: inverse noise variances, ``(D,)``.
+        prior: their prior log odds, and means and standard deviations of their slabs, ``(N, K)`` each.
+        start: their coefficients, ``(N, K)``.
+        burn_in: sweeps before the first one kept.
+        sweeps: sweeps kept.
+        seed: of the random numbers.
+
+    Returns:
+        Coefficients after every sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact conditional probabilities of
+        being on, ``(N, K)``.
+    """
+    generator = torch.Generator(value.device).manual_seed(seed)
+    coefficients, rows = start.clone(), torch.arange(len(value), device=value.device)
+    log_odds, mean, deviation = prior
+    draws, total = [], torch.zeros_like(start)
+    for sweep in range(burn_in + sweeps):
+        order = torch.rand(start.shape, generator=generator, device=value.device).argsort(1)
+        for place in order.mT:
+            uniform = torch.rand(3, len(value), generator=generator, device=value.device, dtype=value.dtype)
+            offers = (elements * coefficients.unsqueeze(-1)).clamp(min=0.0)
+            offers[rows, place] = 0.0
+            arguments = (parameter[rows, place] for parameter in (mean, deviation))
+            segments = maximum_segments(value, offers.amax(1), elements[rows, place], precision, *arguments)
+            on = segments.log_masses().logsumexp(-1) + log_odds[rows, place]
+            chance = torch.sigmoid(on - log_likelihood(value, offers.amax(1), precision))
+            slab = segments.draw(uniform[1], uniform[2])
+            slab = torch.where(slab == 0, _SMALLEST, slab)
+            coefficients[rows, place] = torch.where(uniform[0] < chance, slab, 0.0)
+            if sweep >= burn_in:
+                total[rows, place] += chance
+        if sweep >= burn_in:
+            draws.append(coefficients.clone())
+    return torch.stack(draws, 1), total / sweeps
+
+
+def log_likelihood(value: Tensor, mean: Tensor, precision: Tensor) -> Tensor:
+    """Log density ``(*batch)`` of the observed entries of data ``(*batch, D)`` around their mean."""
+    normal = torch.distributions.Normal(mean, precision.rsqrt(), validate_args=False)
+    return torch.where(value.isnan(), 0.0, normal.log_prob(value.nan_to_num(0.0))).sum(-1)
+
+
+def statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.maximum_slab_statistics`; sums over the draws instead of means."""
+    num_observed, num_latents = weight.shape
+    # One place more, for the dimensions that no cause wins.
+    products = value.new_zeros(num_observed, num_latents + 1)
+    squares, errors = torch.zeros_like(products), value.new_zeros(num_observed)
+    rows = max(1, _BLOCK_ENTRIES // (draws.shape[1] * draws.shape[2] * num_observed))
+    blocks = (tensor.split(rows) for tensor in (value, selected, draws))
+    for data, chosen, coefficients in zip(*blocks, strict=True):
+        offers = coefficients.unsqueeze(-1) * weight.mT[chosen].unsqueeze(1)
+        top, slot = offers.max(2)
+        is_seen = ~data.isnan().unsqueeze(1)
+        residual = torch.where(is_seen, data.unsqueeze(1) - top.clamp(min=0.0), 0.0)
+        errors += residual.square().sum((0, 1))
+        is_won = (top > 0) & is_seen
+        winner = torch.where(is_won, chosen.gather(1, slot.flatten(1)).view_as(slot), num_latents).flatten(0, 1).mT
+        strength = torch.where(is_won, coefficients.gather(2, slot), 0.0)
+        products.scatter_add_(1, winner, (strength * data.nan_to_num(0.0).unsqueeze(1)).flatten(0, 1).mT)
+        squares.scatter_add_(1, winner, strength.square().flatten(0, 1).mT)
+    return products[:, :-1], squares[:, :-1], errors

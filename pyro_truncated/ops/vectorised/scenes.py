@@ -1,0 +1,162 @@
+"""Scenes of occluding objects in plain torch: for devices without compiled kernels, and to test these."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_BLOCK_BYTES = 2**27
+_TINY = 1e-300
+
+
+def _rows_per_block(places: Tensor, images: Tensor) -> int:
+    per_row = 8 * 8 * places.shape[1] * places.shape[2] * images.shape[1]
+    return max(1, _BLOCK_BYTES // max(1, per_row))
+
+
+def log_prob(
+    places: Tensor,
+    rank: Tensor | None,
+    images: Tensor,
+    features: Tensor,
+    masks: Tensor,
+    variance: Tensor,
+    background: Tensor,
+    background_variance: Tensor,
+    pixels: Tensor,
+) -> Tensor:
+    """Log densities ``(N, C)``; see :func:`pyro_truncated.ops.scenes.scene_log_prob`. Differentiable by torch itself."""
+    step = _rows_per_block(places, images)
+    blocks = []
+    for rows in (slice(start, start + step) for start in range(0, max(1, len(places)), step)):
+        behind = normal_log_density(images[rows], background, background_variance)
+        ranks = None if rank is None else rank[rows]
+        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, pixels)
+        share, rest = _shares(alpha, ranks)
+        blocks.append(behind.sum(-1, keepdim=True) + _mixture(share, rest, ratio).sum(-1))
+    return torch.cat(blocks)
+
+
+def statistics(
+    places: Tensor,
+    rank: Tensor | None,
+    weights: Tensor,
+    images: Tensor,
+    features: Tensor,
+    masks: Tensor,
+    variance: Tensor,
+    background: Tensor,
+    background_variance: Tensor,
+    pixels: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See :class:`pyro_truncated.ops.scenes.SceneStatistics`."""
+    (num_objects, num_entries), channels = masks.shape, images.shape[-1]
+    owned = images.new_zeros(num_objects, num_entries, channels + 2)
+    on, present = images.new_zeros(num_objects, num_entries), images.new_zeros(num_objects)
+    rest_sums = images.new_zeros(channels + 2)
+    step = _rows_per_block(places, images)
+    for rows in (slice(start, start + step) for start in range(0, len(places), step)):
+        image, ranks = images[rows], None if rank is None else rank[rows]
+        behind = normal_log_density(image, background, background_variance)
+        alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, pixels)
+        share, rest = _shares(alpha, ranks)
+        density = _mixture(share, rest, ratio)
+        weight = weights[rows, :, None, None]
+        responsibility = share * (ratio - density.unsqueeze(2)).exp()
+        switched = _switched_on(alpha, (ratio - density.unsqueeze(2)).exp(), share, ranks)
+        under = pixels.to(places.device)[places[rows].clamp(min=0).long()]
+        colours = torch.cat([torch.ones_like(image[..., :1]), image, image.square().sum(-1, keepdim=True)], -1)
+        here = (places[rows] >= 0).unsqueeze(-1)
+        shares = (weight * responsibility).gather(3, under) * here
+        on += ((weight * switched).gather(3, under) * here).sum((0, 1))
+        row = torch.arange(len(image), device=image.device)[:, None, None, None]
+        owned += torch.einsum("ncht,nchtf->htf", shares, colours[row, under])
+        present += (weight.squeeze(-1) * here.squeeze(-1)).sum((0, 1))
+        left = weights[rows].sum(1, keepdim=True) - (weight * responsibility).sum((1, 2))
+        rest_sums += torch.einsum("np,npf->f", left, colours)
+    return owned, on, present, rest_sums
+
+
+def scan(
+    images: Tensor, energy: Tensor, features: Tensor, masks: Tensor, variance: Tensor, logits: Tensor, used: Tensor, pixels: Tensor
+) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scan_places`; ``energy`` is ``-log p_0``, ``logits`` hold the objects' constants."""
+    pixels = pixels.to(images.device)
+    out = images.new_empty(len(images), len(features), len(pixels), dtype=torch.float32)
+    step = max(1, _BLOCK_BYTES // (16 * pixels.numel() * images.shape[-1]))
+    for start in range(0, len(images), step):
+        rows = slice(start, start + step)
+        under, behind = images[rows][:, pixels].double(), energy[rows][:, pixels]
+        for h, (feature, mask) in enumerate(zip(features.double(), masks.double(), strict=True)):
+            ratio = behind + logits[h] - 0.5 * (under - feature).square().sum(-1) / variance
+            terms = torch.log1p(-mask) + torch.nn.functional.softplus(ratio)
+            out[rows, h] = (terms * used[h]).sum(-1).float()
+    return out
+
+
+def normal_log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log density of an isotropic normal distribution over the last dimension."""
+    error = (value - mean).square().sum(-1)
+    return -0.5 * (error / variance + value.shape[-1] * (2 * math.pi * variance).log())
+
+
+def _layers(
+    places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, pixels: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Mask probabilities and log ratios of object and background densities, pixel by pixel, ``(N, C, H, D)``; zero off the objects."""
+    present = (places >= 0).unsqueeze(-1)
+    under = pixels.to(places.device)[places.clamp(min=0).long()]
+    row = torch.arange(len(images), device=images.device)[:, None, None, None]
+    ratio = normal_log_density(images[row, under], features, variance) - behind[row, under]
+    blank = images.new_zeros(*places.shape, images.shape[1])
+    return blank.scatter(3, under, masks * present), blank.scatter(3, under, ratio * present)
+
+
+def _shares(alpha: Tensor, rank: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Prior probabilities that each object owns a pixel, ``(N, C, H, D)``, and that none does, ``(N, C, D)``."""
+    off = 1 - alpha
+    if rank is not None:
+        return alpha * _front(off, rank, torch.cumprod, 1.0), off.prod(2)
+    share = torch.zeros_like(alpha)
+    for node, weight in _rule(alpha.shape[2]):
+        factor = off + alpha * node
+        share = share + weight * factor.prod(2, keepdim=True) / factor
+    return alpha * share, off.prod(2)
+
+
+def _switched_on(alpha: Tensor, ratio: Tensor, share: Tensor, rank: Tensor | None) -> Tensor:
+    """Posterior probabilities that masks are on; ``ratio`` is that of the object's and the pixel's density."""
+    responsibility = share * ratio
+    if rank is not None:
+        return responsibility + alpha * _front(responsibility, rank, torch.cumsum, 0.0)
+    total = responsibility
+    for node, weight in _rule(alpha.shape[2]):
+        factor = 1 - alpha + alpha * node
+        owner = ratio * alpha / factor
+        others = owner.sum(2, keepdim=True) - owner
+        total = total + weight * node * factor.prod(2, keepdim=True) * alpha / factor * others
+    return total
+
+
+def _mixture(share: Tensor, rest: Tensor, ratio: Tensor) -> Tensor:
+    """Log of the density ratio of each pixel, ``(N, C, D)``."""
+    owners = torch.where(share > 0, share.clamp(min=_TINY).log() + ratio, -math.inf)
+    return torch.cat([rest.clamp(min=_TINY).log().unsqueeze(2), owners], 2).logsumexp(2)
+
+
+def _front(values: Tensor, rank: Tensor, accumulate: Callable[[Tensor, int], Tensor], start: float) -> Tensor:
+    """Sum or product of what lies in front of each object, over the dimension of objects."""
+    order = rank.argsort(2).unsqueeze(-1).expand_as(values)
+    sorted_values = values.gather(2, order)
+    before = torch.cat([torch.full_like(sorted_values[:, :, :1], start), accumulate(sorted_values, 2)[:, :, :-1]], 2)
+    return torch.zeros_like(values).scatter(2, order, before)
+
+
+def _rule(num_objects: int) -> list[tuple[float, float]]:
+    """Nodes and weights of a Gauss-Legendre rule on the unit interval that is exact for so many objects."""
+    nodes, weights = np.polynomial.legendre.leggauss((num_objects + 1) // 2)
+    return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]

@@ -1,0 +1,115 @@
+"""Looking at models and guides from outside: hidden latents, dependencies, the values of other latents."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.infer.inspect import get_dependencies
+from pyro.poutine.block_messenger import BlockMessenger
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.trace_messenger import TraceMessenger
+
+from pyro_truncated.program.sites import latent_nodes
+from pyro_truncated.program.supports import PythonReads
+
+
+@contextmanager
+def ordinary_tensors() -> Iterator[None]:
+    """Makes tensors that may be changed and trained with later, inside :func:`torch.inference_mode` too; without gradients there."""
+    if not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+    """Latent sites that block handlers around the model hide from whoever runs it."""
+    hidden: list[str] = []
+    while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
+        handler, model = model.args[:2]
+        if isinstance(handler, BlockMessenger):
+            with poutine.block(), torch.no_grad():
+                nodes = latent_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+            hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
+    return hidden
+
+
+def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Checks that no block handler around the model hides latent sites.
+
+    Raises:
+        ValueError: naming the sites.
+    """
+    hidden = hidden_latents(model, args, kwargs)
+    if hidden:
+        raise ValueError(
+            f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "
+            "whenever a state is scored. Give AutoTruncated the whole model: it takes the discrete sites and leaves the others to "
+            "other guides."
+        )
+
+
+def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+    """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
+    # Whether the data are possible is checked elsewhere, where the message can name what is not.
+    with poutine.block(), pyro.validation_enabled(False), PythonReads():
+        try:
+            found: Any = get_dependencies(model, args, dict(kwargs))
+        except Exception:
+            # Tensors that carry their provenance are strange to some code.
+            return _later(poutine.trace(model).get_trace(*args, **kwargs), names)
+    upstream = found["prior_dependencies"]
+    below = set(names)
+    grown = True
+    while grown:
+        more = {site for site, parents in upstream.items() if below & set(parents)} - below
+        below |= more
+        grown = bool(more)
+    return below - names
+
+
+def _later(trace: poutine.Trace, names: set[str]) -> set[str]:
+    """Sample sites after the first of the named ones."""
+    sites = [name for name, node in trace.nodes.items() if node["type"] == "sample"]
+    return set(sites[min(map(sites.index, names)) :]) - names
+
+
+def plates_around(own: Container[str]) -> list[Any]:
+    """The vectorised plates that are open and not the model's own: those of parallel particles and predictive draws."""
+    return [handler for handler in _PYRO_STACK if isinstance(handler, pyro.plate) and handler.dim is not None and handler.name not in own]
+
+
+def recorded_values(names: Collection[str], own: Container[str], depth: int) -> dict[str, Any]:
+    """Values of the named sites in the traces that are being recorded.
+
+    Args:
+        names: the sites.
+        own: names of the model's plates.
+        depth: number of their dimensions. Plates around the guide that take one of these (a guide may have fewer than the model) have
+            it moved to the left of all.
+    """
+    found: dict[str, Any] = {}
+    outer = [plate.dim for plate in plates_around(own) if plate.dim >= -depth]
+    for handler in _PYRO_STACK:
+        if isinstance(handler, TraceMessenger):
+            nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}
+            found.update({name: _moved_left(node["value"], node["fn"].event_dim, outer, depth) for name, node in nodes.items()})
+    return found
+
+
+def _moved_left(value: Any, event_dim: int, dims: Sequence[int], depth: int) -> Any:
+    """A value with the given batch dimensions (negative) moved to the left of ``depth`` others, where it has them."""
+    for target, dim in enumerate(sorted(dims, reverse=True), start=depth + 1):
+        if value.dim() - event_dim < -dim:
+            continue
+        padding = max(0, target - (value.dim() - event_dim))
+        value = value[(None,) * padding].transpose(dim - event_dim, -target - event_dim)
+    return value

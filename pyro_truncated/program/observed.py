@@ -1,0 +1,154 @@
+"""What is observed must be possible: values outside a likelihood's support are refused by name, once per data set."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
+from torch import Tensor
+from torch.distributions import Independent
+from torch.nn import Module
+
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import Layout, is_delta
+from pyro_truncated.program.supports import Dependencies, elementwise
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+
+class ObservedValues:
+    """Checks observed values against the supports of their distributions, where these do not depend on latents.
+
+    A value outside a support that depends on a latent (the total count of an N-mixture) says something of the latent: such states have
+    probability zero. Entries that masks hide are no data, and distributions made with ``validate_args=False`` are left alone, as by Pyro.
+    """
+
+    def __init__(self) -> None:
+        self._checked: dict[str, tuple[Any, int]] = {}
+        self._conditional: set[str] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_checked": {}}
+
+    def check(self, log_joint: LogJoint) -> None:
+        """Checks what a scorer's probe has observed, but for tensors that have been checked before.
+
+        Raises:
+            ValueError: naming the site, its first impossible value and the data point.
+        """
+        for name, node in log_joint.nodes.items():
+            value = node["value"]
+            if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or is_delta(node):
+                continue
+            if _is_known(value, self._checked.get(name)):
+                continue
+            invalid = _invalid(node)
+            if invalid is not None and bool(invalid.any()) and not self._says_something_of_latents(name, log_joint):
+                raise ValueError(_complaint(log_joint, node, invalid))
+            if not value.is_inference():
+                self._checked[name] = weakref.ref(value), value._version
+
+    def _says_something_of_latents(self, name: str, log_joint: LogJoint) -> bool:
+        """Whether the support of an observation, or what it observes, is computed from latents."""
+        with poutine.block():
+            found = Dependencies(log_joint.model, log_joint.args, log_joint.kwargs)
+        if found.parents[name] or found.leaked[name] or found.observed[name]:
+            self._conditional.add(name)
+        return name in self._conditional
+
+
+def check_observable(model: Module, y: Tensor, support: Any) -> None:
+    """Refuses data, before a model of the library starts from them, that its training refuses, in the same words.
+
+    Args:
+        model: takes data and the size of minibatches, and observes the data at site ``y``, one row per data point.
+        y: the data.
+        support: of the entries that it observes.
+
+    Raises:
+        ValueError: naming the first impossible value and its data point.
+    """
+    possible = support.check(y) & ~y.isinf()
+    rows = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
+    if not len(rows):
+        return
+    # The model is run only now: one that has been run can become part of no other.
+    with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
+        layout = Layout(poutine.trace(model).get_trace(y, 1))
+        ObservedValues().check(LogJoint(model, layout, (y, 1), {}, values={layout.plates[0]: rows}))
+
+
+def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:
+    return checked is not None and not value.is_inference() and checked[0]() is value and checked[1] == value._version
+
+
+def _invalid(node: Mapping[str, Any]) -> Tensor | None:
+    """Which observed values are impossible, one by one as far as the constraint allows; ``None`` if that is not for us to say."""
+    fn, value = node["fn"], node["value"]
+    inner, masks = _unwrapped(fn)
+    try:
+        support = fn.support
+    except NotImplementedError:
+        return None
+    if support is None or not inner._validate_args:
+        return None
+    support = elementwise(support)
+    invalid: Tensor = ~support.check(value)
+    if (
+        not bool(invalid.any())
+        and value.is_floating_point()
+        and bool(value.isinf().any())
+        and not bool(fn.log_prob(value).isfinite().all())
+    ):
+        # Infinity is a real number to torch.
+        invalid = value.isinf().flatten(invalid.dim()).any(-1) if support.event_dim else value.isinf()
+    for mask, event_dim in [(node["mask"], fn.event_dim), *masks]:
+        if mask is not None:
+            seen = torch.as_tensor(mask, device=value.device)
+            invalid = invalid & (seen.reshape(*seen.shape, *(1,) * (event_dim - support.event_dim)) if seen.dim() else seen)
+    return invalid
+
+
+def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
+    """A distribution without its wrappers, and the masks among these with the event dimensions of what they mask."""
+    masks = []
+    while isinstance(fn, (Independent, ExpandedDistribution, MaskedDistribution)):
+        if isinstance(fn, MaskedDistribution):
+            masks.append((fn._mask, fn.event_dim))
+        fn = fn.base_dist
+    return fn, masks
+
+
+def _complaint(log_joint: LogJoint, node: Mapping[str, Any], invalid: Tensor) -> str:
+    inner = _unwrapped(node["fn"])[0]
+    support = elementwise(node["fn"].support)
+    first = tuple(int(position) for position in invalid.nonzero()[0])
+    value = node["value"].expand(*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :])[first]
+    problem = (
+        f"site '{node['name']}' observes {value.tolist()} at {_place(log_joint, node, first, support.event_dim)}, "
+        f"outside the support of its distribution {type(inner).__name__} ({support}). "
+    )
+    if bool(value.isnan().any()):
+        return problem + (
+            "Missing entries need a mask (poutine.mask, or .mask(...) of the distribution), or one of our distributions that take NaN."
+        )
+    return problem + "Check the data, or choose a distribution that allows such values."
+
+
+def _place(log_joint: LogJoint, node: Mapping[str, Any], first: tuple[int, ...], element_dim: int) -> str:
+    """Where a value lies: its data point in the full data set, and its entry there."""
+    batch_dim = len(first) - (node["fn"].event_dim - element_dim)
+    data_point, entry = 0, list(first)
+    frames = [frame for frame in node["cond_indep_stack"] if frame.name in log_joint.layout.plates and batch_dim + frame.dim >= 0]
+    for frame in sorted(frames, key=lambda frame: frame.dim):
+        chosen = torch.as_tensor(log_joint.values[frame.name])[first[batch_dim + frame.dim]]
+        data_point = data_point * int(frame.full_size or frame.size) + int(chosen)
+    for frame in frames:
+        entry[batch_dim + frame.dim] = -1
+    rest = tuple(position for position in entry if position >= 0)
+    parts = [f"data point {data_point}"] * bool(frames) + [f"entry {rest}"] * bool(rest)
+    return ", ".join(parts) or "its only entry"

@@ -1,0 +1,192 @@
+"""How the states of a model are scored: together in a new left-most dimension, by ``torch.func.vmap``, or one after the other."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyro
+import torch
+from pyro.poutine.messenger import Messenger
+from torch import Tensor
+
+from pyro_truncated.program.log_joint import ChangingSitesError, LogJoint, Scoring
+from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+
+_HERE = str(Path(__file__).parents[1])
+_LIBRARIES = (sysconfig.get_path("stdlib"), str(Path(pyro.__file__).parent), str(Path(torch.__file__).parent), _HERE)
+_CANDIDATES = 3
+# What is slow, by how it looks, and what to write in its place.
+_IDIOMS = (
+    (r"\bif\b|\bwhile\b", "torch.where(condition, this, that)"),
+    (r"\.item\(\)|\bint\(|\bfloat\(|\brange\(", "tensors throughout, Vindex(table)[..., z] for look-ups"),
+    (
+        r"@|\bmatmul\b|\bmv\b|\bmm\b|\beinsum\b",
+        "(X * coefficients).sum(-1) (for X @ coefficients), s @ W.mT (for s in the data plate)",
+    ),
+    (r"\[\s*:\s*,", "s[..., 0] (for s[:, 0])"),
+    (r"\[[^\]:.]+\]", "Vindex(table)[..., z] (for table[z]) and s[..., 0] (for s[0])"),
+    (r"(sum|mean|prod|max|min|cumsum|cumprod|logsumexp|softmax)\(\s*(dim=)?[01]?\s*\)", "reductions that count from the right, s.sum(-1)"),
+    (r"\b(cat|stack)\(", "torch.cat and torch.stack along a dimension counted from the right, dim=-1"),
+    (r"\b(reshape|view|flatten|unsqueeze|squeeze|expand)\(", "shapes counted from the right, s.unsqueeze(-1)"),
+)
+_ANY_IDIOM = "dimensions addressed from the right: s[..., 0], s.sum(-1), (X * coefficients).sum(-1), s @ W.mT, Vindex(table)[..., z]"
+
+
+class VectorizationWarning(UserWarning):
+    """A model cannot score states together, so that they are scored in a slower way."""
+
+
+def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
+    """Tries a few states together and one by one; where the two disagree, the fastest way that is right, with a warning.
+
+    Returns:
+        How to score, and whether Pyro's own ELBOs can enumerate the states in parallel.
+
+    Raises:
+        ChangingSitesError: if the model samples other sites for some states.
+    """
+    if log_joint.packed is not None or log_joint.layout.space.size == 1:
+        return "together", True
+    with torch.no_grad(), spare_random_numbers(), isolated():
+        # Latents of other guides are held fixed here: they count like data.
+        log_joint.uncovered, log_joint.held = set(), log_joint.values
+        words = _candidates(log_joint)
+        single = _terms(log_joint, words, "singly")
+        if isinstance(single, ChangingSitesError):
+            raise single
+        if isinstance(single, Exception):
+            # Whatever this is, it is no matter of dimensions: let the first use of the guide say it.
+            return "together", True
+        log_joint.most_dims = 0
+        together = _terms(log_joint, words, "together")
+        is_enumerable = log_joint.most_dims <= log_joint.depth + 1
+        culprit = _difference(together, single)
+        if culprit is None or _difference(_terms(log_joint, words, "singly"), single) is not None:
+            return "together", is_enumerable
+        # The draws of a conditional are no matter for vmap.
+        is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap"), single) is None
+        scoring: Scoring = "vmap" if is_mapped else "singly"
+        where = _line_of_error(together) if isinstance(together, Exception) else _line_of_site(log_joint, culprit)
+    _warn(scoring, where, together if isinstance(together, Exception) else None, culprit)
+    return scoring, False
+
+
+def _candidates(log_joint: LogJoint) -> Tensor:
+    """A draw from the prior and random states, ``(N, C, num_words)``."""
+    space, layout = log_joint.layout.space, log_joint.layout
+    number = max(1, min(_CANDIDATES, log_joint.candidates_per_run()))
+    generator = torch.Generator().manual_seed(0)
+    words = space.random((log_joint.num_data, number), 0.5, generator).to(log_joint.device)
+    try:
+        drawn = layout.encode_values({name: log_joint.nodes[name]["value"] for name in layout.sites}, log_joint.sizes)
+    except ValueError:
+        # A draw of a count beyond its bound.
+        return words
+    return torch.cat([space.pack(drawn).unsqueeze(1), words[:, 1:]], 1)
+
+
+def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> dict[str, Tensor] | Exception:
+    log_joint.scoring = scoring
+    try:
+        return log_joint.site_log_probs(words)
+    except Exception as error:
+        return error
+
+
+def _difference(found: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
+    """The first site at which log probabilities differ; an empty name for an error."""
+    if isinstance(found, Exception) or isinstance(expected, Exception):
+        return ""
+    for name, value in expected.items():
+        other = found.get(name)
+        if other is None or not _agree(other, value):
+            return name
+    return None
+
+
+def _agree(found: Tensor, expected: Tensor) -> bool:
+    if found.dim() != expected.dim() or any(one not in (1, size) for one, size in zip(found.shape, expected.shape, strict=True)):
+        return False
+    finite = expected[expected.isfinite()].abs()
+    tolerance = 1e3 * torch.finfo(expected.dtype).eps * (1.0 + (float(finite.max()) if finite.numel() else 0.0))
+    return torch.allclose(found.expand(expected.shape), expected, rtol=0.0, atol=tolerance, equal_nan=True)
+
+
+# --- saying where ---
+
+
+class _WhereSampled(Messenger):
+    """Notes the line of the user's code that samples each site."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: dict[str, traceback.FrameSummary | None] = {}
+
+    def _pyro_sample(self, msg: Any) -> None:
+        self.lines[msg["name"]] = _user_frame(traceback.extract_stack())
+
+
+def _line_of_site(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
+    with _WhereSampled() as where:
+        log_joint.model(*log_joint.args, **log_joint.kwargs)
+    return where.lines.get(name)
+
+
+def _line_of_error(error: Exception) -> traceback.FrameSummary | None:
+    while error.__traceback__ is None and error.__cause__ is not None:
+        error = error.__cause__  # type: ignore[assignment]
+    return _user_frame(traceback.extract_tb(error.__traceback__))
+
+
+def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    """The innermost frame outside of libraries."""
+    own = [frame for frame in frames if not frame.filename.startswith(_LIBRARIES) and not frame.filename.startswith("<frozen")]
+    return own[-1] if own else None
+
+
+def _warn(scoring: Scoring, where: traceback.FrameSummary | None, error: Exception | None, site: str) -> None:
+    place = f"{where.filename}:{where.lineno}" if where is not None else "a line that cannot be told"
+    source = linecache.getline(where.filename, where.lineno).strip() if where is not None and where.lineno is not None else ""
+    problem = (
+        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        if error is not None
+        else (f"no error, but site '{site}' gets other log probabilities than for one state at a time")
+    )
+    idioms = [idiom for pattern, idiom in _IDIOMS if re.search(pattern, source)]
+    way = "by torch.func.vmap" if scoring == "vmap" else "one after the other"
+    warnings.warn(
+        f"the model does not take many states at once, so AutoTruncated scores them {way}: right, but slower. At {place}"
+        f"{f' ({source})' if source else ''}: {problem}. Fast would be {idioms[0] if idioms else _ANY_IDIOM}. "
+        "AutoTruncated(..., vectorize=False) scores one state after the other without asking.",
+        VectorizationWarning,
+        stacklevel=2,
+    )
+
+
+def check_choice(vectorize: bool | None) -> None:
+    """Checks the argument of the guide.
+
+    Raises:
+        TypeError: if it is none of the choices.
+    """
+    if vectorize is not None and not isinstance(vectorize, bool):
+        raise TypeError(
+            f"vectorize must be None (find out), True (score states together) or False (one after the other); got {vectorize!r}"
+        )
+
+
+Chooser = Callable[[], LogJoint]
+
+
+def scoring_for(vectorize: bool | None, log_joint: Chooser) -> tuple[Scoring, bool]:
+    """What the user chose, or what the model allows; see :func:`find_scoring`."""
+    if vectorize is None:
+        return find_scoring(log_joint())
+    return ("together", True) if vectorize else ("singly", False)

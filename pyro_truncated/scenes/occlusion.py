@@ -1,0 +1,286 @@
+"""Images of objects that hide each other, and the priors of where objects lie and in which order."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.ops.scenes import Canvas, SceneParameters, scene_log_prob
+
+
+class _OfPresent(TorchDistribution):
+    """Integers of objects, uniform over a range for those that are present and 0 for the absent ones, which so add no states.
+
+    Subclasses say how many values each object may take.
+    """
+
+    arg_constraints = {"presence": constraints.independent(constraints.boolean, 1)}  # noqa: RUF012 - an instance attribute in torch
+    presence: Tensor
+
+    def __init__(self, presence: Tensor, num_values: int, validate_args: bool | None = None) -> None:
+        if presence.dim() < 1:
+            raise ValueError("presence must have shape (*batch, H); got a scalar")
+        self.presence = presence
+        self.num_values = num_values
+        super().__init__(presence.shape[:-1], presence.shape[-1:], validate_args=validate_args)
+
+    @constraints.dependent_property(is_discrete=True, event_dim=1)
+    def support(self) -> Any:
+        """Integers below the number of values."""
+        return constraints.independent(constraints.integer_interval(0, self.num_values - 1), 1)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _OfPresent:
+        """The same distribution over a larger batch."""
+        batch_shape = torch.Size(batch_shape)
+        if batch_shape == self.batch_shape:
+            return self
+        new: _OfPresent = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
+        new.presence, new.num_values = self.presence.expand(batch_shape + self.event_shape), self.num_values
+        super(_OfPresent, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def _counts(self) -> Tensor:
+        """Number of values that each object may take, ``(*batch, H)``, or one for all present objects."""
+        return torch.as_tensor(self.num_values, device=self.presence.device)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws integers ``(*sample_shape, *batch, H)``, int64."""
+        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        counts = torch.where(self.presence > 0, self._counts(), 1).expand(shape)
+        uniform = torch.rand(shape, device=self.presence.device, dtype=torch.float64)
+        return torch.minimum((uniform * counts).long(), counts - 1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of integers ``(*batch, H)``; minus infinity for an absent object that is not at 0."""
+        if self._validate_args:
+            self._validate_sample(value)
+        counts = torch.where(self.presence > 0, self._counts(), 1)
+        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
+        return torch.where(value < counts, -counts.to(dtype).log(), -math.inf).sum(-1)
+
+
+class Positions(_OfPresent):
+    r"""Where objects lie: uniform over ``num_values`` places for those that are present, place 0 for the others.
+
+    Args:
+        presence: which objects are present, ``(*batch, H)``, zeros and ones.
+        num_values: number of places ``L``.
+        validate_args: whether to check parameters and values.
+    """
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        r"""Log probability :math:`-|s| \log L` of places ``(*batch, H)``; minus infinity for an absent object that is not at place 0."""
+        if self._validate_args:
+            self._validate_sample(value)
+        present = self.presence > 0
+        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
+        number = present.sum(-1).to(dtype)
+        return torch.where((present | (value == 0)).all(-1), -math.log(self.num_values) * number, -math.inf)
+
+
+class DepthOrder(_OfPresent):
+    r"""A uniformly random order of the objects that are present, written as the place where each is inserted among those before it.
+
+    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index, so that every order of the present objects has exactly
+    one code; absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
+
+    Args:
+        presence: which objects are present, ``(*batch, H)``, zeros and ones.
+        validate_args: whether to check parameters and values.
+    """
+
+    def __init__(self, presence: Tensor, validate_args: bool | None = None) -> None:
+        super().__init__(presence, presence.shape[-1] if presence.dim() else 1, validate_args)
+
+    def _counts(self) -> Tensor:
+        present = (self.presence > 0).long()
+        return present.cumsum(-1)
+
+
+def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
+    """Ranks of the present objects, the foremost 0, from codes ``(*batch, H)``; absent objects get the number of objects."""
+    num_objects = code.shape[-1]
+    ranks: list[Tensor] = []
+    for h in range(num_objects):
+        here, present = code[..., h], presence[..., h] > 0
+        # Whatever lies at this rank or behind moves back by one.
+        ranks = [rank + ((rank >= here) & present) for rank in ranks]
+        ranks.append(torch.where(present, here, num_objects))
+    found = torch.stack(ranks, -1)
+    return found.masked_fill(presence <= 0, num_objects)
+
+
+def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
+    """Codes of a :class:`DepthOrder` from ranks ``(*batch, H)``, of which only those of present objects count and must differ."""
+    present = presence > 0
+    front = rank.unsqueeze(-2) < rank.unsqueeze(-1)
+    earlier = torch.ones(rank.shape[-1], rank.shape[-1], dtype=torch.bool, device=rank.device).tril(-1)
+    code: Tensor = (front & earlier & present.unsqueeze(-2)).sum(-1)
+    return code.masked_fill(~present, 0)
+
+
+class OccludedScene(TorchDistribution):
+    r"""An image composed of objects that hide each other, their masks summed out.
+
+    The objects that are present lie at their positions. In every pixel the mask of each object there is on with its probability
+    :math:`\alpha_{hi}`. If none is, the pixel is :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise it is
+    :math:`\mathcal N(w_{hi}, \sigma^2 I)` of one object: with an order, the foremost whose mask is on; without, one drawn uniformly from
+    these, which is the average over all orders, taken pixel by pixel. See :mod:`pyro_truncated.ops.scenes` for the density.
+
+    Densities of many states are evaluated at once, at a cost per state that grows only with the area where its objects overlap. They are
+    taken in float64.
+
+    Args:
+        presence: which objects are present, ``(*batch, H)``, zeros and ones.
+        position: index of the place of each object, ``(*batch, H)`` integers; of absent objects it does not matter.
+        features: colours :math:`w`, ``(H, t, u, F)`` for templates of ``t x u`` pixels and ``F`` channels.
+        masks: mask probabilities :math:`\alpha`, ``(H, t, u)``, in (0, 1).
+        scale: standard deviation :math:`\sigma` of the objects' pixels, a scalar.
+        background: mean colour :math:`B`, ``(F,)``.
+        background_scale: standard deviation :math:`\sigma_B`, a scalar.
+        canvas: height and width of the image.
+        wrap: whether objects that leave the canvas on one side come back on the other, so that every pixel is a place.
+        order: codes of the depth order, see :class:`DepthOrder`, ``(*batch, H)``; ``None`` without.
+        validate_args: whether to check parameters and values.
+
+    Raises:
+        ValueError: if shapes do not fit or a parameter is invalid.
+
+    Reference:
+        Dai, Exarchakis and Lücke, "What are the invariant occlusive components of image patches? A probabilistic generative approach",
+        NIPS 2013, for the model with exclusive components; which object owns a pixel is decided here as said above.
+    """
+
+    arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
+        "presence": constraints.independent(constraints.boolean, 1),
+        "features": constraints.independent(constraints.real, 4),
+        "masks": constraints.independent(constraints.unit_interval, 3),
+        "scale": constraints.positive,
+        "background": constraints.independent(constraints.real, 1),
+        "background_scale": constraints.positive,
+    }
+    support = constraints.independent(constraints.real, 3)
+
+    def __init__(
+        self,
+        presence: Tensor,
+        position: Tensor,
+        features: Tensor,
+        masks: Tensor,
+        scale: Tensor | float,
+        background: Tensor,
+        background_scale: Tensor | float,
+        canvas: tuple[int, int],
+        *,
+        wrap: bool = True,
+        order: Tensor | None = None,
+        validate_args: bool | None = None,
+    ) -> None:
+        if features.dim() != 4 or masks.shape != features.shape[:3] or presence.shape[-1:] != features.shape[:1]:
+            raise ValueError(
+                "presence (*batch, H), features (H, t, u, F) and masks (H, t, u) must fit; "
+                f"got {tuple(presence.shape)}, {tuple(features.shape)} and {tuple(masks.shape)}"
+            )
+        self.canvas = Canvas(*canvas, features.shape[1], features.shape[2], wrap)
+        self.presence, self.position, self.order = presence, position, order
+        self.features, self.masks, self.background = features, masks, background
+        self.scale, self.background_scale = (
+            torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
+        )
+        shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
+        event_shape = torch.Size((*canvas, features.shape[-1]))
+        super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> OccludedScene:
+        """The same distribution over a larger batch."""
+        batch_shape = torch.Size(batch_shape)
+        if batch_shape == self.batch_shape:
+            return self
+        new: OccludedScene = self._get_checked_instance(OccludedScene, _instance)  # type: ignore[no-untyped-call]
+        for name in ("features", "masks", "scale", "background", "background_scale", "canvas"):
+            setattr(new, name, getattr(self, name))
+        for name in ("presence", "position", "order"):
+            value = getattr(self, name)
+            setattr(new, name, None if value is None else value.expand(batch_shape + value.shape[-1:]))
+        super(OccludedScene, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of images ``(*batch, height, width, F)``, in the type of the features or the images, whichever is wider.
+
+        Differentiable once in features, masks, scales and background.
+
+        Raises:
+            ValueError: for a place off the canvas, or a code of the order that no number of objects has.
+        """
+        if self._validate_args:
+            self._validate_sample(value)
+        batch = torch.broadcast_shapes(self.batch_shape, value.shape[:-3])
+        # Images that all states of a batch share are not copied: the batch's last dimensions are the images'.
+        own = value.shape[:-3]
+        while own and own[0] == 1:
+            own = own[1:]
+        if own != batch[len(batch) - len(own) :]:
+            own = batch
+        value = value.reshape(own + value.shape[-3:]) if len(own) < value.dim() - 3 else value.expand(own + self.event_shape)
+        images = value.flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
+        places = self._by_image(torch.where(self.presence > 0, self.position.long(), -1), batch, len(own))
+        rank = None if self.order is None else self._by_image(self._rank(), batch, len(own))
+        log_prob = scene_log_prob(places, images, self._scene(), self.canvas, rank)
+        dtype = torch.promote_types(self.features.dtype, value.dtype)
+        return log_prob.mT.reshape(batch).to(dtype)
+
+    def _rank(self) -> Tensor:
+        """Ranks of the present objects; codes that only other objects could have are scored, too, as it is the prior that excludes them."""
+        assert self.order is not None
+        if self.order.numel() and not 0 <= int(self.order.min()) <= int(self.order.max()) < self.presence.shape[-1]:
+            raise ValueError(
+                f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "
+                f"got {int(self.order.min())} .. {int(self.order.max())}"
+            )
+        return depth_rank(self.order.long(), self.presence)
+
+    def _by_image(self, states: Tensor, batch: torch.Size, image_dims: int) -> Tensor:
+        """States ``(images, states of each, H)``."""
+        states = states.expand(batch + self._state_shape)
+        num_images = math.prod(batch[len(batch) - image_dims :])
+        return states.reshape(-1, num_images, states.shape[-1]).transpose(0, 1)
+
+    @property
+    def _state_shape(self) -> torch.Size:
+        return self.features.shape[:1]
+
+    def _scene(self) -> SceneParameters:
+        return SceneParameters(
+            self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
+            self.background, self.background_scale.double().square(),
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws images, masks and owners of pixels included."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        presence, position = (value.expand(shape + self._state_shape) for value in (self.presence, self.position))
+        under = self.canvas.pixels.to(position.device)[torch.where(presence > 0, position, 0).long()]
+        masks = self.masks.flatten(1)
+        on = (torch.rand(under.shape, device=masks.device, dtype=masks.dtype) < masks) & (presence > 0).unsqueeze(-1)
+        priority = torch.rand(under.shape, device=masks.device)
+        if self.order is not None:
+            priority = 1 / (1.0 + depth_rank(self.order.long(), self.presence)).expand(presence.shape).unsqueeze(-1).expand(under.shape)
+        bids = priority.new_zeros(*under.shape[:-1], self.canvas.num_pixels).scatter(-1, under, torch.where(on, priority + 1, 0.0))
+        entries = torch.arange(under.shape[-1], device=under.device).expand(under.shape)
+        entry = torch.zeros_like(bids, dtype=torch.int64).scatter(-1, under, entries)
+        best = bids.max(-2)
+        entry = entry.gather(-2, best.indices.unsqueeze(-2)).squeeze(-2)
+        is_owned = (best.values > 0).unsqueeze(-1)
+        mean = torch.where(is_owned, self.features.flatten(1, 2)[best.indices, entry], self.background)
+        noise = torch.randn(mean.shape, device=mean.device, dtype=mean.dtype)
+        image = mean + torch.where(is_owned, self.scale, self.background_scale) * noise
+        return image.reshape(shape + self.event_shape)

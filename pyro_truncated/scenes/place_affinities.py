@@ -1,0 +1,345 @@
+"""Where objects may lie in an image: a scan over all places with the objects themselves, and a regression that never looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from pyro.contrib.gp import kernels
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.gp.noisy_covariance import DenseCovariance
+from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
+from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places
+from pyro_truncated.scenes.placement import Candidates, PlaceAffinity, place_probabilities, scene_sizes
+from pyro_truncated.search.base import SearchBatch, forget
+from pyro_truncated.utils.counts import check_counts
+
+Scene = Callable[[], SceneParameters]
+
+_BLOCK_BYTES = 2**25
+_NEGLIGIBLE = 1e-4
+_MAX_FIT_OUTPUTS = 1000
+
+
+class PlaceScan:
+    """Compares every object with the image at every place, the hand-crafted way.
+
+    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
+    two of them next to each other.
+
+    Args:
+        scene: returns the current :class:`~pyro_truncated.ops.scenes.SceneParameters`, such as ``model.parameters_of_scene``.
+        canvas: sizes.
+        num_candidates: places per object.
+        clutter: share of the pixels that other objects cover.
+        min_mask: only template entries of at least this mask probability are compared.
+        site: name of the observed images.
+
+    Raises:
+        TypeError: if ``scene`` is not callable.
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(
+        self, scene: Scene, canvas: Canvas, *, num_candidates: int = 1, clutter: float = 0.2, min_mask: float = 0.0, site: str = "y"
+    ) -> None:
+        if not callable(scene):
+            raise TypeError(f"scene must be a function that returns the current parameters; got {type(scene).__name__}")
+        if num_candidates < 1 or not 0 <= clutter < 1:
+            raise ValueError(f"num_candidates must be positive and clutter in [0, 1); got {num_candidates} and {clutter}")
+        self.scene, self.canvas, self.num_candidates = scene, canvas, num_candidates
+        self.clutter, self.min_mask, self.site = clutter, min_mask, site
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points."""
+        if self.site not in batch.observations:
+            raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
+        images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
+        step = max(1, _BLOCK_BYTES // (4 * len(scene.features) * self.canvas.num_places))
+        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
+        found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
+        return _join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
+
+    def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
+        """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
+        images = batch.observations[self.site].flatten(1, 2)
+        return scan_at(images, self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
+
+
+class RefinedPlaces:
+    """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
+
+    Which objects are selected remains the affinity's choice: its scores are passed on.
+
+    Args:
+        affinity: gives candidates to refine, such as a :class:`PlaceRegression`.
+        scan: scores objects at places.
+        num_objects: number of objects per data point whose candidates are refined, those of largest score.
+        radius: how far a candidate may move, in steps of the grid of places in both directions.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(self, affinity: PlaceAffinity, scan: PlaceScan, num_objects: int, *, radius: int = 1) -> None:
+        if num_objects < 1 or radius < 1:
+            raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
+        self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points."""
+        found = self.affinity(batch)
+        objects = found.scores[..., 0].topk(min(self.num_objects, found.scores.shape[1]), 1).indices
+        index = objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])
+        near = neighbourhood(found.places.gather(1, index), self.scan.canvas, self.radius)
+        scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
+        places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+        return Candidates(found.scores, found.places.scatter(1, index, places))
+
+
+def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
+    """Places ``(..., (2 radius + 1)^2)`` around others, these among them; at the edge of a canvas that does not wrap some are repeated."""
+    rows, columns = canvas.grid
+    steps = torch.arange(-radius, radius + 1, device=places.device)
+    row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
+    row, column = (row % rows, column % columns) if canvas.wrap else (row.clamp(0, rows - 1), column.clamp(0, columns - 1))
+    return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
+
+
+class PlaceRegression:
+    r"""Predicts where objects lie from the image, by Gaussian processes with one output per object and place and one kernel for all.
+
+    The targets of the regression are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, which are zero almost
+    everywhere, and the prediction is the leave-one-out mean: of each image from the posteriors of all *others*. Nothing here knows what
+    objects look like, nor, without ``smooth``, that places lie next to each other. Predictions for all ``H L`` outputs are a product of an
+    ``N x N`` matrix, computed with the kernel's parameters, and the sparse targets, so their number hardly matters.
+
+    Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
+    the places beside, and a quarter of those on the diagonals.
+
+    It learns from batches that hold all data in order, anew when these are other data; for minibatches, and for new images
+    (``batch.is_new``, as in ``guide.infer``), it predicts from what it has learned.
+
+    Args:
+        canvas: sizes.
+        kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
+        refit_every: visits between two fits of the kernel's parameters.
+        rank: rank of an incomplete Cholesky factor; default: exact.
+        num_candidates: places per object.
+        smooth: whether scores of neighbouring places support each other.
+        inputs: maps images ``(n, height, width, F)`` to what to regress on, ``(n, D)``; default: the pixels.
+        leave_out: whether to leave each image's own posterior out. If not, the regression mostly returns what it was given.
+        fit_steps: largest number of L-BFGS steps of a fit.
+        max_fit: largest number of images that a fit looks at, drawn at random; predictions use all.
+        site: name of the observed images.
+        generator: source of randomness for the choice of these images; default: torch's global generator.
+
+    Attributes:
+        regression: the Gaussian process regression, ``None`` before the first batch.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        canvas: Canvas,
+        *,
+        kernel: str | kernels.Kernel = "composition",
+        refit_every: int = 5,
+        rank: int | None = None,
+        num_candidates: int = 1,
+        smooth: bool = True,
+        inputs: Callable[[Tensor], Tensor] | None = None,
+        leave_out: bool = True,
+        fit_steps: int = 20,
+        max_fit: int = 400,
+        site: str = "y",
+        generator: torch.Generator | None = None,
+    ) -> None:
+        check_counts(refit_every=refit_every, num_candidates=num_candidates, fit_steps=fit_steps, max_fit=max_fit)
+        self.canvas, self.kernel, self.refit_every, self.rank = canvas, kernel, refit_every, rank
+        self.num_candidates, self.smooth, self.inputs, self.leave_out = num_candidates, smooth, inputs, leave_out
+        self.fit_steps, self.max_fit, self.site, self.generator = fit_steps, max_fit, site, generator
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets all images and what was learned of them; the kernel keeps its parameters."""
+        self.regression: LeaveOneOutRegression | None = None
+        self._images: Tensor | None = None
+        self._influence: Tensor | None = None
+        self._targets: Tensor | None = None
+        self._visits = 0
+        self._is_of_new_images = False
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points.
+
+        Raises:
+            ValueError: if there are no images, or nothing has been learned before a batch that does not hold all data.
+        """
+        if self.site not in batch.observations:
+            raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
+        images = batch.observations[self.site]
+        # With nothing learned yet, new images must do to learn from.
+        knows = self.regression is not None and not self._is_of_new_images
+        if batch.population.indices is None and not (batch.is_new and knows):
+            self._is_of_new_images = batch.is_new
+            if self._images is not None and self._images is not images and not torch.equal(self._images, images):
+                self.forget()
+                self._is_of_new_images = batch.is_new
+            self._learn(batch, images)
+            influence = self._influence
+        elif self.regression is None:
+            raise ValueError("PlaceRegression learns from a batch of all data in order; give it one before minibatches or new images")
+        else:
+            identity = torch.eye(len(self.regression.inputs), dtype=torch.float64, device=images.device)
+            influence = self.regression.predict(self._inputs_of(images), identity)[0].float()
+        assert influence is not None
+        return self._predict(influence)
+
+    def _inputs_of(self, images: Tensor) -> Tensor:
+        return images.flatten(1) if self.inputs is None else self.inputs(images)
+
+    def _learn(self, batch: SearchBatch, images: Tensor) -> None:
+        """Takes in the posteriors, and fits the kernel if it is due."""
+        entries, values = place_probabilities(batch.population)
+        kept = values > _NEGLIGIBLE
+        entries, values = entries[:, kept], values[kept]
+        if self.smooth:
+            entries, values = self._smoothed(entries, values)
+        shape = (len(images), scene_sizes(batch.space)[0] * self.canvas.num_places)
+        self._targets = torch.sparse_coo_tensor(entries, values.float(), shape, check_invariants=False).coalesce()
+        if self.regression is None:
+            self._images = images
+            self.regression = LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+        if self._visits % self.refit_every == 0:
+            self._fit(self.regression, self._targets)
+            self._influence = self._new_influence(self.regression)
+        self._visits += 1
+
+    def _smoothed(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Spreads targets over the places beside, on the grid of all places."""
+        rows, columns = self.canvas.grid
+        head, place = entries[1] // self.canvas.num_places, entries[1] % self.canvas.num_places
+        steps = torch.tensor([-1, 0, 1], device=entries.device)
+        row, column = (place // columns).unsqueeze(-1) + steps, (place % columns).unsqueeze(-1) + steps
+        if self.canvas.wrap:
+            row, column = row % rows, column % columns
+        inside = ((row >= 0) & (row < rows)).unsqueeze(-1) & ((column >= 0) & (column < columns)).unsqueeze(-2)
+        weight = 1 - 0.5 * steps.abs().double()
+        spread = (values[:, None, None] * weight[:, None] * weight)[inside]
+        key = head[:, None, None] * self.canvas.num_places + row.unsqueeze(-1) * columns + column.unsqueeze(-2)
+        data = entries[0][:, None, None].expand_as(key)
+        return torch.stack([data[inside], key[inside]]), spread
+
+    def _fit(self, regression: LeaveOneOutRegression, targets: Tensor) -> None:
+        """Raises the marginal likelihood of random outputs on random images; of all at once it would be a sum over too many."""
+        generator = torch.Generator().manual_seed(ops.draw_seed(self.generator))
+        rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
+        data, output = targets.indices()
+        seen = torch.zeros(targets.shape[0], dtype=torch.bool, device=targets.device)
+        seen[rows] = True
+        outputs = output[seen[data]].unique()
+        if not len(outputs):
+            return
+        outputs = outputs[torch.randperm(len(outputs), generator=generator)[:_MAX_FIT_OUTPUTS].to(outputs.device)]
+        column = torch.full((targets.shape[1],), -1, device=targets.device)
+        column[outputs] = torch.arange(len(outputs), device=targets.device)
+        used = seen[data] & (column[output] >= 0)
+        dense = torch.zeros(targets.shape[0], len(outputs), dtype=torch.float64, device=targets.device)
+        dense[data[used], column[output[used]]] = targets.values()[used].double()
+        regression.fit(dense, self.fit_steps, rows=rows)
+
+    def _new_influence(self, regression: LeaveOneOutRegression) -> Tensor:
+        """The matrix ``(N, N)`` that maps targets to predictions."""
+        identity = torch.eye(len(regression.inputs), dtype=torch.float64, device=regression.inputs.device)
+        if not self.leave_out:
+            assert self._images is not None
+            return regression.predict(self._inputs_of(self._images), identity)[0].float()
+        if isinstance(regression.covariance, DenseCovariance):
+            inverse = regression.covariance.inverse
+            return (identity - inverse / inverse.diagonal().unsqueeze(-1)).float()
+        return regression.covariance.leave_one_out(identity)[0].float()
+
+    def _predict(self, influence: Tensor) -> Candidates:
+        assert self._targets is not None
+        outputs = self._targets.t().coalesce()
+        num_objects = outputs.shape[0] // self.canvas.num_places
+        step = max(1, _BLOCK_BYTES // (4 * outputs.shape[0]))
+        found = []
+        for block in influence.split(step):
+            scores = torch.sparse.mm(outputs, block.T.contiguous()).T
+            found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
+        return _join(found)
+
+
+def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
+    """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``."""
+    values, places = [], []
+    for found in range(number):
+        best = scores.max(-1)
+        values.append(best.values)
+        places.append(best.indices)
+        if found + 1 < number:
+            scores.scatter_(-1, neighbourhood(best.indices, canvas), -torch.inf)
+    return Candidates(torch.stack(values, -1), torch.stack(places, -1))
+
+
+def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
+    """Inputs for a :class:`PlaceRegression` in which images are alike where they show the same colours at about the same place.
+
+    The colours that differ from the background are clustered (k-means) when the returned function sees images for the first time. Every
+    pixel is then a vector of memberships, softmax of minus squared distances over ``2 width**2``, background left out, and these maps are
+    averaged over 3 x 3 pixels and thinned out.
+
+    Args:
+        num_colours: number of clusters.
+        stride: distance of the pixels kept.
+        width: distance of colours at which memberships soften.
+
+    Returns:
+        A function that maps images ``(n, height, width, F)`` to inputs ``(n, D)``.
+    """
+    palette: list[Tensor] = []
+
+    def maps(images: Tensor) -> Tensor:
+        """Pooled maps of how much each pixel is of each colour."""
+        pixels = images.flatten(0, 2)
+        if not palette:
+            palette.append(_palette(pixels, num_colours))
+        memberships = (-torch.cdist(pixels, palette[0].to(pixels)).square() / (2 * width**2)).softmax(-1)[:, 1:]
+        layers = memberships.reshape(*images.shape[:3], -1).movedim(-1, 1)
+        pooled = torch.nn.functional.avg_pool2d(torch.nn.functional.pad(layers, (1, 1, 1, 1), mode="circular"), 3, stride)
+        return pooled.flatten(1)
+
+    return maps
+
+
+def _palette(pixels: Tensor, number: int, most: int = 20_000, steps: int = 15) -> Tensor:
+    """The most frequent colour, and the centres of clusters of those that are far from it, ``(number + 1, F)``."""
+    background = pixels.median(0).values
+    distance = (pixels - background).norm(dim=-1)
+    colours = pixels[distance > 5 * distance.median()]
+    if len(colours) < number:
+        raise ValueError(f"images show only {len(colours)} pixels that differ from their background; {number} colours need more")
+    colours = colours[:: max(1, len(colours) // most)]
+    # From dark to bright, so that no draw is needed.
+    centres = colours[colours.sum(-1).argsort()][(torch.arange(number) * (len(colours) - 1)) // max(1, number - 1)]
+    for _ in range(steps):
+        nearest = torch.cdist(colours, centres).argmin(1)
+        counts = torch.bincount(nearest, minlength=number).clamp(min=1).unsqueeze(-1)
+        sums = torch.zeros_like(centres).index_add_(0, nearest, colours)
+        centres = torch.where(torch.bincount(nearest, minlength=number).unsqueeze(-1) > 0, sums / counts, centres)
+    return torch.cat([background.unsqueeze(0), centres])
+
+
+def _join(found: list[Candidates]) -> Candidates:
+    return Candidates(torch.cat([c.scores for c in found]), torch.cat([c.places for c in found]))

@@ -1,0 +1,227 @@
+"""Populations: the distinct states kept for each data point, with their log joints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
+
+States = Tensor | Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Population:
+    r"""``S`` packed states for each of ``N`` data points and their log joints :math:`\log p(s, y_n)`.
+
+    The truncated posterior is :math:`q_n(s) \propto p(s, y_n)` on the states of the population. States of one data point must be
+    distinct wherever the population stands for a posterior: a state held twice would be counted twice, and the "bound" could
+    exceed the evidence. :meth:`merge` preserves it; candidates that a search proposes may repeat each other.
+
+    Attributes:
+        space: the state space.
+        words: packed states, ``(N, S, num_words)`` int64.
+        log_joint: log joints ``(N, S)``; ``-inf`` for a state of probability zero.
+        indices: positions ``(N,)`` of the data points in the full data set, or ``None`` if these are all data in order.
+    """
+
+    space: StateSpace
+    words: Tensor
+    log_joint: Tensor
+    indices: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.words.shape[0]
+
+    @property
+    def num_states(self) -> int:
+        """Number of states per data point, ``S``."""
+        return self.words.shape[1]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every population holds all states of the space, so that the posterior is exact."""
+        return self.num_states >= self.space.size
+
+    def split(self, rows: int) -> list[Population]:
+        """Populations of at most so many data points each, in order; itself if they are not more."""
+        if len(self) <= rows:
+            return [self]
+        indices = torch.arange(len(self), device=self.words.device) if self.indices is None else self.indices
+        blocks = zip(self.words.split(rows), self.log_joint.split(rows), indices.split(rows), strict=True)
+        return [Population(self.space, *block) for block in blocks]
+
+    def weights(self, temperature: float = 1.0) -> Tensor:
+        r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`.
+
+        A data point whose states all have probability zero has no posterior; its weights are equal, so that a search can go on.
+
+        Raises:
+            RuntimeError: for data points whose states have never been scored under the model.
+        """
+        log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
+        possible = log_joint.amax(-1, keepdim=True) > -math.inf
+        if not bool(possible.all()):
+            self._refuse_unscored()
+            log_joint = log_joint.masked_fill(~possible, 0.0)
+        return log_joint.softmax(-1)
+
+    def _refuse_unscored(self) -> None:
+        unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)
+        if len(unscored):
+            raise RuntimeError(
+                f"the states of {len(unscored)} of {len(self)} data points (first: {int(unscored[0])}) have never been scored under the "
+                "model: no minibatch has held these data points yet. Take guide.posterior(*args) with the model's arguments, which scores "
+                "them, or guide.refresh_(*args), which also keeps the scores"
+            )
+
+    def free_energy(self) -> Tensor:
+        r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64; NaN where never scored."""
+        rows = max(1, 2**20 // self.num_states)
+        return torch.cat([block.double().logsumexp(-1) for block in self.log_joint.split(rows)])
+
+    def states(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Unpacked values ``(N, S, L)``, by default in the smallest integer type that holds them."""
+        return self.space.unpack(self.words, dtype)
+
+    def marginals(self) -> Tensor:
+        r"""Probability :math:`\sum_s q_n(s) [s_l \ne 0]` that a latent is active, ``(N, L)``."""
+        return ops.activation_probabilities(self.words, self.weights(), self.space)
+
+    def value_probabilities(self) -> Tensor:
+        r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality."""
+        return ops.value_probabilities(self.words, self.weights(), self.space)
+
+    def activity(self) -> Tensor:
+        """Expected number of active (non-zero) latents, ``(N,)``."""
+        return self.marginals().sum(-1)
+
+    def effective_states(self) -> Tensor:
+        r"""Exponential of the posterior's entropy, :math:`\exp(-\sum_s q_n \log q_n)`, ``(N,)``: from 1 to ``S``."""
+        entropy: Tensor = torch.special.entr(self.weights()).sum(-1)
+        return entropy.exp()
+
+    def mode(self) -> Tensor:
+        """The most probable state of each data point as words ``(N, num_words)``."""
+        return self._at(self.log_joint.argmax(-1, keepdim=True)).squeeze(1)
+
+    def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
+        """Independent draws from the truncated posterior as words ``(num_samples, N, num_words)``."""
+        num_samples = check_count("num_samples", num_samples)
+        chosen = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
+        return self._at(chosen).transpose(0, 1).contiguous()
+
+    def expectation(self, f: Callable[[Tensor], Tensor], memory_budget: int = 2**27) -> Tensor:
+        r"""Posterior expectation :math:`\sum_s q_n(s) f(s)` of a function of the latents' values.
+
+        Args:
+            f: maps values ``(n, S, L)`` int64 of any ``n`` data points to ``(n, S, ...)``.
+            memory_budget: bytes that the values of a block of data points may take; what ``f`` allocates comes on top.
+
+        Returns:
+            ``(N, ...)`` in the type of the weights, or that of ``f``'s values if it is wider.
+
+        Raises:
+            ValueError: if what the function returns does not start with the dimensions ``(n, S)``.
+        """
+        weights = self.weights()
+        rows = max(1, memory_budget // (8 * self.num_states * self.space.num_latents))
+        blocks = []
+        # At least one block, empty if need be, because only `f` knows the shape of the result.
+        for start in range(0, max(1, len(self)), rows):
+            value = f(self.space.unpack(self.words[start : start + rows], torch.int64))
+            weight = weights[start : start + rows]
+            if not isinstance(value, Tensor) or value.shape[:2] != weight.shape:
+                given = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    f"the function must return a tensor that starts with the dimensions (N, S) = {tuple(weight.shape)}; got {given}"
+                )
+            dtype = torch.promote_types(weight.dtype, value.dtype)
+            blocks.append(torch.einsum("ns,ns...->n...", weight.to(dtype), value.to(dtype)))
+        return torch.cat(blocks)
+
+    def find_duplicates(self) -> Tensor:
+        """The data points that hold a state more than once, as positions in this population, ascending."""
+        return ops.repeated(self.words).any(-1).nonzero().squeeze(-1)
+
+    def assert_distinct(self) -> None:
+        """Checks that no data point holds a state twice.
+
+        Raises:
+            ValueError: naming how many data points do, and the first.
+        """
+        rows = self.find_duplicates()
+        if len(rows):
+            raise ValueError(
+                f"states repeat within {len(rows)} of {len(self)} data points (first: {int(rows[0])}). "
+                "A repeated state would be counted twice and the bound could exceed the evidence."
+            )
+
+    def merge(self, candidates: Population, num_states: int | None = None) -> Population:
+        """The ``num_states`` (default: as many as now) best distinct states of this population and the candidates.
+
+        States of this population must be distinct, candidates need not. With the default, or a larger number, the free energy of
+        no data point is below that of ``self``.
+
+        Raises:
+            ValueError: if some data point has fewer than ``num_states`` distinct states in the union.
+        """
+        size = self.num_states if num_states is None else num_states
+        words, log_joint = ops.select_top(self.words, self.log_joint, candidates.words, candidates.log_joint, size)
+        return dataclasses.replace(self, words=words, log_joint=log_joint)
+
+    def without_impossible(self) -> Population:
+        """Puts the best state, at no weight, for those of probability zero: an enumerating ELBO multiplies log densities by weights."""
+        words, log_joint = self.words, self.log_joint
+        impossible = log_joint == -math.inf
+        if log_joint.dim() != 2 or not bool(impossible.any()):
+            return self
+        best = log_joint.argmax(-1, keepdim=True)
+        words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
+        log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
+        return dataclasses.replace(self, words=words, log_joint=log_joint)
+
+    def _at(self, chosen: Tensor) -> Tensor:
+        """States at positions ``(N, K)``, ``(N, K, num_words)``."""
+        return self.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, self.words.shape[-1]))
+
+
+def join(populations: Sequence[Population]) -> Population:
+    """States of the same data points side by side, repetitions included."""
+    words = torch.cat([population.words for population in populations], 1)
+    return dataclasses.replace(populations[0], words=words, log_joint=torch.cat([population.log_joint for population in populations], 1))
+
+
+def initial_population(
+    space: StateSpace,
+    num_data: int,
+    num_states: int,
+    generator: torch.Generator | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Distinct states to start from, different for each data point.
+
+    Every data point gets the all-zero state, then the states with one active latent (at each of its non-zero values; a random
+    subset per data point if they do not all fit), then random states with more active latents: of a small space a random subset,
+    of a large one sparse states with two and a Poisson number more, whose mean is drawn per data point between 0 and 2.
+
+    Args:
+        space: the state space.
+        num_data: number of data points ``N``.
+        num_states: number of states per data point ``S``.
+        generator: source of randomness.
+        device: where the result goes; it is computed on the CPU, once.
+
+    Returns:
+        Packed states ``(N, S, num_words)``.
+
+    Raises:
+        ValueError: if the space has fewer than ``num_states`` states.
+    """
+    return ops.initial_states(space, num_data, num_states, generator).to(device or "cpu")

@@ -1,0 +1,142 @@
+"""The space of joint discrete states of one data point, and how a state is packed into 64-bit words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.ops.selection import WORD_BITS
+from pyro_truncated.utils.counts import check_count
+
+_MAX_ENUMERATED = 2**22
+_MAX_CARDINALITY = 2**31
+_BLOCK_ENTRIES = 2**23
+
+
+class StateSpace:
+    r"""All joint configurations of ``L`` discrete latents, latent ``l`` taking the values ``0 .. cardinality_l - 1``.
+
+    A state is stored in ``num_words`` words of 64 bits. Latent ``l`` occupies a field of
+    :math:`\lceil\log_2 \mathrm{cardinality}_l\rceil` bits (at least one) at bit ``shift[l]`` of word ``word[l]``; fields are laid
+    out in order and never straddle two words, so a space of ``H`` binary latents needs :math:`\lceil H/64\rceil` words. Bits that
+    belong to no field are zero, so equal states have equal words.
+
+    Attributes:
+        cardinalities: number of values of each latent, as a tuple.
+        cardinality: the same as an int64 tensor.
+        mutable: positions of the latents of more than one value, int64.
+        word: word of each latent's field, int64.
+        shift: lowest bit of each latent's field, int64.
+        bits: width of each latent's field, int64.
+        num_latents: number of latents ``L``.
+        num_words: number of words ``W`` of a state.
+        is_binary: whether every latent has two values.
+        size: number of states, a Python integer of any size.
+
+    Args:
+        cardinalities: number of values of each latent, from 1 to 2**31 each.
+
+    Raises:
+        ValueError: if there is no latent or a cardinality is out of range.
+    """
+
+    def __init__(self, cardinalities: Sequence[int]) -> None:
+        self.cardinalities = tuple(check_count("the number of values of a latent", v) for v in cardinalities)
+        if not self.cardinalities or max(self.cardinalities) > _MAX_CARDINALITY:
+            raise ValueError(f"cardinalities must be numbers of values from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
+        word, shift, bits = [], [], []
+        used = 0
+        for cardinality in self.cardinalities:
+            width = max(1, (cardinality - 1).bit_length())
+            if used % WORD_BITS + width > WORD_BITS:
+                used += WORD_BITS - used % WORD_BITS
+            word.append(used // WORD_BITS)
+            shift.append(used % WORD_BITS)
+            bits.append(width)
+            used += width
+        self.cardinality = torch.tensor(self.cardinalities, device="cpu")
+        self.mutable = (self.cardinality > 1).nonzero().squeeze(-1)
+        self.word = torch.tensor(word, device="cpu")
+        self.shift = torch.tensor(shift, device="cpu")
+        self.bits = torch.tensor(bits, device="cpu")
+        self.num_latents = len(self.cardinalities)
+        self.num_words = (used + WORD_BITS - 1) // WORD_BITS
+        self.is_binary = all(v == 2 for v in self.cardinalities)
+        self.size = math.prod(self.cardinalities)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StateSpace) and self.cardinalities == other.cardinalities
+
+    def __hash__(self) -> int:
+        return hash(self.cardinalities)
+
+    def __repr__(self) -> str:
+        return f"StateSpace({self.num_latents} latents, {self.num_words} words, {self.readable_size} states)"
+
+    @property
+    def readable_size(self) -> str:
+        """The number of states for messages: in full up to a million, else as a power of two (it may exceed every float)."""
+        return str(self.size) if self.size <= 10**6 else f"2^{sum(math.log2(v) for v in self.cardinalities):.1f}"
+
+    @property
+    def value_dtype(self) -> torch.dtype:
+        """The smallest integer type that holds every latent's values."""
+        largest = max(self.cardinalities)
+        return torch.uint8 if largest <= 2**8 else torch.int32
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Packs integer (or boolean) values ``(..., L)`` into words ``(..., num_words)`` of type int64.
+
+        Raises:
+            ValueError: if the last dimension is not ``num_latents`` or a value lies outside its latent's range.
+        """
+        if values.shape[-1:] != (self.num_latents,):
+            raise ValueError(f"values must end in a dimension of {self.num_latents} latents; got shape {tuple(values.shape)}")
+        rows = values.reshape(-1, self.num_latents)
+        words = torch.zeros(len(rows), self.num_words, dtype=torch.int64, device=values.device)
+        cardinality, shift, word = (t.to(values.device) for t in (self.cardinality, self.shift, self.word))
+        # In blocks, because eight bytes per value are many times what the packed states need.
+        size = max(1, _BLOCK_ENTRIES // self.num_latents)
+        for start in range(0, len(rows), size):
+            block = rows[start : start + size].long()
+            if bool(((block < 0) | (block >= cardinality)).any()):
+                raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
+            # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
+            words[start : start + size].index_add_(1, word, block << shift)
+        return words.view(*values.shape[:-1], self.num_words)
+
+    def unpack(self, words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Unpacks words ``(..., num_words)`` into values ``(..., L)`` of the given type (default: :attr:`value_dtype`)."""
+        return ops.unpack(words, self, self.value_dtype if dtype is None else dtype)
+
+    def enumerate(self, device: torch.device | str | None = None) -> Tensor:
+        """All states as words ``(size, num_words)``, the first latent varying fastest.
+
+        Raises:
+            ValueError: if the space holds more than 2**22 states.
+        """
+        if self.size > _MAX_ENUMERATED:
+            raise ValueError(f"a space of {self.readable_size} states is too large to enumerate (limit {_MAX_ENUMERATED})")
+        rest = torch.arange(self.size, device=device)
+        words = torch.zeros(self.size, self.num_words, dtype=torch.int64, device=device)
+        for latent, cardinality in enumerate(self.cardinalities):
+            words[:, int(self.word[latent])] += (rest % cardinality) << int(self.shift[latent])
+            rest = rest // cardinality
+        return words
+
+    def random(
+        self,
+        shape: Sequence[int],
+        activity: float | Tensor,
+        generator: torch.Generator | None = None,
+        device: torch.device | str | None = None,
+    ) -> Tensor:
+        """Draws states ``(*shape, num_words)``: each latent is non-zero with probability ``activity``, all its non-zero values alike."""
+        others = (self.cardinality - 1).to(device or "cpu")
+        on = torch.rand((*shape, self.num_latents), generator=generator, device=device) < activity
+        value = torch.rand((*shape, self.num_latents), generator=generator, device=device, dtype=torch.double) * others
+        return self.pack(torch.where(on, torch.minimum(1 + value.long(), others), 0))

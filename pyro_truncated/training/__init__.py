@@ -1,0 +1,8 @@
+"""Training: the ELBO, the loop around ``svi.step``, starting points and checkpoints."""
+
+from pyro_truncated.training.best_start import best_start
+from pyro_truncated.training.checkpoint import CheckpointWarning
+from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.loop import Restarts, StatesReplaced, Training, fit, fit_restarts
+
+__all__ = ["CheckpointWarning", "Restarts", "StatesReplaced", "Training", "Truncated_ELBO", "best_start", "fit", "fit_restarts"]

@@ -1,0 +1,109 @@
+"""Starting points: the best of several short runs on a part of the data."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_truncated.em.closed_form import ClosedForm
+from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide, GibbsModel
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search
+from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.training.elbo import Temperature, Truncated_ELBO
+from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+
+def best_start(
+    model: Any,
+    y: Tensor,
+    search: Search,
+    *,
+    num_starts: int = 5,
+    num_data: int = 1000,
+    steps: int = 50,
+    num_states: int = 64,
+    temperature: Temperature = 1.0,
+    generator: torch.Generator | None = None,
+) -> list[float]:
+    """Initialises a model from the best of several short EM runs on a random part of the data.
+
+    EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
+    on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
+
+    Args:
+        model: has ``initialize(y, generator)`` and closed-form M-steps; holds the parameters of the best run afterwards. A model with a
+            Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`, is trained by
+            :class:`~pyro_truncated.GibbsEM`.
+        y: data, ``(N, D)``.
+        search: fills the populations of the short runs. What it learns from the data in a run is forgotten after it.
+        num_starts: number of starts.
+        num_data: data points drawn for the short runs, without replacement; all if there are fewer.
+        steps: EM iterations of a short run.
+        num_states: states per data point in the short runs; all of them if the space has fewer. Has no meaning for Gibbs sampling.
+        temperature: as in :class:`~pyro_truncated.Truncated_ELBO` or :class:`~pyro_truncated.GibbsEM`.
+        generator: source of randomness of the part of the data and the initialisations.
+
+    Returns:
+        The free energy per data point that each start reached; with Gibbs sampling the mean log joint of data and draws.
+
+    Raises:
+        ValueError: if a count is below 1.
+        TypeError: if the model lacks ``initialize`` or closed-form M-steps, or the search selects no latents for a Gibbs sampler.
+    """
+    num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
+    if not hasattr(model, "initialize"):
+        raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
+    y = as_tensors(y)
+    device = None if generator is None else generator.device
+    part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
+    if not isinstance(model, GibbsModel):
+        num_states = min(num_states, _space_size(model, part))
+    reached: list[float] = []
+    driver = getattr(model, "closed_form", None)
+    best = copy.deepcopy(model.state_dict())
+    search.forget()
+    for _ in range(num_starts):
+        model.initialize(part, generator)
+        closed_form = ClosedForm(model)
+        svi = _trainer(model, closed_form, search, num_states, temperature)
+        for _ in range(steps):
+            loss = svi.step(part)
+        closed_form.release()
+        search.forget()
+        reached.append(-float(loss) / len(part))
+        if reached[-1] == max(reached):
+            best = copy.deepcopy(model.state_dict())
+    _restore(model, best)
+    model.closed_form = driver
+    return reached
+
+
+def _trainer(model: Any, closed_form: ClosedForm, search: Search, num_states: int, temperature: Temperature) -> SVI:
+    """What the short runs are made by."""
+    if isinstance(model, GibbsModel):
+        if not isinstance(search, Preselection):
+            raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
+        return SVI(model, GibbsGuide(model), closed_form, GibbsEM(search, temperature=temperature))
+    return SVI(model, AutoTruncated(model, num_states=num_states), closed_form, Truncated_ELBO(search, temperature=temperature))
+
+
+def _space_size(model: Any, y: Tensor) -> int:
+    """Number of joint states of a data point."""
+    guide = AutoTruncated(model, num_states=1)
+    with spare_random_numbers():
+        guide.setup(y)
+    return guide.space.size
+
+
+def _restore(model: Any, state: dict[str, Tensor]) -> None:
+    """Puts values back in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            value.copy_(state[name])

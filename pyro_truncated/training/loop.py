@@ -1,0 +1,350 @@
+"""A loop around ``svi.step``: progress bar, record, early stopping, checkpoints, restarts. It hides nothing of SVI."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+import time
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer import SVI
+from tqdm.auto import tqdm
+
+from pyro_truncated import ops
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.training.checkpoint import (
+    CheckpointWarning,
+    lacks_parameters,
+    read_checkpoint,
+    refuse_other_runs,
+    restore,
+    save_checkpoint,
+)
+from pyro_truncated.training.checkpoint_file import claimed
+from pyro_truncated.training.identity import describe_arguments, describe_run
+from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.parameters import ShadowWatch, refuse_shadowed
+
+# A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
+Callback = Callable[["Training"], Mapping[str, float] | bool | None]
+
+
+@dataclasses.dataclass
+class Training:
+    """What happened in a training run; callbacks get to see it after every step.
+
+    Attributes:
+        svi: the run.
+        record: one list per quantity, one entry per step: ``free_energy`` (minus the loss), and what callbacks return.
+            ``to_arviz(..., training=training.record)`` takes it as it is.
+        seconds: duration of each step.
+        stopped_early: whether the free energy had stopped growing before the last step asked for.
+    """
+
+    svi: SVI
+    record: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {"free_energy": []})
+    seconds: list[float] = dataclasses.field(default_factory=list)
+    stopped_early: bool = False
+
+    @property
+    def steps(self) -> int:
+        """Number of steps taken."""
+        return len(self.record["free_energy"])
+
+    @property
+    def free_energy(self) -> float:
+        """The last step's free energy.
+
+        Raises:
+            IndexError: before the first step.
+        """
+        return self.record["free_energy"][-1]
+
+
+def fit(
+    svi: SVI,
+    *args: Any,
+    steps: int,
+    callbacks: Sequence[Callback] = (),
+    progress: bool | None = None,
+    patience: int | None = None,
+    tolerance: float = 1e-5,
+    checkpoint: str | Path | None = None,
+    checkpoint_seconds: float = 30.0,
+    settings: Mapping[str, Any] | None = None,
+    may_differ: Collection[str] = (),
+    **kwargs: Any,
+) -> Training:
+    r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
+
+    With ``patience`` the run ends once the free energy, averaged over the last ``patience`` steps, exceeds its average over as many steps
+    before by less than ``tolerance`` of its size: :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`.
+    Averaging lets it work on minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
+
+    With ``checkpoint`` the run is saved every so many seconds and at its end (see
+    :func:`~pyro_truncated.training.checkpoint.save_checkpoint`), and continued from the file if that exists: to the very
+    numbers of a run that was never interrupted, early stopping included (but for what a :class:`~pyro_truncated.GPSelect` has learned: it
+    learns anew). A file of another run is refused before anything changes: of other data (by hashes of all tensors and arrays among the
+    arguments) or a model, guide, optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``,
+    callbacks and what else only this function sees may change. A destination that cannot be written to is refused before the first step;
+    a checkpoint that cannot be written later (a full disk) is a :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried
+    again.
+
+    Example::
+
+        training = fit(SVI(model, guide, Adam({"lr": 0.01}), elbo), y, steps=500, patience=50, checkpoint="run.pt")
+        idata = to_arviz(model, guide, y, training=training.record)
+
+    Args:
+        svi: the run: model, guide, optimiser, ELBO.
+        *args: the model's arguments.
+        steps: total number of steps, those from the checkpoint included.
+        callbacks: each is called with the :class:`Training` after every step. A mapping that it returns is recorded, ``True`` ends the run.
+            If it has a method ``start``, that is called so once before the first step, after a checkpoint has been read.
+        progress: whether to show a bar; default: if standard error is a terminal.
+        patience: steps to average over for early stopping, or ``None`` for none.
+        tolerance: relative growth below which the run ends.
+        checkpoint: file. While the run goes on, a file ``<name>.lock`` lies beside it.
+        checkpoint_seconds: time between checkpoints; 0 for one after every step, infinity for one at the end.
+        settings: what else must agree for a run to be continued.
+        may_differ: parts that may be others than those of the run that is continued, see
+            :func:`~pyro_truncated.training.checkpoint.load_checkpoint`.
+        **kwargs: the model's keyword arguments.
+
+    Returns:
+        The record.
+
+    Raises:
+        TypeError: if ``svi`` is not Pyro's SVI, or ``callbacks`` is no sequence of functions.
+        ValueError: if a count is no positive integer, a number out of range, the checkpoint damaged or of another run (the message names
+            what differs), or a callback does not return the same names at every step.
+        OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
+        RuntimeError: if another run is writing checkpoints there.
+    """
+    if not isinstance(svi, SVI):
+        raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
+    steps = check_count("steps", steps)
+    patience = None if patience is None else check_count("patience", patience)
+    if math.isnan(tolerance):
+        raise ValueError("tolerance must be a number; got nan")
+    if callable(callbacks) or not all(map(callable, callbacks)):
+        raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
+    _check_seconds(checkpoint_seconds)
+    training = Training(svi)
+    if checkpoint is None:
+        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance)
+        return training
+    path = Path(checkpoint)
+    run = describe_run(svi) | describe_arguments(args, kwargs)
+    with claimed(path):
+        if path.exists():
+            _resume(training, path, settings, run, may_differ, args, kwargs)
+        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance, _Saving(path, checkpoint_seconds, settings, run))
+    return training
+
+
+def _check_seconds(seconds: Any) -> None:
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"checkpoint_seconds must be a number of seconds; got {seconds!r}")
+    if not seconds >= 0:
+        raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
+
+
+def _run(
+    training: Training,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    steps: int,
+    callbacks: Sequence[Callback],
+    progress: bool | None,
+    patience: int | None,
+    tolerance: float,
+    saving: _Saving | None = None,
+) -> None:
+    for callback in callbacks:
+        if callable(start := getattr(callback, "start", None)):
+            start(training)
+    model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
+    refuse_shadowed(model, guide, training=True)
+    with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
+        while training.steps < steps and not _has_ended(training, patience, tolerance):
+            with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
+                _step(training, callbacks, args, kwargs)
+            bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
+            bar.update()
+            ended = training.steps >= steps or training.stopped_early or _has_ended(training, patience, tolerance)
+            if saving is not None:
+                saving.after_step(training, ended)
+
+
+def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    start = time.monotonic()
+    loss: Any = training.svi.step(*args, **kwargs)
+    training.record["free_energy"].append(-float(loss))
+    training.seconds.append(time.monotonic() - start)
+    for callback in callbacks:
+        found = callback(training)
+        if isinstance(found, Mapping):
+            for name, value in found.items():
+                training.record.setdefault(name, []).append(float(value))
+        elif found:
+            training.stopped_early = True
+    lengths = {name: len(values) for name, values in training.record.items()}
+    if set(lengths.values()) != {training.steps}:
+        raise ValueError(f"callbacks must return the same names at every step, each once; after {training.steps} steps there are {lengths}")
+
+
+def _has_ended(training: Training, patience: int | None, tolerance: float) -> bool:
+    values = training.record["free_energy"]
+    if not training.stopped_early and patience is not None and len(values) >= 2 * patience:
+        recent, before = float(np.mean(values[-patience:])), float(np.mean(values[-2 * patience : -patience]))
+        training.stopped_early = recent - before < tolerance * max(1.0, abs(recent))
+    return training.stopped_early
+
+
+class _Saving:
+    """Writes checkpoints every so often and at the end; one that cannot be written is a warning."""
+
+    def __init__(self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str]) -> None:
+        self.path, self.seconds, self.settings, self.run = path, seconds, settings, run
+        self.saved = time.monotonic()
+
+    def after_step(self, training: Training, ended: bool) -> None:
+        if not ended and time.monotonic() - self.saved < self.seconds:
+            return
+        history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
+        try:
+            save_checkpoint(self.path, training.svi, history=history, settings=self.settings, run=self.run)
+        except OSError as error:
+            then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
+            message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
+            warnings.warn(message, CheckpointWarning, stacklevel=4)
+        self.saved = time.monotonic()
+
+
+def _resume(
+    training: Training,
+    path: Path,
+    settings: Mapping[str, Any] | None,
+    run: Mapping[str, str],
+    may_differ: Collection[str],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> None:
+    content = read_checkpoint(path, training.svi)
+    history = content["history"]
+    if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
+        raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")
+    refuse_other_runs(content, run, settings, may_differ, path)
+    if lacks_parameters(content, training.svi):
+        # Parameters that are made when they are first asked for must exist before they can be restored.
+        with spare_random_numbers():
+            training.svi.evaluate_loss(*args, **kwargs)
+    restore(content, training.svi, path, keeps_optimizer="optimizer" in may_differ)
+    training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
+
+
+class StatesReplaced:
+    """A callback that records ``states_replaced``: the share of states that are new since the last step, over all populations.
+
+    A search that has converged replaces few. Comparing costs about as much as a merge of the populations.
+
+    Args:
+        guide: the guide whose populations are watched.
+    """
+
+    def __init__(self, guide: AutoTruncated) -> None:
+        self.guide = guide
+        self._before = self._populations()
+
+    def start(self, training: Training) -> None:
+        """Takes the populations as the run finds them: those of the checkpoint, if there is one."""
+        self._before = self._populations()
+
+    def _populations(self) -> torch.Tensor | None:
+        return self.guide.words.clone() if "words" in self.guide._buffers else None
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """The share for the step just taken; NaN if there was nothing to compare with."""
+        now, before, self._before = self.guide.words, self._before, self._populations()
+        if before is None or before.shape != now.shape:
+            return {"states_replaced": math.nan}
+        known = ops.repeated(torch.cat([before, now], 1))[:, before.shape[1] :]
+        return {"states_replaced": float((~known).double().mean())}
+
+
+@dataclasses.dataclass(frozen=True)
+class Restarts:
+    """Runs from different starts.
+
+    Attributes:
+        trainings: one record per start.
+        best: position of the start with the highest final free energy (mean over its last tenth of the steps, at least one).
+        stores: states of Pyro's parameter store after each run, for models that are plain functions.
+    """
+
+    trainings: list[Training]
+    best: int
+    stores: list[Any]
+
+    @property
+    def training(self) -> Training:
+        """The best run."""
+        return self.trainings[self.best]
+
+    @property
+    def record(self) -> dict[str, np.ndarray]:
+        """Records of all runs, ``(num_restarts, steps)``, NaN after the end of runs that stopped early; for ``to_arviz(training=...)``."""
+        longest = max(training.steps for training in self.trainings)
+        names = self.trainings[0].record
+        return {
+            name: np.array([training.record[name] + [math.nan] * (longest - training.steps) for training in self.trainings])
+            for name in names
+        }
+
+
+def fit_restarts(
+    make: Callable[[int], SVI], *args: Any, restarts: int = 5, checkpoint: str | Path | None = None, **kwargs: Any
+) -> Restarts:
+    """Runs :func:`fit` from several starts, each with a parameter store of its own, and leaves the best one's parameters in the store.
+
+    Args:
+        make: called with ``0 .. restarts - 1``; makes model, guide and SVI afresh, seeds included if wanted.
+        *args: the model's arguments.
+        restarts: number of starts.
+        checkpoint: file; start ``i`` takes ``<stem>-<i><suffix>``.
+        **kwargs: what :func:`fit` takes, and the model's keyword arguments.
+
+    Returns:
+        All runs, and which is the best.
+
+    Raises:
+        ValueError: if ``restarts`` is below 1.
+    """
+    restarts = check_count("restarts", restarts)
+    store = pyro.get_param_store()
+    trainings, stores = [], []
+    for restart in range(restarts):
+        with store.scope() as state:
+            path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
+            trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
+        # The parameters themselves, not copies: modules and optimisers go on with them.
+        stores.append(copy.copy(state))
+    reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
+    # A run that ended in NaN has reached nothing.
+    best = int(np.argmax(np.nan_to_num(reached, nan=-np.inf, neginf=-np.inf)))
+    store.set_state(stores[best])
+    return Restarts(trainings, best, stores)
+
+
+def _numbered(path: Path, restart: int) -> Path:
+    return path.with_name(f"{path.stem}-{restart}{path.suffix}")

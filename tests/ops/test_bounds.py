@@ -1,0 +1,104 @@
+"""States of another space are refused before a kernel takes their bits for positions; small calls run on one thread."""
+
+from __future__ import annotations
+
+import numba
+import numpy as np
+import pytest
+import torch
+
+from pyro_truncated import ops
+from pyro_truncated.ops import quadratic as energy
+from pyro_truncated.ops.compiled import values as bits_cpu
+from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.vectorised import quadratic as energy_dense
+from pyro_truncated.states import StateSpace
+from tests.ops import kernels as implementations
+
+H, D = 6, 3
+SPACE = StateSpace([2] * H)
+
+
+def stray() -> torch.Tensor:
+    words = SPACE.random((4, 5), 0.3)
+    words[2, 1, 0] |= 1 << H
+    return words
+
+
+def calls(words: torch.Tensor) -> dict:
+    value = torch.rand(len(words), D, dtype=torch.double).round()
+    weight, precision = torch.rand(D, H, dtype=torch.double), torch.ones(D, dtype=torch.double)
+    weights, ones = torch.rand(words.shape[:2], dtype=torch.double), torch.ones(H, dtype=torch.double)
+    logs = torch.log1p(-weight / 2), torch.log1p(-precision / 2)
+    return {
+        "pair_energy": lambda: ops.pair_energy(words, torch.rand(len(words), H), torch.rand(H, H)),
+        "moments": lambda: ops.moments(words, weights, H),
+        "noisy_or_log_prob": lambda: ops.noisy_or_log_prob(words, value, *logs),
+        "noisy_or_statistics": lambda: ops.noisy_or_statistics(words, weights, value, *logs),
+        "square_error": lambda: ops.square_error(words, value, weight, precision),
+        "maximum_error": lambda: ops.maximum_error(words, value, weight, precision),
+        "maximum_statistics": lambda: ops.maximum_statistics(words, weights, value, weight),
+        "spike_slab_log_prob": lambda: ops.spike_slab_log_prob(words, value, weight, precision, ones, ones),
+        "spike_slab_moments": lambda: ops.spike_slab_moments(words, weights, value, weight, precision, ones, ones),
+        "activation_probabilities": lambda: ops.activation_probabilities(words, weights, SPACE),
+    }
+
+
+@pytest.mark.parametrize("name", calls(stray()))
+def test_bits_beyond_the_last_latent_are_refused(name):
+    with pytest.raises(ValueError, match="state 1 of row 2 has bits set beyond the last of its 6 latents"):
+        calls(stray())[name]()
+
+
+def test_bits_beyond_the_last_latent_are_refused_on_every_device(monkeypatch):
+    implementations.use("dense", monkeypatch)
+    monkeypatch.setattr(energy, "_kernels", lambda tensor: energy_dense)
+    for name in ("pair_energy", "activation_probabilities"):
+        with pytest.raises(ValueError, match="state 1 of row 2 has bits set beyond the last of its 6 latents"):
+            calls(stray())[name]()
+
+
+def test_shared_states_with_bits_beyond_are_refused():
+    words = stray()[2:3].expand(4, -1, -1)
+    with pytest.raises(ValueError, match="state 1 of row 0 has bits set beyond"):
+        calls(words)["pair_energy"]()
+
+
+@pytest.mark.parametrize("num_latents", [1, 63, 64, 65, 128])
+def test_all_bits_of_the_latents_are_legal(num_latents):
+    space = StateSpace([2] * num_latents)
+    words = space.pack(torch.ones(2, 1, num_latents))
+    first, _ = ops.moments(words, torch.ones(2, 1), num_latents)
+    assert torch.equal(first, torch.ones(2, num_latents, dtype=torch.double))
+
+
+@pytest.mark.parametrize("implementation", ["compiled", "dense"])
+def test_values_that_a_latent_does_not_have_are_refused(implementation, monkeypatch):
+    space = StateSpace([3, 2])
+    words = space.random((2, 4), 0.5)
+    words[1, 2, 0] = 3
+    implementations.use(implementation, monkeypatch)
+    with pytest.raises(ValueError, match="1 latents of the states hold values that they do not have"):
+        ops.value_probabilities(words, torch.full((2, 4), 0.25), space)
+
+
+def test_words_of_another_width_are_refused():
+    with pytest.raises(ValueError, match=r"must have the shapes \(N, S, 1\) and \(N, S\); got \(4, 5, 2\) and \(4, 5\)"):
+        ops.activation_probabilities(torch.zeros(4, 5, 2, dtype=torch.int64), torch.ones(4, 5), SPACE)
+
+
+@pytest.mark.skipif(numba.get_num_threads() == 1, reason="needs two threads")
+@pytest.mark.parametrize(("size", "expected"), [(2**13 - 1, 1), (2**13, numba.get_num_threads())])
+def test_small_calls_run_on_one_thread(size, expected, monkeypatch):
+    monkeypatch.setattr(numba, "njit", lambda **options: lambda function: function)
+    before = numba.get_num_threads()
+    kernel = parallel_kernel(cost=2)(lambda out: numba.get_num_threads())
+    assert kernel(np.zeros(size)) == expected
+    assert numba.get_num_threads() == before
+
+
+def test_the_number_of_threads_is_put_back_when_a_kernel_fails():
+    before = numba.get_num_threads()
+    with pytest.raises(numba.TypingError):
+        bits_cpu.unpack_bits(np.zeros(3), None)
+    assert numba.get_num_threads() == before

@@ -1,0 +1,256 @@
+"""Packed scores and moments against the definitions, on the CPU kernels and the dense torch versions."""
+
+from __future__ import annotations
+
+import math
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.ops import quadratic as energy
+from pyro_truncated.ops.compiled import quadratic as energy_cpu
+from pyro_truncated.ops.vectorised import quadratic as energy_dense
+from pyro_truncated.states import StateSpace
+
+NUM_DATA, NUM_STATES, NUM_OBSERVED = 5, 7, 11
+
+
+@pytest.fixture(params=["cpu", "dense"])
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Makes the public functions use one of the two implementations."""
+    chosen = energy_cpu if request.param == "cpu" else energy_dense
+    monkeypatch.setattr(energy, "_kernels", lambda tensor: chosen)
+    return chosen
+
+
+@pytest.fixture(params=[1, 8, 64, 70, 130])
+def space(request: pytest.FixtureRequest) -> StateSpace:
+    """Spaces that end inside a word, fill it to the sign bit, and need several words."""
+    return StateSpace([2] * request.param)
+
+
+def draw(space: StateSpace, num_data: int = NUM_DATA, activity: float = 0.3) -> tuple[Tensor, Tensor]:
+    """Packed states, the all-zero and the all-one state among them, and their values in float64."""
+    words = space.random((num_data, NUM_STATES), activity)
+    words[0, 0], words[0, 1] = 0, space.pack(torch.ones(space.num_latents))
+    return words, space.unpack(words, torch.float64)
+
+
+def binary_data(missing: bool) -> Tensor:
+    value = torch.bernoulli(torch.full((NUM_DATA, NUM_OBSERVED), 0.5, dtype=torch.float64))
+    if missing:
+        value[torch.rand(value.shape) < 0.3] = math.nan
+        value[1] = math.nan
+    return value
+
+
+def naive_noisy_or(states: Tensor, value: Tensor, weight: Tensor, leak: Tensor) -> Tensor:
+    off = (1 - leak) * (1 - weight * states.unsqueeze(-2)).prod(-1)
+    probability = torch.where(value.unsqueeze(1) == 1, 1 - off, off)
+    return torch.where(value.unsqueeze(1).isnan(), torch.ones(()), probability).log().sum(-1)
+
+
+@pytest.mark.parametrize("per_datum", [False, True])
+def test_pair_energy_is_the_quadratic_form(kernels: ModuleType, space: StateSpace, per_datum: bool) -> None:
+    words, states = draw(space)
+    num_latents = space.num_latents
+    linear = torch.randn(NUM_DATA, num_latents, dtype=torch.float64)
+    pairwise = torch.randn(*(NUM_DATA,) * per_datum, num_latents, num_latents, dtype=torch.float64)
+    expected = torch.einsum("nch,nh->nc", states, linear) + torch.einsum(f"nch,{'n' * per_datum}hi,nci->nc", states, pairwise, states)
+    torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
+
+
+@pytest.mark.parametrize("per_datum", [False, True])
+def test_pair_energy_gradients(kernels: ModuleType, per_datum: bool) -> None:
+    space = StateSpace([2] * 6)
+    words, _ = draw(space)
+    linear = torch.randn(NUM_DATA, 6, dtype=torch.float64, requires_grad=True)
+    pairwise = torch.randn(*(NUM_DATA,) * per_datum, 6, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda a, b: ops.pair_energy(words, a, b), (linear, pairwise))
+
+
+def test_pair_energy_sums_in_float64_on_the_cpu() -> None:
+    space = StateSpace([2] * 3)
+    words = space.pack(torch.ones(1, 1, 3))
+    linear = torch.tensor([[1e8, 1.0, -1e8]])
+    assert ops.pair_energy(words, linear, torch.zeros(3, 3)).item() == 1.0
+    assert ops.pair_energy(words, linear, torch.zeros(3, 3)).dtype == torch.float32
+
+
+def test_shared_states_are_those_of_every_row(kernels: ModuleType) -> None:
+    space = StateSpace([2] * 5)
+    shared = space.enumerate().expand(NUM_DATA, -1, -1)
+    linear, pairwise = torch.randn(NUM_DATA, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
+    weights = torch.rand(NUM_DATA, 32, dtype=torch.float64)
+    assert torch.equal(ops.pair_energy(shared, linear, pairwise), ops.pair_energy(shared.clone(), linear, pairwise))
+    torch.testing.assert_close(ops.moments(shared, weights, 5), ops.moments(shared.clone(), weights, 5))
+
+
+@pytest.mark.parametrize("per_datum", [False, True])
+def test_moments_are_weighted_sums(kernels: ModuleType, space: StateSpace, per_datum: bool) -> None:
+    words, states = draw(space)
+    weights = torch.randn(NUM_DATA, NUM_STATES, dtype=torch.float64)
+    weights[0, 0] = 0
+    first, second = ops.moments(words, weights, space.num_latents, per_datum)
+    expected = torch.einsum(f"nc,nch,nci->{'n' * per_datum}hi", weights, states, states)
+    torch.testing.assert_close(first, torch.einsum("nc,nch->nh", weights, states), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(second, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_sums_do_not_depend_on_the_number_of_threads() -> None:
+    import numba
+
+    space = StateSpace([2] * 20)
+    words, weights = space.random((200, 30), 0.2), torch.rand(200, 30)
+    value = torch.bernoulli(torch.full((200, NUM_OBSERVED), 0.5))
+    parameters = -torch.rand(NUM_OBSERVED, 20), -torch.rand(NUM_OBSERVED)
+    results = []
+    before = numba.get_num_threads()
+    try:
+        for num_threads in (1, before):
+            numba.set_num_threads(num_threads)
+            results.append((*ops.moments(words, weights, 20), *ops.noisy_or_statistics(words, weights, value, *parameters)))
+    finally:
+        numba.set_num_threads(before)
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_noisy_or_log_prob_is_its_definition(kernels: ModuleType, space: StateSpace, missing: bool) -> None:
+    words, states = draw(space, activity=min(0.3, 4 / space.num_latents))
+    value = binary_data(missing)
+    weight, leak = torch.rand(NUM_OBSERVED, space.num_latents, dtype=torch.float64), torch.rand(NUM_OBSERVED, dtype=torch.float64)
+    linear = torch.randn(NUM_DATA, space.num_latents, dtype=torch.float64)
+    actual = ops.noisy_or_log_prob(words, value, torch.log1p(-weight), torch.log1p(-leak), linear)
+    # The naive product underflows for states with very many active latents only.
+    expected = naive_noisy_or(states, value, weight, leak) + torch.einsum("nch,nh->nc", states, linear)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_noisy_or_gradients(kernels: ModuleType, missing: bool) -> None:
+    words, _ = draw(StateSpace([2] * 6))
+    value = binary_data(missing)
+    log_complement = -(0.1 + torch.rand(NUM_OBSERVED, 6, dtype=torch.float64)).requires_grad_()
+    log_leak_complement = -(0.1 + torch.rand(NUM_OBSERVED, dtype=torch.float64)).requires_grad_()
+    linear = torch.randn(NUM_DATA, 6, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda a, b, c: ops.noisy_or_log_prob(words, value, a, b, c), (log_complement, log_leak_complement, linear)
+    )
+
+
+def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kernels: ModuleType) -> None:
+    space = StateSpace([2, 2])
+    words = space.pack(torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]]))
+    value = torch.ones(1, 100, dtype=torch.float64)
+    weight = torch.tensor([1e-15, 1.0], dtype=torch.float64).expand(100, 2)
+    actual = ops.noisy_or_log_prob(words, value, torch.log1p(-weight), torch.zeros(100, dtype=torch.float64))
+    # A product of a hundred factors 1e-15 is far below the smallest float64.
+    expected = torch.tensor([[-math.inf, 100 * math.log(1e-15), 0.0, 0.0]], dtype=torch.float64)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    off = ops.noisy_or_log_prob(words, 1 - value, torch.log1p(-weight), torch.zeros(100, dtype=torch.float64))
+    torch.testing.assert_close(off, torch.tensor([[0.0, -1e-13, -math.inf, -math.inf]], dtype=torch.float64), rtol=1e-12, atol=1e-25)
+
+
+def test_impossible_states_of_weight_zero_do_not_spoil_gradients(kernels: ModuleType) -> None:
+    space = StateSpace([2, 2])
+    words = space.enumerate().unsqueeze(0)
+    log_complement = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
+    value, leak = torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    ops.noisy_or_log_prob(words, value, log_complement, leak).logsumexp(-1).sum().backward()
+    l1, l2 = (log_complement.detach()[0].requires_grad_()).unbind()
+    expected = torch.autograd.grad((3 - l1.exp() - l2.exp() - (l1 + l2).exp()).log(), (l1, l2))
+    torch.testing.assert_close(log_complement.grad, torch.stack(expected).unsqueeze(0), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_noisy_or_statistics_are_expected_causes(kernels: ModuleType, space: StateSpace, missing: bool) -> None:
+    words, states = draw(space)
+    value, weights = binary_data(missing), torch.rand(NUM_DATA, NUM_STATES, dtype=torch.float64)
+    log_complement, log_leak = -torch.rand(NUM_OBSERVED, space.num_latents).double(), -torch.rand(NUM_OBSERVED).double()
+    first, ratio, leak_ratio = ops.noisy_or_statistics(words, weights, value, log_complement, log_leak)
+    inverse = 1 / -torch.expm1(log_leak + states @ log_complement.mT)
+    share = torch.where(value.unsqueeze(1) == 1, weights.unsqueeze(-1) * inverse, 0.0)
+    torch.testing.assert_close(first, (weights.unsqueeze(-1) * states).sum(1), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ratio, torch.einsum("ncd,nch->dh", share, states), rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(leak_ratio, share.sum((0, 1)), rtol=1e-11, atol=1e-11)
+
+
+def test_square_error_skips_missing_entries(kernels: ModuleType, space: StateSpace) -> None:
+    words, states = draw(space)
+    value = torch.randn(NUM_DATA, NUM_OBSERVED, dtype=torch.float64)
+    value[torch.rand(value.shape) < 0.3] = math.nan
+    weight, precision = torch.randn(NUM_OBSERVED, space.num_latents).double(), torch.rand(NUM_OBSERVED).double()
+    residual = (value.unsqueeze(1) - states @ weight.mT).nan_to_num(nan=0.0)
+    expected = (residual.square() * precision).sum(-1)
+    torch.testing.assert_close(ops.square_error(words, value, weight, precision), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_square_error_gradients(kernels: ModuleType) -> None:
+    words, _ = draw(StateSpace([2] * 6))
+    is_missing = torch.rand(NUM_DATA, NUM_OBSERVED) < 0.3
+    inputs = [
+        torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+        for shape in ((NUM_DATA, NUM_OBSERVED), (NUM_OBSERVED, 6), (NUM_OBSERVED,))
+    ]
+    assert torch.autograd.gradcheck(lambda y, w, p: ops.square_error(words, y.masked_fill(is_missing, math.nan), w, p), inputs)
+
+
+def test_dense_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    space = StateSpace([2] * 9)
+    words, _ = draw(space)
+    value, weights = binary_data(missing=True), torch.rand(NUM_DATA, NUM_STATES, dtype=torch.float64)
+    log_complement, log_leak = -torch.rand(NUM_OBSERVED, 9).double(), -torch.rand(NUM_OBSERVED).double()
+    linear, pairwise = torch.randn(NUM_DATA, 9).double(), torch.randn(9, 9).double()
+
+    def results() -> list[Tensor]:
+        return [
+            energy_dense.pair_energy(words, linear, pairwise),
+            energy_dense.noisy_or_log_prob(words, value, log_complement, log_leak, linear),
+            energy_dense.square_error(words, value, log_complement, log_leak),
+            *energy_dense.moments(words, weights, 9, per_datum=False),
+            *energy_dense.noisy_or_statistics(words, weights, value, log_complement, log_leak),
+            *energy_dense.square_error_gradients(words, weights, value, log_complement, log_leak),
+        ]
+
+    whole = results()
+    monkeypatch.setattr(energy_dense, "_BLOCK_BYTES", 8 * NUM_DATA * NUM_OBSERVED * 2)
+    for part, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_gpu_agrees_with_cpu() -> None:
+    words, _ = draw(StateSpace([2] * 70))
+    value = binary_data(missing=True)
+    log_complement, log_leak = -torch.rand(NUM_OBSERVED, 70).double(), -torch.rand(NUM_OBSERVED).double()
+    linear, pairwise = torch.randn(NUM_DATA, 70).double(), torch.randn(70, 70).double()
+    inputs = (words, value, log_complement, log_leak, linear)
+    on_gpu = ops.noisy_or_log_prob(*(tensor.cuda() for tensor in inputs)).cpu()
+    torch.testing.assert_close(on_gpu, ops.noisy_or_log_prob(*inputs), rtol=1e-10, atol=1e-10)
+    on_gpu = ops.pair_energy(words.cuda(), linear.cuda(), pairwise.cuda()).cpu()
+    torch.testing.assert_close(on_gpu, ops.pair_energy(words, linear, pairwise), rtol=1e-10, atol=1e-10)
+
+
+def test_wrong_inputs_are_refused() -> None:
+    words = torch.zeros(3, 2, 1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="int64 of shape"):
+        ops.pair_energy(words.float(), torch.zeros(3, 4), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="one row for each of the 3"):
+        ops.pair_energy(words, torch.zeros(2, 4), torch.zeros(4, 4))
+    with pytest.raises(ValueError, match="fills 2 words"):
+        ops.pair_energy(words, torch.zeros(3, 65), torch.zeros(65, 65))
+    with pytest.raises(ValueError, match=r"pairwise must have shape .* got \(4, 3\)"):
+        ops.pair_energy(words, torch.zeros(3, 4), torch.zeros(4, 3))
+    with pytest.raises(ValueError, match="one per state"):
+        ops.moments(words, torch.zeros(3, 4), 4)
+    with pytest.raises(ValueError, match="0, 1 or, where missing, NaN"):
+        ops.noisy_or_log_prob(words, torch.full((3, 2), 0.5), torch.zeros(2, 4), torch.zeros(2))
+    with pytest.raises(ValueError, match="parameters must have shapes"):
+        ops.noisy_or_log_prob(words, torch.zeros(3, 2), torch.zeros(3, 4), torch.zeros(2))
+    with pytest.raises(ValueError, match="linear must have shape"):
+        ops.noisy_or_log_prob(words, torch.zeros(3, 2), torch.zeros(2, 4), torch.zeros(2), torch.zeros(3, 5))

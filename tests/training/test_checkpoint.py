@@ -1,0 +1,183 @@
+"""Checkpoints: a restored run goes on to the numbers of an uninterrupted one, and what does not fit is refused."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.nn import PyroModule, PyroParam
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.datasets import linear_bars
+from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.training import checkpoint
+from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+
+
+@pytest.fixture
+def y(generator):
+    return linear_bars(40, 3, mean_active=2.0, generator=generator).data
+
+
+def plain(y, batch_size=None):
+    weight = pyro.param("weight", lambda: y[:6].mT.clone())
+    noise = pyro.param("noise", torch.tensor(5.0), constraint=dist.constraints.positive)
+    with pyro.plate("data", len(y), subsample_size=batch_size) as index:
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, noise).to_event(1), obs=y[index])
+
+
+def fresh(kind: str, y: torch.Tensor) -> SVI:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(7)
+    own = torch.Generator().manual_seed(3) if kind == "own generator" else None
+    search = EvolutionarySearch(parents=3, children=3, generator=own)
+    elbo = Truncated_ELBO(search, temperature=1.0 if kind == "incremental" else lambda step: 1 + 3 / (1 + step))
+    if kind == "plain":
+        return SVI(plain, AutoTruncated(plain, num_states=8), Adam({"lr": 0.1}), elbo)
+    model = BinarySparseCoding(9, 6).initialize(y)
+    optimiser = (
+        Adam({"lr": 0.05}) if kind == "gradient" else ClosedForm(model, minibatch=kind if kind in ("incremental", "online") else None)
+    )
+    return SVI(model, AutoTruncated(model, num_states=8), optimiser, elbo)
+
+
+KINDS = ["closed form", "incremental", "online", "gradient", "plain", "own generator"]
+
+
+def train(svi: SVI, y: torch.Tensor, steps: int, kind: str) -> list[float]:
+    batch = 10 if kind in ("incremental", "online", "gradient", "plain") else None
+    return [svi.step(y, batch) for _ in range(steps)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
+    path = tmp_path / "folder" / "run.pt"
+    svi = fresh(kind, y)
+    expected = train(svi, y, 9, kind)
+    words = svi.guide.words.clone()
+
+    svi = fresh(kind, y)
+    history = train(svi, y, 5, kind)
+    save_checkpoint(path, svi, history=history, settings={"kind": kind})
+
+    svi = fresh(kind, y)
+    if kind == "plain":
+        svi.evaluate_loss(y)
+    torch.rand(11)
+    history = load_checkpoint(path, svi, settings={"kind": kind})
+    assert history + train(svi, y, 4, kind) == expected
+    assert torch.equal(svi.guide.words, words)
+
+
+def test_parameters_of_a_function_must_exist(y, tmp_path):
+    svi = fresh("plain", y)
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+    with pytest.raises(KeyError, match=r"\['noise', 'weight'\] do not exist yet"):
+        load_checkpoint(tmp_path / "run.pt", fresh("plain", y))
+
+
+def test_other_settings_are_refused_and_nothing_changes(y, tmp_path):
+    path = tmp_path / "run.pt"
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(path, svi, settings={"H": 6, "seed": 0, "old": True})
+    svi = fresh("closed form", y)
+    before, state = svi.model.weight.clone(), torch.get_rng_state()
+    with pytest.raises(
+        ValueError, match="H: 6 in the checkpoint, 7 now; new: absent in the checkpoint, 1 now; old: True in the checkpoint, absent now"
+    ):
+        load_checkpoint(path, svi, settings={"H": 7, "seed": 0, "new": 1})
+    assert torch.equal(svi.model.weight, before)
+    assert torch.equal(torch.get_rng_state(), state)
+    load_checkpoint(path, svi)
+    assert not torch.equal(svi.model.weight, before)
+
+
+class Own(PyroModule):
+    """A user's model, whose parameters have the same names in every instance."""
+
+    def __init__(self, y):
+        super().__init__()
+        self.weight = PyroParam(y[:6].mT.clone())
+
+    def forward(self, y):
+        weight = self.weight
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, 5.0).to_event(1), obs=y)
+
+
+def test_parameters_of_an_earlier_model_in_the_store_are_refused(y, tmp_path):
+    def own():
+        model = Own(y)
+        return SVI(model, AutoTruncated(model, num_states=8), Adam({"lr": 0.1}), Truncated_ELBO(EvolutionarySearch(3, 3)))
+
+    svi = own()
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+    svi = own()
+    weight = dict(svi.model.named_parameters())["weight_unconstrained"]
+    before = weight.detach().clone()
+    with pytest.raises(ValueError, match=r"holds other parameters \['weight'\] from an earlier model"):
+        load_checkpoint(tmp_path / "run.pt", svi)
+    assert torch.equal(weight, before)
+    pyro.clear_param_store()
+    load_checkpoint(tmp_path / "run.pt", svi)
+
+
+def test_other_files_are_refused(y, tmp_path):
+    torch.save({"weight": torch.ones(2)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="not a checkpoint"):
+        load_checkpoint(tmp_path / "other.pt", fresh("closed form", y))
+    (tmp_path / "text.pt").write_text("hello")
+    with pytest.raises(ValueError, match=r"not a checkpoint .* there is no checksum at its end"):
+        load_checkpoint(tmp_path / "text.pt", fresh("closed form", y))
+    with pytest.raises(FileNotFoundError):
+        load_checkpoint(tmp_path / "missing.pt", fresh("closed form", y))
+
+
+def test_interrupted_writing_leaves_the_last_checkpoint(y, tmp_path, monkeypatch):
+    path = tmp_path / "run.pt"
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(path, svi, history=[1])
+    content = path.read_bytes()
+
+    def breaks(content, file):
+        file.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint.torch, "save", breaks)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, svi, history=[1, 2])
+    assert path.read_bytes() == content
+    assert [file.name for file in tmp_path.iterdir()] == ["run.pt"]
+
+
+def test_checkpoints_of_other_models_are_refused_and_nothing_changes(y, tmp_path):
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+
+    def other(num_latents, num_states, kind=BinarySparseCoding):
+        pyro.clear_param_store()
+        model = kind(9, num_latents).initialize(y)
+        return SVI(model, AutoTruncated(model, num_states), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=2)))
+
+    for sizes, message in (
+        ((6, 5), "8 states per data point, this guide num_states=5"),
+        ((4, 8), r"shape \(9, 6\), here \(9, 4\)"),
+        ((6, 8, SpikeSlabSparseCoding), "slab_mean_?[a-z]* is only here"),
+    ):
+        svi = other(*sizes)
+        svi.step(y)
+        before = {name: value.clone() for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
+        with pytest.raises(ValueError, match=f"another model or guide: .*{message}"):
+            load_checkpoint(tmp_path / "run.pt", svi, may_differ=["model", "guide", "optimizer", "elbo", "search"])
+        after = {name: value for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
+        assert all(torch.equal(value, after[name]) for name, value in before.items())

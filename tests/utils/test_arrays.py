@@ -1,0 +1,72 @@
+"""NumPy arrays are taken where tensors are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pyro.contrib.gp import kernels
+from pyro.infer import SVI
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, SASDecoder, SpikeSlabGPLVM, Truncated_ELBO, best_start, models
+from pyro_truncated.datasets import linear_bars
+from pyro_truncated.gp.data_kernels import PyroKernel
+from pyro_truncated.utils.arrays import as_tensors
+
+
+@pytest.fixture
+def y(generator):
+    return linear_bars(20, 3, mean_active=2.0, generator=generator).data.double()
+
+
+KINDS = [models.BinarySparseCoding, models.SpikeSlabSparseCoding, models.MaximalCauses, models.GaussianMixture, models.DiscreteSparseCoding]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_on_an_array_is_training_on_a_tensor(kind, y):
+    found = []
+    for data in (y.float(), y.numpy()):
+        torch.manual_seed(0)
+        model = kind(9, 4).initialize(data)
+        guide = AutoTruncated(model, num_states=4)
+        svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(3, 2, 1)))
+        losses = [svi.step(data) for _ in range(2)]
+        found.append((losses, [value.clone() for value in model.parameters()], guide.infer(data, EvolutionarySearch(3, 2, 1)).words))
+    assert found[0][0] == found[1][0]
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    assert torch.equal(found[0][2], found[1][2])
+    assert found[1][1][0].dtype == torch.float32
+
+
+def test_starts_take_arrays(y):
+    states = (np.arange(4)[:, None] >> np.arange(4)) & 1
+    model = models.BinarySparseCoding(9, 4)
+    reached = best_start(model, y.numpy(), EvolutionarySearch(3, 2, 1), num_starts=1, steps=1, num_states=4)
+    assert len(reached) == 1
+    for init in (np.broadcast_to(states, (20, 4, 4)), {"s": np.broadcast_to(states, (20, 4, 4))}):
+        guide = AutoTruncated(model, num_states=4, init=init)
+        guide(y.numpy())
+        assert torch.equal(guide.states()["s"][3], torch.from_numpy(states).to(guide.states()["s"]))
+
+
+def test_decoders_and_latent_variable_models_take_arrays(y):
+    decoder = SASDecoder(20, 9, 2, num_active=5).initialize(y.numpy())
+    assert decoder.loc.dtype == torch.float32
+    model = SpikeSlabGPLVM(20, 9, 2, num_inducing=4)
+    assert torch.equal(model.bound([y.numpy()]), model.bound([y]))
+
+
+def test_kernels_take_arrays(y):
+    kernel, expected = (PyroKernel(kernels.RBF(9), data) for data in (y.float().numpy(), y.float()))
+    assert torch.equal(kernel.columns(torch.arange(3)), expected.columns(torch.arange(3)))
+
+
+def test_arrays_that_torch_cannot_share_are_copied():
+    array = np.arange(6.0).reshape(2, 3)
+    frozen = array.copy()
+    frozen.flags.writeable = False
+    for given in (frozen, array[::-1], array.astype(">f8"), array[:, ::-1]):
+        assert torch.equal(as_tensors(given), torch.tensor(given.astype(float).tolist(), dtype=torch.float64))
+    assert as_tensors(array, torch.zeros(1)).dtype == torch.float32
+    assert as_tensors(np.arange(3), torch.zeros(1)).dtype == torch.int64
+    assert as_tensors("text") == "text"
