@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import Layout
 from pyro_truncated.states import Population
@@ -50,10 +51,11 @@ def scored(model: Callable[..., Any], population: Population, y: Tensor) -> Popu
     rows = population.log_joint.isnan().any(-1).nonzero().squeeze(-1)
     if not len(rows):
         return population
+    call = Call(model, (y,))
     with poutine.block():
-        layout = Layout(poutine.trace(model).get_trace(y))
+        layout = Layout(call.trace())
     positions = rows if population.indices is None else population.indices[rows]
-    log_joint = LogJoint(model, layout, (y,), {}, values={layout.plates[0]: positions})
+    log_joint = LogJoint(call, layout, values={layout.plates[0]: positions})
     scores = population.log_joint.clone()
     scores[rows] = log_joint.score(population.words[rows]).to(scores)
     return dataclasses.replace(population, log_joint=scores)

@@ -108,9 +108,7 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
         states = {name: value for name, value in states.items() if name not in log_joint.observed}
         # A state outside the support of an observation has probability zero: to the model it is no mistake.
         with poutine.block(), pyro.validation_enabled(False):
-            trace = poutine.trace(poutine.condition(log_joint.model, data={**log_joint.values, **states})).get_trace(
-                *log_joint.args, **log_joint.kwargs
-            )
+            trace = log_joint.call.of(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
     return scores.masked_fill(log_joint.contradicted(words), -torch.inf) if log_joint.observed else scores

@@ -22,7 +22,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
-from pyro_truncated.guide.averaging import Call, average_over_draws, average_stored
+from pyro_truncated.guide.averaging import average_over_draws, average_stored
 from pyro_truncated.guide.plates import (
     SharedPlates,
     model_plates,
@@ -36,6 +36,7 @@ from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.guide.siblings import Siblings, refuse_subsampling, refuse_uncovered, with_subsamples
 from pyro_truncated.guide.store import Init
 from pyro_truncated.program import inspection
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import AllObservedError, Conditional, LogJoint, Scoring
 from pyro_truncated.program.sites import Layout, sample_nodes, trim
@@ -188,14 +189,15 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         """Finds the discrete sites and plates; returns the device that the states live on."""
         self._check_alone()
         refuse_shadowed(self.model, self.conditional)
-        inspection.refuse_hidden_latents(self.model, args, kwargs)
+        call = Call(self.model, args, kwargs)
+        inspection.refuse_hidden_latents(call)
         with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
-            trace = poutine.trace(self.model).get_trace(*args, **kwargs)
+            trace = call.trace()
         self._layout = Layout(
             trace,
             self.max_count,
-            lambda names: inspection.dependents(self.model, names, args, kwargs),
-            Dependencies(self.model, args, kwargs),
+            lambda names: inspection.dependents(call, names),
+            Dependencies(call),
         )
         try:
             with torch.no_grad():
@@ -220,7 +222,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         layout, conditional, budget = self._layout, self.conditional, self.memory_budget
         with torch.no_grad():
             self._scoring, self._is_enumerable = scoring_for(
-                self.vectorize, lambda: LogJoint(self.model, layout, args, kwargs, conditional=conditional, memory_budget=budget)
+                self.vectorize, lambda: LogJoint(call, layout, conditional=conditional, memory_budget=budget)
             )
         return device
 
@@ -322,10 +324,8 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
                 stacklevel=2,
             )
         log_joint = LogJoint(
-            self.model,
+            Call(self.model, args, kwargs),
             self.layout,
-            args,
-            kwargs,
             values=values,
             conditional=self.conditional,
             memory_budget=self.memory_budget,
@@ -340,7 +340,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             )
         self._check_indices(log_joint.indices)
         self._seen.compare(log_joint, args, kwargs)
-        self._last_call = args, kwargs
+        self._last_call = log_joint.call
         return log_joint
 
     def _averaged(self, population: Population) -> Population:
@@ -407,7 +407,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         Beside other guides what is stored are averages over :attr:`num_draws` draws of their latents.
         """
         self.setup(*args, **kwargs)
-        averaged = average_over_draws(self, (args, kwargs))
+        averaged = average_over_draws(self, Call(self.model, args, kwargs))
         if averaged is not None:
             return self._store_averages_(averaged)
         log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)

@@ -14,13 +14,12 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 if TYPE_CHECKING:
     from pyro_truncated.guide.auto_truncated import AutoTruncated
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class OneDrawWarning(UserWarning):
@@ -53,13 +52,13 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
 
     Args:
         guide: the truncated guide.
-        call: the model's arguments, positional and by keyword.
+        call: the model and its arguments.
         subsamples: subsamples of plates, by name; default: those that the model draws.
 
     Returns:
         The populations, or ``None`` where no other guide makes draws.
     """
-    args, kwargs = call
+    args, kwargs = call.args, call.kwargs
     with spare_random_numbers(), poutine.block():
         values = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
         if not values:
@@ -86,7 +85,7 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
     Args:
         guide: the truncated guide.
         population: stored populations of some or all of its data points.
-        call: the arguments with which the model was last called.
+        call: the model's last call.
         is_average: which of all data points have stored log joints that are averages, ``(N,)``; ``None`` if none.
 
     Warns:
@@ -122,9 +121,8 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
 def _has_siblings(guide: AutoTruncated, call: Call | None) -> bool:
     if call is None:
         return guide._siblings is not None
-    args, kwargs = call
     with spare_random_numbers():
-        return bool(guide._values_from_siblings(args, kwargs))
+        return bool(guide._values_from_siblings(call.args, call.kwargs))
 
 
 def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[Population]:
@@ -137,10 +135,9 @@ def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Itera
 
 def _batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
     """Subsamples that together hold the wanted data points, as far as a call of the model can reach them."""
-    args, kwargs = call
     given = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():
-        nodes = poutine.trace(given(guide.model)).get_trace(*args, **kwargs).nodes
+        nodes = call.of(given(call.model)).trace().nodes
     frames = {f.name: f for f in nodes[next(iter(guide.layout.sites))]["cond_indep_stack"] if f.name in guide.layout.plates}
     chunks: list[list[tuple[str, Tensor]]] = []
     for name, frame in frames.items():

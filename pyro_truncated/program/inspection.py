@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import latent_nodes
 from pyro_truncated.program.supports import PythonReads
 
@@ -30,25 +31,26 @@ def ordinary_tensors() -> Iterator[None]:
         yield
 
 
-def hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+def hidden_latents(call: Call) -> list[str]:
     """Latent sites that block handlers around the model hide from whoever runs it."""
     hidden: list[str] = []
+    model = call.model
     while isinstance(model, functools.partial) and len(model.args) >= 2 and isinstance(model.args[0], Messenger):
         handler, model = model.args[:2]
         if isinstance(handler, BlockMessenger):
             with poutine.block(), torch.no_grad():
-                nodes = latent_nodes(poutine.trace(model).get_trace(*args, **kwargs))
+                nodes = latent_nodes(call.of(model).trace())
             hidden += [node["name"] for node in nodes if handler.hide_fn(node)]
     return hidden
 
 
-def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def refuse_hidden_latents(call: Call) -> None:
     """Checks that no block handler around the model hides latent sites.
 
     Raises:
         ValueError: naming the sites.
     """
-    hidden = hidden_latents(model, args, kwargs)
+    hidden = hidden_latents(call)
     if hidden:
         raise ValueError(
             f"the model given to AutoTruncated hides its latents {hidden} (poutine.block), so they would be drawn anew from the prior "
@@ -57,15 +59,15 @@ def refuse_hidden_latents(model: Callable[..., Any], args: tuple[Any, ...], kwar
         )
 
 
-def dependents(model: Callable[..., Any], names: set[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> set[str]:
+def dependents(call: Call, names: set[str]) -> set[str]:
     """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
     # Whether the data are possible is checked elsewhere, where the message can name what is not.
     with poutine.block(), pyro.validation_enabled(False), PythonReads():
         try:
-            found: Any = get_dependencies(model, args, dict(kwargs))
+            found: Any = get_dependencies(call.model, call.args, dict(call.kwargs))
         except Exception:
             # Tensors that carry their provenance are strange to some code.
-            return _later(poutine.trace(model).get_trace(*args, **kwargs), names)
+            return _later(call.trace(), names)
     upstream = found["prior_dependencies"]
     below = set(names)
     grown = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -17,10 +18,9 @@ from torch import Tensor
 from torch.distributions.utils import probs_to_logits
 
 from pyro_truncated.ops import repeated
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import Layout, is_delta, latent_nodes, sample_nodes
-from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.supports import supported_log_prob
-from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import Assign, isolated
 
 Conditional = Callable[..., Any]
@@ -58,10 +58,8 @@ class LogJoint:
     :math:`\log p(y_n, z, s) - \log q(z \mid s)`, which is :math:`\log p(y_n, s)` for every ``z`` when the conditional is exact.
 
     Args:
-        model: the Pyro model.
+        call: the Pyro model and its arguments.
         layout: its discrete sites.
-        args: the model's positional arguments.
-        kwargs: the model's keyword arguments.
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
         memory_budget: bytes that one run of the model on candidates may take, roughly.
@@ -71,10 +69,8 @@ class LogJoint:
 
     def __init__(
         self,
-        model: Callable[..., Any],
+        call: Call,
         layout: Layout,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
         *,
         values: Mapping[str, Any] | None = None,
         conditional: Conditional | None = None,
@@ -86,7 +82,7 @@ class LogJoint:
         self.held: dict[str, Any] = {}
         # The most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot enumerate.
         self.most_dims = 0
-        self.model, self.layout, self.args, self.kwargs = model, layout, args, dict(kwargs)
+        self.call, self.layout = call, layout
         self.values = dict(values or {})
         self.conditional = conditional
         self.memory_budget = memory_budget
@@ -114,8 +110,7 @@ class LogJoint:
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
-        with naming_empty_plates(), isolated(), SparseSubsamples(), Assign(values):
-            return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        return self.call.run(values)
 
     def _trace_candidates(self, values: Mapping[str, Any]) -> poutine.Trace:
         try:
@@ -410,7 +405,7 @@ class LogJoint:
         with isolated(), Assign(self.held), ExitStack() as stack:
             for frame in self._frames:
                 stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=self.values[frame.name], dim=frame.dim))
-            return poutine.trace(self.conditional).get_trace(dict(states), *self.args, **self.kwargs)
+            return self.call.of(functools.partial(self.conditional, dict(states))).trace()
 
     def is_inside(self, node: Any) -> bool:
         """Whether a site lies in all data plates."""

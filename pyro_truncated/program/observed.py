@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributions import Independent
 from torch.nn import Module
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import Layout, is_delta
 from pyro_truncated.program.supports import Dependencies, elementwise
@@ -55,7 +56,7 @@ class ObservedValues:
     def _says_something_of_latents(self, name: str, log_joint: LogJoint) -> bool:
         """Whether the support of an observation, or what it observes, is computed from latents."""
         with poutine.block():
-            found = Dependencies(log_joint.model, log_joint.args, log_joint.kwargs)
+            found = Dependencies(log_joint.call)
         if found.parents[name] or found.leaked[name] or found.observed[name]:
             self._conditional.add(name)
         return name in self._conditional
@@ -78,8 +79,9 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         return
     # The model is run only now: one that has been run can become part of no other.
     with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
-        layout = Layout(poutine.trace(model).get_trace(y, 1))
-        ObservedValues().check(LogJoint(model, layout, (y, 1), {}, values={layout.plates[0]: rows}))
+        call = Call(model, (y, 1))
+        layout = Layout(call.trace())
+        ObservedValues().check(LogJoint(call, layout, values={layout.plates[0]: rows}))
 
 
 def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.distributions import ExtendedBinomial
 from pyro.distributions.torch_distribution import ExpandedDistribution, MaskedDistribution
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.distributions import Independent, constraints
 from torch.overrides import TorchFunctionMode
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
 
 if TYPE_CHECKING:
@@ -44,10 +44,13 @@ class Dependencies:
         parents: by site, the latents that the bounds of its support are computed from.
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
         observed: by site, the latents that its observed value is computed from.
+
+    Args:
+        call: the model and its arguments.
     """
 
-    def __init__(self, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        self.model, self.args, self.kwargs = model, args, kwargs
+    def __init__(self, call: Call) -> None:
+        self.call = call
         self.parents: dict[str, frozenset[str]] = {}
         self.leaked: dict[str, frozenset[str]] = {}
         self.observed: dict[str, frozenset[str]] = {}
@@ -55,7 +58,7 @@ class Dependencies:
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
-                trace = poutine.trace(TrackProvenance()(model)).get_trace(*args, **kwargs)
+                trace = call.of(TrackProvenance()(call.model)).trace()
         except Exception:
             # Code that cannot follow tensors that carry their provenance.
             self._compare_runs()
@@ -78,7 +81,7 @@ class Dependencies:
         for seed in range(2):
             with torch.no_grad(), spare_random_numbers(), isolated(), Assign(subsamples):
                 torch.manual_seed(seed)
-                trace = poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+                trace = self.call.trace()
             sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
             subsamples = {name: node["value"] for name, node in sites.items() if site_is_subsample(node)}
             runs.append({name: node for name, node in sites.items() if name not in subsamples})
@@ -157,7 +160,7 @@ class Dependencies:
         stop = _StopAt(node, values)
         try:
             with stop, Assign(values):
-                self.model(*self.args, **self.kwargs)
+                self.call()
         except _ReachedError:
             return stop
         raise NotImplementedError(

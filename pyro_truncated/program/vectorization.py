@@ -135,7 +135,7 @@ class _WhereSampled(Messenger):
 
 def _line_of_site(log_joint: LogJoint, name: str) -> traceback.FrameSummary | None:
     with _WhereSampled() as where:
-        log_joint.model(*log_joint.args, **log_joint.kwargs)
+        log_joint.call()
     return where.lines.get(name)
 
 
