@@ -27,12 +27,12 @@ from pyro_truncated.scenes import (
     RefinedPlaces,
     Scenes,
     coil_objects,
+    colour_maps,
     generated_objects,
     match_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.place_affinities import colour_maps
-from pyro_truncated.scenes.placement import PlaceAffinity
+from pyro_truncated.scenes.candidates import PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
 SELECTIONS = {

@@ -47,8 +47,8 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count, naming_empty_plates
 from pyro_truncated.utils.isolation import free_plate_dims, isolated, spare_random_numbers
-from pyro_truncated.utils.parameters import ShadowWatch, refuse_shadowed
 from pyro_truncated.utils.representation import power_of_ten
+from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
 
 
 class Searching(Messenger):

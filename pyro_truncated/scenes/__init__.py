@@ -1,9 +1,14 @@
 """Scenes of objects that hide each other: data, likelihoods, and searches over what stands where."""
 
-from pyro_truncated.scenes.data import Match, Objects, Scenes, coil_objects, generated_objects, match_objects, occluded_scenes
+from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, place_probabilities
+from pyro_truncated.scenes.colours import colour_maps
+from pyro_truncated.scenes.data import Objects, Scenes, coil_objects, generated_objects, occluded_scenes
+from pyro_truncated.scenes.matching import Match, match_objects
 from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions
-from pyro_truncated.scenes.place_affinities import PlaceRegression, PlaceScan, RefinedPlaces, colour_maps
-from pyro_truncated.scenes.placement import Candidates, PlaceAffinity, PlacementMoves, PlacementSelection, place_probabilities
+from pyro_truncated.scenes.place_moves import PlacementMoves
+from pyro_truncated.scenes.place_regression import PlaceRegression
+from pyro_truncated.scenes.place_scan import PlaceScan, RefinedPlaces
+from pyro_truncated.scenes.place_selection import PlacementSelection
 
 __all__ = [
     "Candidates",
@@ -19,6 +24,7 @@ __all__ = [
     "Positions",
     "RefinedPlaces",
     "Scenes",
+    "best_places",
     "coil_objects",
     "colour_maps",
     "generated_objects",

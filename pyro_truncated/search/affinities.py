@@ -3,65 +3,15 @@
 from __future__ import annotations
 
 import abc
-import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.states.space import StateSpace
+from pyro_truncated.search.options import options_of
 
 Affinity = Callable[[SearchBatch], Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a preselection chooses from: pairs of a latent and a value, with the state that has nothing else.
-
-    Of binary latents these are the latents; of latents with more values, every non-zero value of every latent, in this order. A
-    single latent per data point (the class of a mixture) has no value that stands for "nothing", so all its values are options.
-
-    Attributes:
-        latent: the latent of each option, ``(P,)`` int64.
-        value: its value, ``(P,)`` int64.
-        group: options of the same group, numbered from 0 and next to each other, exclude each other in a selection, ``(P,)`` int64:
-            those of one latent, or each on its own for a mixture.
-        words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
-    """
-
-    latent: Tensor
-    value: Tensor
-    group: Tensor
-    words: Tensor
-
-    def __len__(self) -> int:
-        return len(self.latent)
-
-    @property
-    def num_groups(self) -> int:
-        """Number of options that can be selected together."""
-        return int(self.group[-1]) + 1 if len(self.group) else 0
-
-    def to(self, device: torch.device) -> Options:
-        """The options on another device."""
-        return Options(self.latent.to(device), self.value.to(device), self.group.to(device), self.words.to(device))
-
-
-@functools.lru_cache(maxsize=16)
-def options_of(space: StateSpace) -> Options:
-    """The options of a state space, on the CPU."""
-    is_mixture = space.num_latents == 1
-    first = 0 if is_mixture else 1
-    counts = space.cardinality - first
-    latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(counts)
-    value = torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + first
-    # A field never straddles words, so a single one is its value, shifted.
-    words = torch.zeros(len(latent), space.num_words, dtype=torch.int64, device="cpu")
-    words.scatter_(1, space.word[latent].unsqueeze(1), (value << space.shift[latent]).unsqueeze(1))
-    group = torch.arange(len(latent), device="cpu") if is_mixture else latent.unique_consecutive(return_inverse=True)[1]
-    return Options(latent, value, group, words)
 
 
 class Singletons:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.search.affinities import options_of
 from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.counts import check_counts
 

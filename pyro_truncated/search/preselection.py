@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.combination import combine
-from pyro_truncated.search.affinities import Affinity, Options, options_of
+from pyro_truncated.search.affinities import Affinity
 from pyro_truncated.search.base import Search, SearchBatch, forget
+from pyro_truncated.search.options import Options, options_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
 

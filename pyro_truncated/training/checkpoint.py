@@ -16,7 +16,8 @@ from torch import Tensor
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.identity import describe_run
-from pyro_truncated.utils.parameters import absolute_names, relative_names, replaced_parameters
+from pyro_truncated.utils.parameters import absolute_names, relative_names
+from pyro_truncated.utils.shadowing import replaced_parameters
 
 _FORMAT = "pyro_truncated checkpoint 2"
 _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", "counts", "generators"}

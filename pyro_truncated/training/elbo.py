@@ -25,8 +25,8 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.training.given_draws import free_energy_given_draws
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameters import refuse_shadowed
 from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.shadowing import refuse_shadowed
 
 _NO_PART = "Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs"
 _PYRO_SAYS = (

@@ -1,9 +1,8 @@
-"""A loop around ``svi.step``: progress bar, record, early stopping, checkpoints, restarts. It hides nothing of SVI."""
+"""A loop around ``svi.step``: progress bar, record, early stopping, checkpoints. It hides nothing of SVI."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 import time
@@ -13,13 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyro
-import torch
 from pyro.infer import SVI
 from tqdm.auto import tqdm
 
-from pyro_truncated import ops
-from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
@@ -32,7 +27,7 @@ from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameters import ShadowWatch, refuse_shadowed
+from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]
@@ -251,100 +246,3 @@ def _resume(
             training.svi.evaluate_loss(*args, **kwargs)
     restore(content, training.svi, path, keeps_optimizer="optimizer" in may_differ)
     training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]
-
-
-class StatesReplaced:
-    """A callback that records ``states_replaced``: the share of states that are new since the last step, over all populations.
-
-    A search that has converged replaces few. Comparing costs about as much as a merge of the populations.
-
-    Args:
-        guide: the guide whose populations are watched.
-    """
-
-    def __init__(self, guide: AutoTruncated) -> None:
-        self.guide = guide
-        self._before = self._populations()
-
-    def start(self, training: Training) -> None:
-        """Takes the populations as the run finds them: those of the checkpoint, if there is one."""
-        self._before = self._populations()
-
-    def _populations(self) -> torch.Tensor | None:
-        return self.guide.words.clone() if "words" in self.guide._buffers else None
-
-    def __call__(self, training: Training) -> dict[str, float]:
-        """The share for the step just taken; NaN if there was nothing to compare with."""
-        now, before, self._before = self.guide.words, self._before, self._populations()
-        if before is None or before.shape != now.shape:
-            return {"states_replaced": math.nan}
-        known = ops.repeated(torch.cat([before, now], 1))[:, before.shape[1] :]
-        return {"states_replaced": float((~known).double().mean())}
-
-
-@dataclasses.dataclass(frozen=True)
-class Restarts:
-    """Runs from different starts.
-
-    Attributes:
-        trainings: one record per start.
-        best: position of the start with the highest final free energy (mean over its last tenth of the steps, at least one).
-        stores: states of Pyro's parameter store after each run, for models that are plain functions.
-    """
-
-    trainings: list[Training]
-    best: int
-    stores: list[Any]
-
-    @property
-    def training(self) -> Training:
-        """The best run."""
-        return self.trainings[self.best]
-
-    @property
-    def record(self) -> dict[str, np.ndarray]:
-        """Records of all runs, ``(num_restarts, steps)``, NaN after the end of runs that stopped early; for ``to_arviz(training=...)``."""
-        longest = max(training.steps for training in self.trainings)
-        names = self.trainings[0].record
-        return {
-            name: np.array([training.record[name] + [math.nan] * (longest - training.steps) for training in self.trainings])
-            for name in names
-        }
-
-
-def fit_restarts(
-    make: Callable[[int], SVI], *args: Any, restarts: int = 5, checkpoint: str | Path | None = None, **kwargs: Any
-) -> Restarts:
-    """Runs :func:`fit` from several starts, each with a parameter store of its own, and leaves the best one's parameters in the store.
-
-    Args:
-        make: called with ``0 .. restarts - 1``; makes model, guide and SVI afresh, seeds included if wanted.
-        *args: the model's arguments.
-        restarts: number of starts.
-        checkpoint: file; start ``i`` takes ``<stem>-<i><suffix>``.
-        **kwargs: what :func:`fit` takes, and the model's keyword arguments.
-
-    Returns:
-        All runs, and which is the best.
-
-    Raises:
-        ValueError: if ``restarts`` is below 1.
-    """
-    restarts = check_count("restarts", restarts)
-    store = pyro.get_param_store()
-    trainings, stores = [], []
-    for restart in range(restarts):
-        with store.scope() as state:
-            path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
-            trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
-        # The parameters themselves, not copies: modules and optimisers go on with them.
-        stores.append(copy.copy(state))
-    reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
-    # A run that ended in NaN has reached nothing.
-    best = int(np.argmax(np.nan_to_num(reached, nan=-np.inf, neginf=-np.inf)))
-    store.set_state(stores[best])
-    return Restarts(trainings, best, stores)
-
-
-def _numbered(path: Path, restart: int) -> Path:
-    return path.with_name(f"{path.stem}-{restart}{path.suffix}")

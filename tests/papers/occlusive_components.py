@@ -35,11 +35,11 @@ from pyro_truncated.scenes import (
     RefinedPlaces,
     Scenes,
     coil_objects,
+    colour_maps,
     match_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.place_affinities import colour_maps
-from pyro_truncated.scenes.placement import Candidates, PlaceAffinity
+from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
 NUM_OBJECTS, NUM_LEARNED, NUM_SELECTED = 16, 20, 5

@@ -1,9 +1,8 @@
-"""Where objects may lie in an image: a scan over all places with the objects themselves, and a regression that never looks at them."""
+"""Where objects may lie, by a regression from the images to the posteriors that never looks at the objects."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -12,105 +11,14 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places
-from pyro_truncated.scenes.placement import Candidates, PlaceAffinity, place_probabilities, scene_sizes
-from pyro_truncated.search.base import SearchBatch, forget
+from pyro_truncated.ops.scenes import Canvas
+from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
+from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.utils.counts import check_counts
-
-Scene = Callable[[], SceneParameters]
 
 _BLOCK_BYTES = 2**25
 _NEGLIGIBLE = 1e-4
 _MAX_FIT_OUTPUTS = 1000
-
-
-class PlaceScan:
-    """Compares every object with the image at every place, the hand-crafted way.
-
-    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
-    two of them next to each other.
-
-    Args:
-        scene: returns the current :class:`~pyro_truncated.ops.scenes.SceneParameters`, such as ``model.parameters_of_scene``.
-        canvas: sizes.
-        num_candidates: places per object.
-        clutter: share of the pixels that other objects cover.
-        min_mask: only template entries of at least this mask probability are compared.
-        site: name of the observed images.
-
-    Raises:
-        TypeError: if ``scene`` is not callable.
-        ValueError: if a number is out of range.
-    """
-
-    def __init__(
-        self, scene: Scene, canvas: Canvas, *, num_candidates: int = 1, clutter: float = 0.2, min_mask: float = 0.0, site: str = "y"
-    ) -> None:
-        if not callable(scene):
-            raise TypeError(f"scene must be a function that returns the current parameters; got {type(scene).__name__}")
-        if num_candidates < 1 or not 0 <= clutter < 1:
-            raise ValueError(f"num_candidates must be positive and clutter in [0, 1); got {num_candidates} and {clutter}")
-        self.scene, self.canvas, self.num_candidates = scene, canvas, num_candidates
-        self.clutter, self.min_mask, self.site = clutter, min_mask, site
-
-    def __call__(self, batch: SearchBatch) -> Candidates:
-        """Candidates of the batch's data points."""
-        if self.site not in batch.observations:
-            raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
-        images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
-        step = max(1, _BLOCK_BYTES // (4 * len(scene.features) * self.canvas.num_places))
-        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
-        found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
-        return _join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
-
-    def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
-        """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
-        images = batch.observations[self.site].flatten(1, 2)
-        return scan_at(images, self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
-
-
-class RefinedPlaces:
-    """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
-
-    Which objects are selected remains the affinity's choice: its scores are passed on.
-
-    Args:
-        affinity: gives candidates to refine, such as a :class:`PlaceRegression`.
-        scan: scores objects at places.
-        num_objects: number of objects per data point whose candidates are refined, those of largest score.
-        radius: how far a candidate may move, in steps of the grid of places in both directions.
-
-    Raises:
-        ValueError: if a number is out of range.
-    """
-
-    def __init__(self, affinity: PlaceAffinity, scan: PlaceScan, num_objects: int, *, radius: int = 1) -> None:
-        if num_objects < 1 or radius < 1:
-            raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
-        self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
-
-    def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data."""
-        forget(self.affinity)
-
-    def __call__(self, batch: SearchBatch) -> Candidates:
-        """Candidates of the batch's data points."""
-        found = self.affinity(batch)
-        objects = found.scores[..., 0].topk(min(self.num_objects, found.scores.shape[1]), 1).indices
-        index = objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])
-        near = neighbourhood(found.places.gather(1, index), self.scan.canvas, self.radius)
-        scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
-        places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
-        return Candidates(found.scores, found.places.scatter(1, index, places))
-
-
-def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
-    """Places ``(..., (2 radius + 1)^2)`` around others, these among them; at the edge of a canvas that does not wrap some are repeated."""
-    rows, columns = canvas.grid
-    steps = torch.arange(-radius, radius + 1, device=places.device)
-    row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
-    row, column = (row % rows, column % columns) if canvas.wrap else (row.clamp(0, rows - 1), column.clamp(0, columns - 1))
-    return (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(-2)
 
 
 class PlaceRegression:
@@ -278,68 +186,4 @@ class PlaceRegression:
         for block in influence.split(step):
             scores = torch.sparse.mm(outputs, block.T.contiguous()).T
             found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
-        return _join(found)
-
-
-def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
-    """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``."""
-    values, places = [], []
-    for found in range(number):
-        best = scores.max(-1)
-        values.append(best.values)
-        places.append(best.indices)
-        if found + 1 < number:
-            scores.scatter_(-1, neighbourhood(best.indices, canvas), -torch.inf)
-    return Candidates(torch.stack(values, -1), torch.stack(places, -1))
-
-
-def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
-    """Inputs for a :class:`PlaceRegression` in which images are alike where they show the same colours at about the same place.
-
-    The colours that differ from the background are clustered (k-means) when the returned function sees images for the first time. Every
-    pixel is then a vector of memberships, softmax of minus squared distances over ``2 width**2``, background left out, and these maps are
-    averaged over 3 x 3 pixels and thinned out.
-
-    Args:
-        num_colours: number of clusters.
-        stride: distance of the pixels kept.
-        width: distance of colours at which memberships soften.
-
-    Returns:
-        A function that maps images ``(n, height, width, F)`` to inputs ``(n, D)``.
-    """
-    palette: list[Tensor] = []
-
-    def maps(images: Tensor) -> Tensor:
-        """Pooled maps of how much each pixel is of each colour."""
-        pixels = images.flatten(0, 2)
-        if not palette:
-            palette.append(_palette(pixels, num_colours))
-        memberships = (-torch.cdist(pixels, palette[0].to(pixels)).square() / (2 * width**2)).softmax(-1)[:, 1:]
-        layers = memberships.reshape(*images.shape[:3], -1).movedim(-1, 1)
-        pooled = torch.nn.functional.avg_pool2d(torch.nn.functional.pad(layers, (1, 1, 1, 1), mode="circular"), 3, stride)
-        return pooled.flatten(1)
-
-    return maps
-
-
-def _palette(pixels: Tensor, number: int, most: int = 20_000, steps: int = 15) -> Tensor:
-    """The most frequent colour, and the centres of clusters of those that are far from it, ``(number + 1, F)``."""
-    background = pixels.median(0).values
-    distance = (pixels - background).norm(dim=-1)
-    colours = pixels[distance > 5 * distance.median()]
-    if len(colours) < number:
-        raise ValueError(f"images show only {len(colours)} pixels that differ from their background; {number} colours need more")
-    colours = colours[:: max(1, len(colours) // most)]
-    # From dark to bright, so that no draw is needed.
-    centres = colours[colours.sum(-1).argsort()][(torch.arange(number) * (len(colours) - 1)) // max(1, number - 1)]
-    for _ in range(steps):
-        nearest = torch.cdist(colours, centres).argmin(1)
-        counts = torch.bincount(nearest, minlength=number).clamp(min=1).unsqueeze(-1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, colours)
-        centres = torch.where(torch.bincount(nearest, minlength=number).unsqueeze(-1) > 0, sums / counts, centres)
-    return torch.cat([background.unsqueeze(0), centres])
-
-
-def _join(found: list[Candidates]) -> Candidates:
-    return Candidates(torch.cat([c.scores for c in found]), torch.cat([c.places for c in found]))
+        return join(found)

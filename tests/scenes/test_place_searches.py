@@ -18,11 +18,11 @@ from pyro_truncated.scenes import (
     PlaceRegression,
     PlaceScan,
     RefinedPlaces,
+    colour_maps,
     generated_objects,
     occluded_scenes,
 )
-from pyro_truncated.scenes.place_affinities import best_places, colour_maps
-from pyro_truncated.scenes.placement import Candidates, place_probabilities
+from pyro_truncated.scenes.candidates import Candidates, best_places, place_probabilities
 from pyro_truncated.search import SearchBatch
 from pyro_truncated.states import Population
 

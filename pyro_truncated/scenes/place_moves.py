@@ -1,0 +1,132 @@
+"""Evolutionary moves on scenes: objects are shifted, swapped, replaced, added and removed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.scenes.candidates import scene_sizes
+from pyro_truncated.scenes.occlusion import depth_code, depth_rank
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
+
+MOVES = ("shift", "swap", "replace", "add", "remove")
+
+
+class PlacementMoves(Search):
+    """Evolutionary moves on scenes: children of fit parents with one object shifted, swapped with another, replaced, added or removed.
+
+    ===========  ========================================================================================
+    ``shift``    a random object moves to one of the places next to it
+    ``swap``     two objects exchange their places; where there is an order, their depths, or both
+    ``replace``  an absent object takes the place of a present one
+    ``add``      an absent object appears at a random place (and depth)
+    ``remove``   an object disappears
+    ===========  ========================================================================================
+
+    In a scene with too few objects for a move, an object is added; where none is absent, one is shifted.
+
+    Args:
+        grid: rows and columns of the grid of places.
+        parents: number of parents per data point, selected in proportion to fitness, without replacement.
+        children: children of each parent.
+        wrap: whether the grid of places closes on itself; otherwise shifts end at its edges.
+        shares: relative frequency of the moves, in the order of the table.
+        generator: source of randomness; default: torch's global generator.
+
+    Raises:
+        ValueError: if an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        grid: tuple[int, int],
+        parents: int = 6,
+        children: int = 6,
+        *,
+        wrap: bool = True,
+        shares: tuple[float, float, float, float, float] = (0.4, 0.1, 0.2, 0.15, 0.15),
+        generator: torch.Generator | None = None,
+    ) -> None:
+        if parents < 1 or children < 1 or min(grid) < 1:
+            raise ValueError(f"parents, children and grid must be positive; got {parents}, {children} and {grid}")
+        if len(shares) != len(MOVES) or min(shares) < 0 or not sum(shares) > 0:
+            raise ValueError(f"shares must be {len(MOVES)} numbers that are not negative, one per move {MOVES}; got {shares}")
+        self.grid, self.parents, self.children, self.wrap = grid, parents, children, wrap
+        self.shares, self.generator = shares, generator
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The children, ``(N, parents * children)``.
+
+        Raises:
+            ValueError: if the populations hold fewer states than there are parents, or the grid is not that of the positions.
+        """
+        population, space = batch.population, batch.space
+        num_objects, num_places = scene_sizes(space)
+        if self.grid[0] * self.grid[1] != num_places:
+            raise ValueError(f"a grid of {self.grid} does not have the {num_places} places of the positions")
+        if population.num_states < self.parents:
+            raise ValueError(f"cannot select {self.parents} parents from populations of {population.num_states} states")
+        chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, generator=self.generator)
+        parents = population.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
+        levels = space.unpack(parents.repeat_interleave(self.children, 1), torch.int64)
+        presence, position, code = levels[..., :num_objects] > 0, levels[..., num_objects : 2 * num_objects], levels[..., 2 * num_objects :]
+        generator = torch.Generator(levels.device).manual_seed(ops.draw_seed(self.generator))
+        rank = depth_rank(code, presence).double() if code.shape[-1] else None
+        presence, position, rank = self._move(presence, position, rank, generator)
+        parts = [presence.long(), position.masked_fill(~presence, 0)]
+        if rank is not None:
+            parts.append(depth_code(rank, presence))
+        return batch.scored(space.pack(torch.cat(parts, -1)))
+
+    def _move(
+        self, presence: Tensor, position: Tensor, rank: Tensor | None, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Makes one move in every scene ``(N, C, H)``."""
+        shape, num_objects = presence.shape[:-1], presence.shape[-1]
+        options: Any = {"generator": generator, "device": presence.device}
+        weights = torch.tensor(self.shares, dtype=torch.float64, device=presence.device)
+        move = torch.multinomial(weights, math.prod(shape), replacement=True, generator=generator).reshape(shape)
+        keys = torch.rand(presence.shape, **options)
+        on = torch.where(presence, keys, -1.0)
+        first, absent = on.argmax(-1, keepdim=True), torch.where(presence, -1.0, keys).argmax(-1, keepdim=True)
+        second = on.scatter(-1, first, -1.0).argmax(-1, keepdim=True)
+        count = presence.sum(-1)
+        shift, swap, replace, add, remove = range(5)
+        move = torch.where((count == 0) | ((count == 1) & (move == swap)), add, move)
+        move = torch.where((count == num_objects) & ((move == add) | (move == replace)), shift, move).unsqueeze(-1)
+
+        here, there = position.gather(-1, first), position.gather(-1, second)
+        anywhere = torch.randint(self.grid[0] * self.grid[1], here.shape, **options)
+        # With depth, every other swap exchanges only what lies in front.
+        exchanged = (move == swap) & ((torch.rand(here.shape, **options) < 0.5) if rank is not None else True)
+        position = position.scatter(
+            -1, first, torch.where(move == shift, self._beside(here, generator), torch.where(exchanged, there, here))
+        )
+        position = torch.where(exchanged, position.scatter(-1, second, here), position)
+        newcomer = torch.where(move == replace, here, anywhere)
+        is_new = (move == add) | (move == replace)
+        position = torch.where(is_new, position.scatter(-1, absent, newcomer), position)
+        presence = torch.where((move == replace) | (move == remove), presence.scatter(-1, first, False), presence)
+        presence = torch.where(is_new, presence.scatter(-1, absent, True), presence)
+        if rank is not None:
+            depth = rank.gather(-1, first)
+            between = count.unsqueeze(-1) * torch.rand(depth.shape, dtype=rank.dtype, **options) - 0.5
+            rank = torch.where(is_new, rank.scatter(-1, absent, torch.where(move == replace, depth, between)), rank)
+            swapped = rank.scatter(-1, first, rank.gather(-1, second)).scatter(-1, second, depth)
+            rank = torch.where(move == swap, swapped, rank)
+        return presence, position, rank
+
+    def _beside(self, place: Tensor, generator: torch.Generator) -> Tensor:
+        """One of the eight places around each place; at an edge where the grid does not wrap, perhaps the place itself."""
+        rows, columns = self.grid
+        step = torch.randint(8, place.shape, generator=generator, device=place.device)
+        step = step + (step >= 4)
+        row, column = place // columns + step // 3 - 1, place % columns + step % 3 - 1
+        if self.wrap:
+            return row % rows * columns + column % columns
+        return row.clamp(0, rows - 1) * columns + column.clamp(0, columns - 1)

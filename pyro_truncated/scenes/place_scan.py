@@ -1,0 +1,95 @@
+"""Where objects may lie, by comparing them with the image: at all places, or near those that another affinity names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places
+from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
+from pyro_truncated.search.base import SearchBatch, forget
+
+Scene = Callable[[], SceneParameters]
+_BLOCK_BYTES = 2**25
+
+
+class PlaceScan:
+    """Compares every object with the image at every place, the hand-crafted way.
+
+    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
+    two of them next to each other.
+
+    Args:
+        scene: returns the current :class:`~pyro_truncated.ops.scenes.SceneParameters`, such as ``model.parameters_of_scene``.
+        canvas: sizes.
+        num_candidates: places per object.
+        clutter: share of the pixels that other objects cover.
+        min_mask: only template entries of at least this mask probability are compared.
+        site: name of the observed images.
+
+    Raises:
+        TypeError: if ``scene`` is not callable.
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(
+        self, scene: Scene, canvas: Canvas, *, num_candidates: int = 1, clutter: float = 0.2, min_mask: float = 0.0, site: str = "y"
+    ) -> None:
+        if not callable(scene):
+            raise TypeError(f"scene must be a function that returns the current parameters; got {type(scene).__name__}")
+        if num_candidates < 1 or not 0 <= clutter < 1:
+            raise ValueError(f"num_candidates must be positive and clutter in [0, 1); got {num_candidates} and {clutter}")
+        self.scene, self.canvas, self.num_candidates = scene, canvas, num_candidates
+        self.clutter, self.min_mask, self.site = clutter, min_mask, site
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points."""
+        if self.site not in batch.observations:
+            raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
+        images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
+        step = max(1, _BLOCK_BYTES // (4 * len(scene.features) * self.canvas.num_places))
+        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
+        found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
+        return join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
+
+    def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
+        """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
+        images = batch.observations[self.site].flatten(1, 2)
+        return scan_at(images, self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
+
+
+class RefinedPlaces:
+    """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
+
+    Which objects are selected remains the affinity's choice: its scores are passed on.
+
+    Args:
+        affinity: gives candidates to refine, such as a :class:`PlaceRegression`.
+        scan: scores objects at places.
+        num_objects: number of objects per data point whose candidates are refined, those of largest score.
+        radius: how far a candidate may move, in steps of the grid of places in both directions.
+
+    Raises:
+        ValueError: if a number is out of range.
+    """
+
+    def __init__(self, affinity: PlaceAffinity, scan: PlaceScan, num_objects: int, *, radius: int = 1) -> None:
+        if num_objects < 1 or radius < 1:
+            raise ValueError(f"num_objects and radius must be positive; got {num_objects} and {radius}")
+        self.affinity, self.scan, self.num_objects, self.radius = affinity, scan, num_objects, radius
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
+
+    def __call__(self, batch: SearchBatch) -> Candidates:
+        """Candidates of the batch's data points."""
+        found = self.affinity(batch)
+        objects = found.scores[..., 0].topk(min(self.num_objects, found.scores.shape[1]), 1).indices
+        index = objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])
+        near = neighbourhood(found.places.gather(1, index), self.scan.canvas, self.radius)
+        scores = self.scan.scores_at(batch, objects, near.flatten(2)).reshape(near.shape)
+        places = near.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)
+        return Candidates(found.scores, found.places.scatter(1, index, places))
