@@ -40,6 +40,7 @@ lint: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/python tests/house.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .
