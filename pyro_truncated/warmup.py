@@ -105,7 +105,6 @@ def _causes(kind: Callable[..., Any], *, missing: bool = True, binary: bool = Fa
         for data in (y, holed) if missing else (y,):
             model = kind(9, _LATENTS, dtype=dtype).initialize(y)
             _train(model, data, EvolutionarySearch(), closed_form=True)
-            model.closed_form = None
             _train(model, data, EvolutionarySearch())
 
     return task
@@ -129,7 +128,6 @@ def _scenes(dtype: torch.dtype) -> None:
         moves = PlacementMoves(model.canvas.grid, parents=2, children=2)
         for affinity in (scan, RefinedPlaces(scan, scan, 2)):
             _train(model, y, PlacementSelection(affinity, 2) + moves, closed_form=True)
-            model.closed_form = None
         _train(model, y, moves)
 
 

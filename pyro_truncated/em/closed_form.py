@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,6 +15,9 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.utils.representation import Described
 
 Statistics = dict[str, Tensor]
+
+# Who drives a model: SVI shows its optimiser to nobody, and the model is not changed to say it.
+_drivers: weakref.WeakKeyDictionary[Any, weakref.ref[ClosedForm]] = weakref.WeakKeyDictionary()
 
 
 @runtime_checkable
@@ -54,6 +58,8 @@ class ClosedForm(Described, PyroOptim):
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
+    The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
+
     Args:
         model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute
             ``statistics_depend_on_parameters = True`` says that incremental streaming is not exact for it.
@@ -88,7 +94,25 @@ class ClosedForm(Described, PyroOptim):
         self.visited: Tensor | None = None
         self.num_steps = 0
         self._pending = False
-        model.closed_form = self
+        self.drive()
+
+    @staticmethod
+    def driving(model: Any) -> ClosedForm | None:
+        """The object that drives the training of a model: the last one made for it, unless it is gone or was released."""
+        try:
+            driver = _drivers.get(model)
+        except TypeError:  # a program that cannot be looked up is not the model of any
+            return None
+        return None if driver is None else driver()
+
+    def drive(self) -> None:
+        """Takes the training of the model over, as a new object does."""
+        _drivers[self.model] = weakref.ref(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if "model" in state:
+            self.drive()
 
     def previous(self, population: Population, num_data: int) -> Population | None:
         """The data points among these whose contribution is in the streamed statistics and must be taken out before it is replaced."""
@@ -156,7 +180,8 @@ class ClosedForm(Described, PyroOptim):
     def release(self) -> None:
         """Gives the model back to gradient training."""
         self._pending = False
-        self.model.closed_form = None
+        if ClosedForm.driving(self.model) is self:
+            del _drivers[self.model]
 
     def get_state(self) -> dict[str, Any]:
         """State for a checkpoint, loadable with ``weights_only=True``: streamed statistics, data points visited, number of steps."""

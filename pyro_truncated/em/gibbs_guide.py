@@ -312,7 +312,7 @@ class GibbsEM(ELBO):
         Raises:
             TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
         """
-        closed_form: ClosedForm | None = getattr(model, "closed_form", None)
+        closed_form = ClosedForm.driving(model)
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
         indices = self._subsample(y)

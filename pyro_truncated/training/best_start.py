@@ -66,7 +66,7 @@ def best_start(
     if not isinstance(model, GibbsModel):
         num_states = min(num_states, _space_size(model, part))
     reached: list[float] = []
-    driver = getattr(model, "closed_form", None)
+    driver = ClosedForm.driving(model)
     best = copy.deepcopy(model.state_dict())
     search.forget()
     for _ in range(num_starts):
@@ -81,7 +81,8 @@ def best_start(
         if reached[-1] == max(reached):
             best = copy.deepcopy(model.state_dict())
     _restore(model, best)
-    model.closed_form = driver
+    if driver is not None:
+        driver.drive()
     return reached
 
 

@@ -148,7 +148,7 @@ class Truncated_ELBO(Described, ELBO):
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
-        closed_form = getattr(model, "closed_form", None)
+        closed_form = ClosedForm.driving(model)
         alone = _stands_alone(model, guide, args, kwargs)
         if closed_form is not None:
             if not alone:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import itertools
 
 import pyro
@@ -65,7 +67,7 @@ def test_incremental_minibatches_never_lose_free_energy_and_reach_that_of_full_b
     elbo = Truncated_ELBO(ExhaustiveSearch())
     svi = SVI(model, guide, ClosedForm(model), elbo)
     svi.step(y)
-    closed_form = model.closed_form
+    closed_form = svi.optim
     closed_form.visited = torch.ones(len(y), dtype=torch.bool)
     bound = [svi.evaluate_loss(y)]
     for _ in range(60):
@@ -96,11 +98,11 @@ def test_streamed_statistics_equal_those_of_the_stored_populations():
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
     for _ in range(120):
         svi.step(y, 20)
-    visited = model.closed_form.visited
+    visited = svi.optim.visited
     assert visited.all()
     whole = model.sufficient_statistics(guide.population(), y)
     for name, value in whole.items():
-        torch.testing.assert_close(model.closed_form.statistics[name], value, rtol=1e-9, atol=1e-7)
+        torch.testing.assert_close(svi.optim.statistics[name], value, rtol=1e-9, atol=1e-7)
 
 
 def test_scores_changed_behind_its_back_are_taken_into_account():
@@ -112,9 +114,9 @@ def test_scores_changed_behind_its_back_are_taken_into_account():
         svi.step(y, 20)
     guide.refresh_(y)
     svi.step(y, 20)
-    assert model.closed_form.statistics["num_data"] == 150
+    assert svi.optim.statistics["num_data"] == 150
     for name, value in model.sufficient_statistics(guide.population(), y).items():
-        torch.testing.assert_close(model.closed_form.statistics[name], value, rtol=1e-9, atol=1e-7)
+        torch.testing.assert_close(svi.optim.statistics[name], value, rtol=1e-9, atol=1e-7)
 
 
 def test_full_batches_and_minibatches_mix():
@@ -123,8 +125,8 @@ def test_full_batches_and_minibatches_mix():
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
     for batch_size in (20, None, 20, 20, None, 30):
         svi.step(y, batch_size)
-        if batch_size != 20 or model.closed_form.visited.all():
-            assert model.closed_form.statistics["num_data"] == pytest.approx(150)
+        if batch_size != 20 or svi.optim.visited.all():
+            assert svi.optim.statistics["num_data"] == pytest.approx(150)
 
 
 @pytest.mark.parametrize("name", ["bsc", "noisy-or"])
@@ -148,7 +150,7 @@ def test_gradients_reach_what_closed_form_reaches():
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
     for _ in range(60):
         closed = svi.step(y)
-    model.closed_form.release()
+    svi.optim.release()
     svi = SVI(model, guide, Adam({"lr": 1e-3}), Truncated_ELBO(ExhaustiveSearch()))
     for _ in range(60):
         gradient = svi.step(y)
@@ -189,10 +191,10 @@ def test_best_start_keeps_the_best_of_its_runs():
     model = NoisyOr(16, 8)
     reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     assert len(reached) == 4
-    assert model.closed_form is None
+    assert ClosedForm.driving(model) is None
     driver = ClosedForm(model)
     best_start(model, bars.data, ExhaustiveSearch(), num_starts=1, num_data=400, steps=1, num_states=256)
-    assert model.closed_form is driver
+    assert ClosedForm.driving(model) is driver
     driver.release()
     reached = best_start(model, bars.data, ExhaustiveSearch(), num_starts=4, num_data=400, steps=10, num_states=256)
     guide = AutoTruncated(model, num_states=256)
@@ -327,3 +329,21 @@ def test_online_statistics_are_blended_at_the_default_step_size():
         expected = {name: rate * value + (0 if expected is None else (1 - rate) * expected[name]) for name, value in whole.items()}
         for name, value in expected.items():
             torch.testing.assert_close(closed_form.statistics[name], value)
+
+
+def test_the_model_is_left_as_it_is_and_goes_back_to_gradients_with_the_object():
+    model, y = problem("bsc")
+    before = dict(vars(model))
+    svi = SVI(model, AutoTruncated(model, num_states=20), ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+    assert vars(model) == before
+    assert ClosedForm.driving(model) is svi.optim
+    # A copy is another model, which nobody drives; a copy of both is driven by the copy.
+    assert ClosedForm.driving(copy.deepcopy(model)) is None
+    both = copy.deepcopy((model, svi.optim))
+    assert ClosedForm.driving(both[0]) is both[1]
+    del svi
+    gc.collect()
+    assert ClosedForm.driving(model) is None
+    svi = SVI(model, AutoTruncated(model, num_states=20), Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))
+    assert svi.step(y) > svi.step(y)
+    assert ClosedForm.driving(lambda y: None) is None

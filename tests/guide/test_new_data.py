@@ -248,8 +248,8 @@ def test_create_plates_decides_about_closed_form_steps():
     guide = AutoTruncated(model, 5, create_plates=first_two)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=2, children=2)))
     svi.step(y)
-    assert model.closed_form.visited.nonzero().squeeze(-1).tolist() == sorted(FIRST.tolist())
-    assert model.closed_form.statistics["num_data"] == 2
+    assert svi.optim.visited.nonzero().squeeze(-1).tolist() == sorted(FIRST.tolist())
+    assert svi.optim.statistics["num_data"] == 2
 
 
 def test_create_plates_goes_on_with_a_guide_for_new_data():

@@ -92,7 +92,7 @@ def _best_of_short_starts(kind: str, selection: str, model: Any, y: Tensor, num_
         search = selection_of(selection, kind, model, merge=False)
         svi = trainer(kind, model, search, cooling(SHORT_TEMPERATURE, steps))
         loss = run_steps(svi, search, part, steps)[-1]
-        model.closed_form.release()
+        svi.optim.release()
         if loss < best[0]:
             best = loss, copy.deepcopy(model.state_dict())
     with torch.no_grad():
