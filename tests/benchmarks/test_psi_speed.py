@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.papers import spike_slab_cost as cost
+from tests.papers.experiments import spike_slab_cost as cost
 
 
 @pytest.mark.benchmark

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.papers import natural_patches
-from tests.papers.evolutionary_em import EXPERIMENTS, jobs_of, run, run_all, write_tables
+from tests.papers.experiments import natural_patches
+from tests.papers.experiments.evolutionary_em import EXPERIMENTS, jobs_of, run, run_all, write_tables
 
 RESULTS = Path(__file__).parent / "results"
 

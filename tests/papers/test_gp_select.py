@@ -9,8 +9,8 @@ import os
 
 import pytest
 
-from tests.papers import gp_select, gp_select_mixture
-from tests.papers.gp_select_mixture import CASES
+from tests.papers.experiments import gp_select, gp_select_mixture
+from tests.papers.experiments.gp_select_mixture import CASES
 
 
 @pytest.mark.paper

@@ -9,8 +9,8 @@ import statistics
 import pytest
 import torch
 
-from tests.papers import sparse_gp as paper
-from tests.papers import subset_speed
+from tests.papers.experiments import sparse_gp as paper
+from tests.papers.experiments import subset_speed
 
 
 def row(method: str, m: int, seed: int, smse: float) -> dict[str, object]:

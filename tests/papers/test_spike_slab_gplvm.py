@@ -9,8 +9,8 @@ import json
 
 import pytest
 
-from tests.papers import spike_slab_digits, spike_slab_retrieval, spike_slab_signals
-from tests.papers.spike_slab_gplvm import is_curved, main
+from tests.papers.experiments import spike_slab_digits, spike_slab_retrieval, spike_slab_signals
+from tests.papers.experiments.spike_slab_gplvm import is_curved, main
 
 
 @pytest.mark.paper

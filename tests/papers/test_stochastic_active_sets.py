@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from tests.papers import active_set_studies as studies
-from tests.papers import stochastic_active_sets as paper
+from tests.papers.experiments import active_set_studies as studies
+from tests.papers.experiments import stochastic_active_sets as paper
 
 
 def test_bias_vanishes_where_one_point_is_left_and_is_negative_before():

@@ -1,6 +1,6 @@
 """Reproduces tables 1 and 2 of "Revisiting Active Sets for Gaussian Process Decoders" (2022), beside GP-LVMs and a VAE.
 
-    python -m tests.papers.stochastic_active_sets --data mnist fashion cifar10 --seeds 3
+    python -m tests.papers.experiments.stochastic_active_sets --data mnist fashion cifar10 --seeds 3
 
 Every method gets the same images, and its test latents are the most probable ones under it.
 """
@@ -25,10 +25,10 @@ from torch import Tensor
 from pyro_truncated.gp import ActiveSet
 from pyro_truncated.gp.active_sets.splits import least_variance
 from pyro_truncated.gplvm.decoders.latents import infer_latents
-from tests.papers.active_set_methods import DATA, Fit, Images, fit, images
-from tests.papers.active_set_studies import STUDIES, study_tables
+from tests.papers.experiments.active_set_methods import DATA, Fit, Images, fit, images
+from tests.papers.experiments.active_set_studies import STUDIES, study_tables
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 EPOCHS = {
     "sas": 100,
     "sas-jumps": 100,
@@ -41,7 +41,7 @@ EPOCHS = {
     "vae": 100,
 }
 METHODS = tuple(EPOCHS)
-COMMAND = "python -m tests.papers.stochastic_active_sets --data mnist fashion cifar10 --seeds 3"
+COMMAND = "python -m tests.papers.experiments.stochastic_active_sets --data mnist fashion cifar10 --seeds 3"
 SIZES = {"sas-encoder": [200], "bayesian-sas-encoder": [200], "gplvm": [100], "gpytorch-gplvm": [50], "vae": [0]}
 
 

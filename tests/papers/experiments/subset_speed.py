@@ -1,6 +1,6 @@
 """Milliseconds per accepted swap of inducing inputs, the default search beside the published algorithm, and a fit to 100 000 inputs.
 
-    python -m tests.papers.subset_speed
+    python -m tests.papers.experiments.subset_speed
 
 Each line runs both searches from the same random subset on the same data, one thread, CPU time, building the factors not counted.
 """
@@ -19,7 +19,7 @@ import torch
 from pyro_truncated.gp import CholQRSearch, ExchangeSearch, SubsetGPRegression, smooth_rbf
 from tests.benchmarks.test_subset_speed import per_swap, problem, surface
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 # Number of inputs, of inducing inputs and of information pivots; whether the published algorithm is run as well.
 CASES = [
     (10_000, 32, 16, True),
@@ -70,7 +70,7 @@ def write_table(rows: list[dict[str, Any]], file: Path, machine: str) -> None:
         "*Published* is the algorithm of Cao et al. (PAMI 2015): one member out, a ranking by `z` information pivots, one candidate in.",
         "",
     ]
-    lines += [f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.subset_speed", ""]
+    lines += [f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.experiments.subset_speed", ""]
     lines += ["| n | m | z | exchange: ms per swap (swaps / attempts) | published: ms per swap (swaps / attempts) | ratio | fall of F |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
     for r in rows:

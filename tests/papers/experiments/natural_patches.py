@@ -1,6 +1,6 @@
 """Dictionaries of natural image patches: binary sparse coding on whitened patches, noisy-OR on binary ones (Evolutionary EM, section 5.2).
 
-python -m tests.papers.natural_patches --model bsc --num-data 100000 --iterations 300 --device cuda --output folder
+python -m tests.papers.experiments.natural_patches --model bsc --num-data 100000 --iterations 300 --device cuda --output folder
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pyro.infer import SVI
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import binary_patches, natural_images, whitened_patches
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
-from tests.papers.evolutionary_em import cooling
+from tests.papers.experiments.evolutionary_em import cooling
 
 
 def run(

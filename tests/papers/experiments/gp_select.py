@@ -1,6 +1,6 @@
 """Reproduces the sparse coding experiments of "GP-select: Accelerating EM using adaptive subspace preselection" (2017), section 5.1.
 
-    python -m tests.papers.gp_select --models A B --seeds 10 --workers 2
+    python -m tests.papers.experiments.gp_select --models A B --seeds 10 --workers 2
 
 Bars are learned with latents selected by hand-crafted affinities and by Gaussian processes with three kernels. Every experiment runs
 twice: as the paper says (as far as it does), and with this library's start and search.
@@ -32,7 +32,7 @@ from pyro_truncated.datasets import Bars, bar_components, matched_bars
 from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, GPSelect, Preselection, Singletons
-from tests.papers.evolutionary_em import cooling
+from tests.papers.experiments.evolutionary_em import cooling
 
 SIZE, NUM_LATENTS, NUM_SELECTED, AMPLITUDE, VARIANCE = 5, 10, 5, 10.0, 2.0
 SELECTIONS = ("hand", "linear", "rbf", "composition")
@@ -46,7 +46,7 @@ TOLERANCE = 0.02
 # Chosen on data sets other than those of the table (seeds 100 to 108), where six to eight of ten such starts find all bars.
 NUM_STARTS, SHORT_STEPS = {"A": 10, "B": 5, "C": 5}, {"A": 20, "B": 40, "C": 20}
 SHORT_DATA, SHORT_TEMPERATURE = 500, 4.0
-OUTPUT = Path(__file__).parent / "results" / "gp_select.jsonl"
+OUTPUT = Path(__file__).parents[1] / "results" / "gp_select.jsonl"
 RANK = {"ours": 150, "paper": None}
 MAX_FIT, FIT_STEPS = 150, 8
 

@@ -1,6 +1,6 @@
 """Reproduces section 5.3 of "GP-select: Accelerating EM using adaptive subspace preselection" (2017): objects at unknown places.
 
-    python -m tests.papers.occlusive_components --seeds 5
+    python -m tests.papers.experiments.occlusive_components --seeds 5
 
 Every variant learns from the same scenes and from the same start; they differ in how candidate places are found.
 """
@@ -299,7 +299,13 @@ REMARKS = "## What this shows"
 
 
 def write_tables(results: list[dict[str, Any]], file: Path, machine: str) -> None:
-    lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.occlusive_components", ""]
+    lines = [
+        SETTINGS,
+        f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by",
+        "",
+        "    python -m tests.papers.experiments.occlusive_components",
+        "",
+    ]
     lines += [
         "## Recovery, accuracy and time",
         "",
@@ -327,8 +333,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--num-data", type=int, default=2000)
     parser.add_argument("--iterations", type=int, default=12)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "occlusive_components.jsonl")
-    parser.add_argument("--table", type=Path, default=Path(__file__).parent / "results" / "occlusive_components.md")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results" / "occlusive_components.jsonl")
+    parser.add_argument("--table", type=Path, default=Path(__file__).parents[1] / "results" / "occlusive_components.md")
     parser.add_argument("--machine", default=f"a machine of {os.cpu_count()} CPU cores", help="the machine in words")
     parser.add_argument("--only-table", action="store_true", help="write the table of the results already in the output file")
     args = parser.parse_args()

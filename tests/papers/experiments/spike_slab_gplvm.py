@@ -1,7 +1,7 @@
 # ruff: noqa: E501 (the sentences of a report)
 """Reproduces the experiments of "Spike and slab Gaussian process latent variable models" (2015).
 
-    python -m tests.papers.spike_slab_gplvm --experiments signals fewer retrieval digits cost minibatches many
+    python -m tests.papers.experiments.spike_slab_gplvm --experiments signals fewer retrieval digits cost minibatches many
 
 Finished runs are appended to the output file; a run that it holds is not made again.
 """
@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from tests.papers import spike_slab_cost, spike_slab_digits, spike_slab_retrieval, spike_slab_signals
+from tests.papers.experiments import spike_slab_cost, spike_slab_digits, spike_slab_retrieval, spike_slab_signals
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 EXPERIMENTS = ("signals", "fewer", "retrieval", "digits", "cost", "minibatches", "many")
 Job = tuple[str, Callable[..., dict[str, Any]], dict[str, Any]]
 
@@ -30,7 +30,7 @@ INTRODUCTION = """# Spike and slab GP-LVM (2015)
 
 Made on {date}, {machine}, by
 
-    python -m tests.papers.spike_slab_gplvm --experiments signals fewer retrieval digits cost minibatches many
+    python -m tests.papers.experiments.spike_slab_gplvm --experiments signals fewer retrieval digits cost minibatches many
 
 The kernels, the training (`pyro_truncated.gplvm.fit`) and the prior of the switches (0.1) are the library's defaults unless said.
 """

@@ -1,6 +1,6 @@
 """Reproduces the experiments of "Evolutionary Expectation Maximization for Generative Models with Binary Latents" (2018).
 
-    python -m tests.papers.evolutionary_em --experiment noisy_or_bars --seeds 10 --workers 2
+    python -m tests.papers.experiments.evolutionary_em --experiment noisy_or_bars --seeds 10 --workers 2
 
 Every experiment runs twice: as the paper says (as far as it does), and with this library's start and annealing.
 """
@@ -294,7 +294,13 @@ and training seed `1000 + n`.
 def write_tables(results: list[dict[str, Any]], file: Path, machine: str) -> None:
     """Writes the results file."""
     results = sorted(results, key=lambda r: r["seed"])
-    lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.evolutionary_em", ""]
+    lines = [
+        SETTINGS,
+        f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by",
+        "",
+        "    python -m tests.papers.experiments.evolutionary_em",
+        "",
+    ]
     plain = [r for r in results if r["variant"] == "paper" and r["experiment"] == "bsc_bars"]
     falls = sum(r["decreases"] for r in plain)
     missing = len(jobs_of(list(EXPERIMENTS), None, None, ("ours", "paper"), "cpu")) - len(results)
@@ -308,7 +314,7 @@ def write_tables(results: list[dict[str, Any]], file: Path, machine: str) -> Non
             lines += table(name, results)
     if plain:
         lines.append(f"The free energy of the linear bars, trained without annealing, fell in {falls} steps of {len(plain)} run(s).")
-    # Written by hand from what tests.papers.natural_patches prints.
+    # Written by hand from what tests.papers.experiments.natural_patches prints.
     patches = file.read_text().partition(PATCHES) if file.exists() else ("", "", "")
     file.write_text("\n".join(lines) + "\n" + (f"\n{PATCHES}{patches[2]}" if patches[1] else ""))
 
@@ -321,8 +327,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results" / "evolutionary_em.jsonl")
-    parser.add_argument("--table", type=Path, default=Path(__file__).parent / "results" / "evolutionary_em.md")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parents[1] / "results" / "evolutionary_em.jsonl")
+    parser.add_argument("--table", type=Path, default=Path(__file__).parents[1] / "results" / "evolutionary_em.md")
     parser.add_argument("--machine", default=f"a machine of {os.cpu_count()} CPU cores", help="the machine in words")
     parser.add_argument("--only-table", action="store_true", help="write the table of the results already in the output file")
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """The Gaussian mixture experiment of "GP-select" (2017), section 5.2 and figure 3, over several data sets.
 
-python -m tests.papers.gp_select_mixture
+python -m tests.papers.experiments.gp_select_mixture
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, best_start
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.search import GPSelect
 
-OUTPUT = Path(__file__).parent / "results" / "gp_select_mixture.jsonl"
+OUTPUT = Path(__file__).parents[1] / "results" / "gp_select_mixture.jsonl"
 CENTRES = torch.tensor([[-5.0, -2.0], [0.0, 0.0], [5.0, 2.0]])
 
 

@@ -20,7 +20,7 @@ from pyro_truncated.gp.active_sets.splits import least_variance, pivots
 from pyro_truncated.gplvm import SASDecoder
 from tests.benchmarks import test_active_sets as benchmark
 from tests.benchmarks.timing import exponent
-from tests.papers.active_set_methods import evaluated, images, train_sas
+from tests.papers.experiments.active_set_methods import evaluated, images, train_sas
 
 ACTIVE = (50, 100, 200, 400, 800, 1600)
 REST = (100, 400, None)
@@ -68,7 +68,7 @@ def estimator_table(found: dict[str, Any]) -> list[str]:
 
 def kept(num_train: int = 5000, epochs: int = 60) -> dict[str, Any]:
     """Errors on test images, at the same latents, by the training images that are conditioned on."""
-    from tests.papers.stochastic_active_sets import errors, errors_given
+    from tests.papers.experiments.stochastic_active_sets import errors, errors_given
 
     data = images("mnist", num_train, 1000, 0)
     decoder = train_sas(data.x, 100, epochs, bayesian=True, jumps=True)

@@ -52,7 +52,7 @@ def peak() -> float:
 def peak_gigabytes(num_data: int, num_inducing: int = 50, num_latents: int = 10) -> tuple[float, float]:
     """Peak resident memory of a new process that makes one bound and gradient, and how much of it came after the imports."""
     command = (
-        "import torch; from tests.papers.spike_slab_cost import *; torch.set_num_threads(1); before = peak(); "
+        "import torch; from tests.papers.experiments.spike_slab_cost import *; torch.set_num_threads(1); before = peak(); "
         f"model, y = make({num_data}, {num_inducing}, {num_latents}); model.bound(y).backward(); print(before, peak())"
     )
     found = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True).stdout.split()

@@ -1,6 +1,6 @@
 """Reproduces the experiments of "Efficient Optimization for Sparse Gaussian Process Regression" (Cao et al., PAMI 2015) on data at hand.
 
-    python -m tests.papers.sparse_gp --experiment lipophilicity kin40k --splits 3
+    python -m tests.papers.experiments.sparse_gp --experiment lipophilicity kin40k --splits 3
 
 Every method learns inducing inputs and hyper-parameters from the same start within the same CPU time.
 """
@@ -51,7 +51,7 @@ from pyro_truncated.gp import (
 )
 from pyro_truncated.gp.subset.baselines import k_means
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,7 +387,7 @@ variational free energy.
 
 def write_tables(results: list[dict[str, Any]], file: Path, machine: str, remark: str = "") -> None:
     """Writes the results file."""
-    lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.sparse_gp", ""]
+    lines = [SETTINGS, f"Made on {time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.experiments.sparse_gp", ""]
     lines += [remark, ""] if remark else []
     planned = jobs_of(list(EXPERIMENTS), 3)
     known = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in results}
