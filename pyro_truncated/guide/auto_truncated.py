@@ -37,8 +37,10 @@ from pyro_truncated.guide.siblings import Siblings, refuse_subsampling, refuse_u
 from pyro_truncated.guide.store import Init
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import Conditional, Scoring
 from pyro_truncated.program.inspection import ordinary_tensors
-from pyro_truncated.program.log_joint import AllObservedError, Conditional, LogJoint, Scoring
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import Layout, sample_nodes, trim
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.supports import Dependencies
@@ -219,10 +221,9 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         for name in self._layout.sites:
             # The prototype stays with the guide: of the states, only their shape and type are needed.
             nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
-        layout, conditional, budget = self._layout, self.conditional, self.memory_budget
         with torch.no_grad():
             self._scoring, self._is_enumerable = scoring_for(
-                self.vectorize, lambda: LogJoint(call, layout, conditional=conditional, memory_budget=budget)
+                self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
             )
         return device
 

@@ -15,7 +15,7 @@ from torch.distributions import Independent
 from torch.nn import Module
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import Layout, is_delta
 from pyro_truncated.program.supports import Dependencies, elementwise
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -35,28 +35,28 @@ class ObservedValues:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_checked": {}}
 
-    def check(self, log_joint: LogJoint) -> None:
-        """Checks what a scorer's probe has observed, but for tensors that have been checked before.
+    def check(self, probe: Probe) -> None:
+        """Checks what a run of the model has observed, but for tensors that have been checked before.
 
         Raises:
             ValueError: naming the site, its first impossible value and the data point.
         """
-        for name, node in log_joint.nodes.items():
+        for name, node in probe.nodes.items():
             value = node["value"]
             if not node["is_observed"] or not torch.is_tensor(value) or name in self._conditional or is_delta(node):
                 continue
             if _is_known(value, self._checked.get(name)):
                 continue
             invalid = _invalid(node)
-            if invalid is not None and bool(invalid.any()) and not self._says_something_of_latents(name, log_joint):
-                raise ValueError(_complaint(log_joint, node, invalid))
+            if invalid is not None and bool(invalid.any()) and not self._says_something_of_latents(name, probe):
+                raise ValueError(_complaint(probe, node, invalid))
             if not value.is_inference():
                 self._checked[name] = weakref.ref(value), value._version
 
-    def _says_something_of_latents(self, name: str, log_joint: LogJoint) -> bool:
+    def _says_something_of_latents(self, name: str, probe: Probe) -> bool:
         """Whether the support of an observation, or what it observes, is computed from latents."""
         with poutine.block():
-            found = Dependencies(log_joint.call)
+            found = Dependencies(probe.call)
         if found.parents[name] or found.leaked[name] or found.observed[name]:
             self._conditional.add(name)
         return name in self._conditional
@@ -81,7 +81,7 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
     with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
         call = Call(model, (y, 1))
         layout = Layout(call.trace())
-        ObservedValues().check(LogJoint(call, layout, values={layout.plates[0]: rows}))
+        ObservedValues().check(Probe(call, layout, {layout.plates[0]: rows}))
 
 
 def _is_known(value: Tensor, checked: tuple[Any, int] | None) -> bool:
@@ -125,13 +125,13 @@ def _unwrapped(fn: Any) -> tuple[Any, list[tuple[Any, int]]]:
     return fn, masks
 
 
-def _complaint(log_joint: LogJoint, node: Mapping[str, Any], invalid: Tensor) -> str:
+def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
     inner = _unwrapped(node["fn"])[0]
     support = elementwise(node["fn"].support)
     first = tuple(int(position) for position in invalid.nonzero()[0])
     value = node["value"].expand(*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :])[first]
     problem = (
-        f"site '{node['name']}' observes {value.tolist()} at {_place(log_joint, node, first, support.event_dim)}, "
+        f"site '{node['name']}' observes {value.tolist()} at {_place(probe, node, first, support.event_dim)}, "
         f"outside the support of its distribution {type(inner).__name__} ({support}). "
     )
     if bool(value.isnan().any()):
@@ -141,13 +141,13 @@ def _complaint(log_joint: LogJoint, node: Mapping[str, Any], invalid: Tensor) ->
     return problem + "Check the data, or choose a distribution that allows such values."
 
 
-def _place(log_joint: LogJoint, node: Mapping[str, Any], first: tuple[int, ...], element_dim: int) -> str:
+def _place(probe: Probe, node: Mapping[str, Any], first: tuple[int, ...], element_dim: int) -> str:
     """Where a value lies: its data point in the full data set, and its entry there."""
     batch_dim = len(first) - (node["fn"].event_dim - element_dim)
     data_point, entry = 0, list(first)
-    frames = [frame for frame in node["cond_indep_stack"] if frame.name in log_joint.layout.plates and batch_dim + frame.dim >= 0]
+    frames = [frame for frame in node["cond_indep_stack"] if frame.name in probe.layout.plates and batch_dim + frame.dim >= 0]
     for frame in sorted(frames, key=lambda frame: frame.dim):
-        chosen = torch.as_tensor(log_joint.values[frame.name])[first[batch_dim + frame.dim]]
+        chosen = torch.as_tensor(probe.values[frame.name])[first[batch_dim + frame.dim]]
         data_point = data_point * int(frame.full_size or frame.size) + int(chosen)
     for frame in frames:
         entry[batch_dim + frame.dim] = -1

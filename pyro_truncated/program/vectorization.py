@@ -7,7 +7,7 @@ import re
 import sysconfig
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
-from pyro_truncated.program.log_joint import ChangingSitesError, LogJoint, Scoring
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.sites import Layout
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
@@ -55,23 +58,20 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     if log_joint.packed is not None or log_joint.layout.space.size == 1:
         return "together", True
     with torch.no_grad(), spare_random_numbers(), isolated():
-        # Latents of other guides are held fixed here: they count like data.
-        log_joint.uncovered, log_joint.held = set(), log_joint.values
         words = _candidates(log_joint)
-        single = _terms(log_joint, words, "singly")
+        single, _ = _terms(log_joint, words, "singly")
         if isinstance(single, ChangingSitesError):
             raise single
         if isinstance(single, Exception):
             # Whatever this is, it is no matter of dimensions: let the first use of the guide say it.
             return "together", True
-        log_joint.most_dims = 0
-        together = _terms(log_joint, words, "together")
-        is_enumerable = log_joint.most_dims <= log_joint.depth + 1
+        together, most_dims = _terms(log_joint, words, "together")
+        is_enumerable = most_dims <= log_joint.depth + 1
         culprit = _difference(together, single)
-        if culprit is None or _difference(_terms(log_joint, words, "singly"), single) is not None:
+        if culprit is None or _difference(_terms(log_joint, words, "singly")[0], single) is not None:
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
-        is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap"), single) is None
+        is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
         scoring: Scoring = "vmap" if is_mapped else "singly"
         where = _line_of_error(together) if isinstance(together, Exception) else _line_of_site(log_joint, culprit)
     _warn(scoring, where, together if isinstance(together, Exception) else None, culprit)
@@ -92,12 +92,14 @@ def _candidates(log_joint: LogJoint) -> Tensor:
     return torch.cat([space.pack(drawn).unsqueeze(1), words[:, 1:]], 1)
 
 
-def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> dict[str, Tensor] | Exception:
-    log_joint.scoring = scoring
+def _terms(log_joint: LogJoint, words: Tensor, scoring: Scoring) -> tuple[dict[str, Tensor] | Exception, int]:
+    """Log probabilities of the sites, or what went wrong, and the most dimensions that one of them has had."""
+    # Latents of other guides are held fixed here: they count like data.
+    runs = CandidateRuns(log_joint, log_joint.conditional, scoring, uncovered=(), held=log_joint.values)
     try:
-        return log_joint.site_log_probs(words)
+        return runs.log_probs(words), runs.most_dims
     except Exception as error:
-        return error
+        return error, runs.most_dims
 
 
 def _difference(found: Mapping[str, Tensor] | Exception, expected: Mapping[str, Tensor] | Exception) -> str | None:
@@ -182,11 +184,10 @@ def check_choice(vectorize: bool | None) -> None:
         )
 
 
-Chooser = Callable[[], LogJoint]
-
-
-def scoring_for(vectorize: bool | None, log_joint: Chooser) -> tuple[Scoring, bool]:
+def scoring_for(
+    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int
+) -> tuple[Scoring, bool]:
     """What the user chose, or what the model allows; see :func:`find_scoring`."""
-    if vectorize is None:
-        return find_scoring(log_joint())
-    return ("together", True) if vectorize else ("singly", False)
+    if vectorize is not None:
+        return ("together", True) if vectorize else ("singly", False)
+    return find_scoring(LogJoint(call, layout, conditional=conditional, memory_budget=memory_budget))

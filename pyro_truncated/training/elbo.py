@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.auto_truncated import AutoTruncated, Searching
-from pyro_truncated.program.log_joint import AllObservedError, LogJoint
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.search.automatic import AutomaticSearch

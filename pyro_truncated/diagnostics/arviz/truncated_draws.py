@@ -24,7 +24,8 @@ from pyro_truncated.diagnostics.arviz.drawn import (
 from pyro_truncated.diagnostics.arviz.roles import is_computed, leaves
 from pyro_truncated.diagnostics.truncation.coverage import MOST_MOVES, certificate
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.program.log_joint import LogJoint, sum_block
+from pyro_truncated.program.candidate_runs import sum_block
+from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population

@@ -1,0 +1,196 @@
+"""Runs of a model on candidate states: the log probability of each of its sites."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import scale_and_mask
+from torch import Tensor
+
+from pyro_truncated.program.probe import Probe
+from pyro_truncated.program.sites import latent_nodes, sample_nodes
+from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.utils.isolation import Assign, isolated
+
+Conditional = Callable[..., Any]
+Scoring = Literal["together", "vmap", "singly"]
+
+
+class ChangingSitesError(NotImplementedError):
+    """A model samples other sites for some states than for others."""
+
+
+@dataclasses.dataclass
+class CandidateRuns:
+    """Runs of a model with its discrete sites set to candidate states.
+
+    Attributes:
+        probe: the data points.
+        conditional: samples continuous latents given the states, or ``None``.
+        scoring: how the candidates are run: together, in a new left-most dimension; by ``torch.func.vmap``; or one after the other.
+        uncovered: latents that nobody proposes, so that their density is left out.
+        held: values that the conditional's sites take in place of draws, for looking at how it computes.
+        most_dims: the most dimensions that a site's log probability has had: more than plates and candidates need, and Pyro cannot
+            enumerate.
+    """
+
+    probe: Probe
+    conditional: Conditional | None
+    scoring: Scoring
+    uncovered: Collection[str]
+    held: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    most_dims: int = 0
+
+    def log_probs(self, words: Tensor) -> dict[str, Tensor]:
+        """Log probability of each site inside the data plates, ``(C, ..., N)``, for candidates ``(N, C, num_words)``."""
+        if self.scoring == "together":
+            return self._terms(self._together(words))
+        values = self._one_by_one(words)
+        if self.scoring == "vmap":
+            terms = torch.func.vmap(self._terms, randomness="different")(values)
+            return {name: term.squeeze(1) for name, term in terms.items()}
+        columns = [self._terms(states) for states in _unbind(values)]
+        return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
+
+    def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
+        """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
+        if all(self.probe.nodes[name]["mask"] is None for name in self.probe.layout.sites):
+            return {}
+        if self.scoring == "together":
+            return self._hidden(self._together(words))
+        columns = [self._hidden(states) for states in _unbind(self._one_by_one(words))]
+        return {name: torch.stack([column[name] for column in columns]) for name in columns[0]}
+
+    # --- the candidates as values of the model's sites ---
+
+    def _together(self, words: Tensor) -> dict[str, Tensor]:
+        """Site values of candidates ``(N, C, num_words)``, with the candidates in the dimension left of all plates."""
+        return self._decoded(words, self.probe.depth)
+
+    def _one_by_one(self, words: Tensor) -> dict[str, Tensor]:
+        """Site values of candidates ``(N, C, num_words)``: the candidates in front, then exactly the shapes of the model's sites."""
+        layout = self.probe.layout
+        values = self._decoded(words, layout.depth)
+        return {name: values[name].flatten(0, -1 - site.depth - site.event_dim) for name, site in layout.sites.items()}
+
+    def _decoded(self, words: Tensor, depth: int) -> dict[str, Tensor]:
+        layout = self.probe.layout
+        levels = layout.space.unpack(words).transpose(0, 1)
+        batch = layout.spread(self.probe.sizes, depth)
+        return layout.decode(levels.reshape(levels.shape[0], *batch, levels.shape[-1]), depth, self.probe.dtypes)
+
+    # --- one run ---
+
+    def _terms(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Log probability of each site inside the data plates in one run of the model."""
+        values = {**self.probe.values, **states}
+        terms: dict[str, Tensor] = {}
+        if self.conditional is not None:
+            for node in latent_nodes(self._conditional_trace(self.conditional, states)):
+                values[node["name"]] = node["value"]
+                terms[f"conditional of {node['name']}"] = -self._reduce(node)
+        nodes = sample_nodes(self._trace(values))
+        if self.scoring == "singly":
+            self._check_sites(nodes)
+        for name, node in nodes.items():
+            # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
+            if self.probe.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):
+                terms[name] = self._reduce(node)
+        return terms
+
+    def _hidden(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        nodes = sample_nodes(self._trace({**self.probe.values, **states}))
+        hidden = {}
+        for name in self.probe.layout.sites:
+            node = nodes[name]
+            if node["mask"] is not None and not node["is_observed"]:
+                log_prob = self._log_prob(node) * (node["scale"] / self.probe.scale)
+                hidden[name] = torch.where(torch.as_tensor(node["mask"], device=log_prob.device), 0.0, log_prob)
+        return hidden
+
+    def _trace(self, values: Mapping[str, Any]) -> poutine.Trace:
+        try:
+            # The candidates lie in the support by construction, and what may be wrong with the data the probe has shown.
+            with pyro.validation_enabled(False):
+                return self.probe.run(values)
+        except (RuntimeError, IndexError, ValueError) as error:
+            if self.scoring != "together":
+                raise
+            shapes = ", ".join(f"'{name}' of shape {tuple(values[name].shape)}" for name in self.probe.layout.sites)
+            error.add_note(
+                f"This happened when the model was run on many states at once: {shapes}. AutoTruncated puts them in a new left-most "
+                "dimension, as parallel enumeration does: address dimensions from the right (sum(-1), s @ W.mT, Vindex), or score "
+                "one state after the other: AutoTruncated(..., vectorize=False)."
+            )
+            raise
+
+    def _conditional_trace(self, conditional: Conditional, states: Mapping[str, Tensor]) -> poutine.Trace:
+        with isolated(), Assign(self.held), ExitStack() as stack:
+            for frame in self.probe.frames:
+                subsample = self.probe.values[frame.name]
+                stack.enter_context(pyro.plate(frame.name, frame.full_size or frame.size, subsample=subsample, dim=frame.dim))
+            return self.probe.call.of(functools.partial(conditional, dict(states))).trace()
+
+    def _check_sites(self, nodes: Mapping[str, Any]) -> None:
+        changed = sorted(set(nodes) ^ set(self.probe.nodes))
+        if changed:
+            raise ChangingSitesError(
+                f"the sites {changed} are sampled for some states of {list(self.probe.layout.sites)} only. Sample the same sites for every "
+                "state: mask an observation (poutine.mask) where it shall not count, and let a latent have no influence where it is not "
+                "needed."
+            )
+
+    # --- one site ---
+
+    def _log_prob(self, node: Any) -> Tensor:
+        if node["name"] in self.probe.layout.checked:
+            return supported_log_prob(node["fn"], node["value"])
+        log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+        return log_prob
+
+    def _mask(self, node: Any) -> Any:
+        """A site's mask; a latent that is summed out has a distribution whether masked or not."""
+        return None if node["name"] in self.probe.layout.sites and not node["is_observed"] else node["mask"]
+
+    def _reduce(self, node: Any) -> Tensor:
+        """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""
+        dims, depth = self.probe.layout.dims, self.probe.depth
+        log_prob: Any = self._log_prob(node)
+        self.most_dims = max(self.most_dims, log_prob.dim())
+        log_prob = scale_and_mask(log_prob, node["scale"] / self.probe.scale, self._mask(node))
+        log_prob = log_prob.reshape((1,) * (depth + 1 - log_prob.dim()) + tuple(log_prob.shape))
+        inner = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized} - set(dims)
+        if inner:
+            log_prob = log_prob.sum(sorted(inner), keepdim=True)
+        # What is left are candidates, dimensions of other latents' draws (vectorised particles) and the data.
+        log_prob = log_prob.movedim(dims, tuple(range(-len(dims), 0))) if dims else log_prob.unsqueeze(-1)
+        middle = log_prob.shape[1 : log_prob.dim() - max(1, len(dims))]
+        reduced: Tensor = log_prob.reshape(log_prob.shape[0], *(size for size in middle if size != 1), self.probe.num_data)
+        return reduced
+
+
+def _unbind(values: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The values of one candidate after the other."""
+    for column in zip(*(value.unbind(0) for value in values.values()), strict=True):
+        yield dict(zip(values, column, strict=True))
+
+
+def sum_block(terms: Mapping[str, Tensor]) -> Tensor:
+    """Sum of the sites' log probabilities ``(C, ..., N)``, broadcast against each other."""
+    total: Tensor | None = None
+    for term in terms.values():
+        # Sites that do not vary with the draws of other latents lack the dimensions in the middle.
+        if total is not None and term.dim() != total.dim():
+            short, long = sorted((term, total), key=Tensor.dim)
+            short = short.reshape(short.shape[0], *(1,) * (long.dim() - short.dim()), *short.shape[1:])
+            term, total = short, long
+        total = term if total is None else total + term
+    assert total is not None
+    return total

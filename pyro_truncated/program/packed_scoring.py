@@ -1,0 +1,110 @@
+"""Packed states scored by the distributions of their observations, without running the model on them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.distributions.utils import probs_to_logits
+
+from pyro_truncated.program.probe import Probe
+
+
+@runtime_checkable
+class ScoresPackedStates(Protocol):
+    """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do."""
+
+    @property
+    def states(self) -> Tensor:
+        """The states it was made with."""
+
+    @property
+    def has_packed_log_prob(self) -> bool:
+        """Whether its parameters let it do so."""
+
+    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
+        r"""Log density ``(N, C)`` of values under states ``(N, C, num_words)``, plus :math:`\sum_h s_h\,\mathrm{logit}_h`."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedModel:
+    r"""A vector of Bernoulli latents and observations that score packed states.
+
+    .. math:: \log p(y_n, s) = \sum_h s_h\,\mathrm{logit}_h - \sum_h \log(1 + e^{\mathrm{logit}_h}) + \log p(y_n \mid s).
+
+    Attributes:
+        logits: of the latents, ``(H,)`` or ``(N, H)``.
+        constant: the second sum with its sign, scalar or ``(N,)``.
+        observations: distributions and their values.
+    """
+
+    logits: Tensor
+    constant: Tensor
+    observations: list[tuple[ScoresPackedStates, Tensor]]
+
+    @classmethod
+    def of(cls, probe: Probe) -> PackedModel | None:
+        """How to score packed states under a model, or ``None`` if it does not have the shape for it.
+
+        The shape: in the data plate one vector ``Bernoulli`` site, and observations whose distributions evaluate packed states with that
+        very site as their ``states``; no masks, no inner plates.
+        """
+        layout = probe.layout
+        if layout.dims != (-1,) or len(layout.sites) != 1 or not layout.space.is_binary:
+            return None
+        (site,) = layout.sites.values()
+        if site.kind != "boolean" or site.plates or len(site.event_shape) != 1:
+            return None
+        state = probe.nodes[site.name]
+        nodes = [node for node in probe.nodes.values() if probe.is_inside(node)]
+        observed = [node for node in nodes if node["name"] != site.name]
+        if not observed or any(node["mask"] is not None or len(node["cond_indep_stack"]) != 1 for node in nodes):
+            return None
+        if not all(_is_packed(node, state) and node["value"].shape[:1] == (probe.num_data,) for node in observed):
+            return None
+        logits = _bernoulli_logits(state["fn"], probe.num_data, layout.space.num_latents)
+        if logits is None:
+            return None
+        return cls(logits, -torch.nn.functional.softplus(logits).sum(-1), [(node["fn"], node["value"]) for node in observed])
+
+    def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
+        """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""
+        chosen = slice(None) if rows is None else rows
+        logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[chosen]
+        total: Tensor | float = 0.0
+        for fn, value in self.observations:
+            total = total + fn.packed_log_prob(words, value[chosen], logits)
+            logits = None
+        constant = self.constant if self.constant.dim() == 0 else self.constant[chosen].unsqueeze(-1)
+        return total + constant
+
+
+def _is_packed(node: Any, state: Any) -> bool:
+    """Whether a site is observed under a distribution that scores packed states of another site."""
+    fn = node["fn"]
+    return bool(
+        node["is_observed"]
+        and node["scale"] == state["scale"]
+        and isinstance(fn, ScoresPackedStates)
+        and fn.states is state["value"]
+        and fn.has_packed_log_prob
+    )
+
+
+def _bernoulli_logits(fn: Any, num_data: int, num_latents: int) -> Tensor | None:
+    """Logits ``(H,)`` or ``(N, H)`` of a vector Bernoulli distribution; ``None`` if it is anything else."""
+    while type(fn).__name__ in ("Independent", "ExpandedDistribution") and hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    if not isinstance(fn, torch.distributions.Bernoulli):
+        return None
+    is_given = "logits" in fn.__dict__
+    parameter: Tensor = fn.logits if is_given else fn.probs
+    # An expanded parameter must not be turned into logits once per data point.
+    if parameter.dim() == 2 and parameter.shape[0] == num_data and parameter.stride(0) == 0:
+        parameter = parameter[0]
+    if parameter.dim() > 2:
+        return None
+    logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
+    return logits.expand(num_latents) if logits.dim() <= 1 else logits.expand(num_data, num_latents)

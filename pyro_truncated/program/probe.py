@@ -1,0 +1,207 @@
+"""One run of a Pyro model: which data points it selects, what it observes of them, and how much they count."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.distributions.util import scale_and_mask
+from pyro.poutine.util import site_is_subsample
+from torch import Tensor
+
+from pyro_truncated.ops import repeated
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.sites import Layout, is_delta, sample_nodes
+
+
+class AllObservedError(ValueError):
+    """The model observes all discrete sites that the guide was set up for, so that there is no posterior of them.
+
+    Attributes:
+        values: the observed values by site name.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        super().__init__(f"the model observes all its discrete sites {list(values)} with these arguments: there is nothing to infer")
+        self.values = dict(values)
+
+
+class Probe:
+    """The data points of one (sub)batch, as a run of the model selects them.
+
+    Args:
+        call: the Pyro model and its arguments.
+        layout: its discrete sites.
+        values: fixed values by site name: other latents, subsamples of plates.
+
+    Attributes:
+        call: the Pyro model and its arguments.
+        layout: its discrete sites.
+        nodes: the sample sites of the run by name.
+        subsamples: the subsamples of plates by name.
+        values: what stays as it is when states are scored: the given values, the subsamples, and what the run drew for the latents that
+            no guide has given a value.
+        uncovered: the latents that nobody has given a value.
+        observed: the discrete sites that are observed in this call.
+        frames: the data plates, from left to right.
+        dtypes: types of the discrete sites' values.
+        device: where they are.
+        scale: what the discrete sites are scaled by: the objective is this times the sum over data points.
+        depth: number of plate dimensions, with those of other latents' draws.
+        is_vectorized: whether there are such (vectorised particles), so that scores gain dimensions.
+
+    Raises:
+        AllObservedError: if the model observes all discrete sites.
+        ValueError: if the model's sites are others than those of the layout, or have no common positive scale.
+    """
+
+    def __init__(self, call: Call, layout: Layout, values: Mapping[str, Any] | None = None) -> None:
+        self.call, self.layout = call, layout
+        given = dict(values or {})
+        trace = self.run(given)
+        self.nodes = sample_nodes(trace)
+        self.subsamples: dict[str, Any] = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
+        self._check_structure()
+        drawn = {name: self.nodes[name]["value"] for name in layout.other_latents if name in self.nodes}
+        self.values: dict[str, Any] = given | self.subsamples | drawn
+        self.uncovered = {name for name in layout.other_latents if name not in given and not self._is_observed(name)}
+        self.observed = [name for name in layout.sites if self._is_observed(name)]
+        first = self.nodes[next(iter(layout.sites))]
+        self._stack = first["cond_indep_stack"]
+        self.frames: list[Any] = sorted((f for f in self._stack if f.name in layout.plates), key=lambda frame: frame.dim)
+        self.dtypes: dict[str, torch.dtype] = {name: self.nodes[name]["value"].dtype for name in layout.sites}
+        self.device: torch.device = first["value"].device
+        self.scale: float | Tensor = first["scale"]
+        if torch.as_tensor(self.scale).numel() != 1 or float(self.scale) <= 0:
+            raise ValueError(f"discrete sites must have one positive scale for all data points (poutine.scale); got {self.scale}")
+        extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
+        self.depth: int = max([layout.depth, *extra])
+        self.is_vectorized = self.depth > layout.depth
+        self._known = self._known_levels() if self.observed else None
+
+    def run(self, values: Mapping[str, Any]) -> poutine.Trace:
+        """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
+        return self.call.run(values)
+
+    def _check_structure(self) -> None:
+        missing = [name for name in self.layout.sites if name not in self.nodes]
+        if missing:
+            raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
+        known = {*self.layout.sites, *self.layout.other_latents}
+        new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
+        if new:
+            raise ValueError(
+                f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. Set the guide up with "
+                "arguments for which the model observes none of its latents: call guide.setup(*args), or the guide list, with them first"
+            )
+        if all(self._is_observed(name) for name in self.layout.sites):
+            raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+
+    def _is_observed(self, name: str) -> bool:
+        return name in self.nodes and bool(self.nodes[name]["is_observed"])
+
+    def is_inside(self, node: Any) -> bool:
+        """Whether a site lies in all data plates."""
+        return set(self.layout.plates) <= {frame.name for frame in node["cond_indep_stack"]}
+
+    # --- which data points, and how much they count ---
+
+    @cached_property
+    def indices(self) -> Tensor | None:
+        """Positions ``(N,)`` of this batch's data points among all of them, or ``None`` if it holds all in order.
+
+        Raises:
+            ValueError: if a plate's subsample is out of range.
+        """
+        positions: Tensor | None = None
+        whole = True
+        for frame in self.frames:
+            size = int(frame.full_size or frame.size)
+            chosen = torch.as_tensor(self.values[frame.name])
+            if len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < size:
+                raise ValueError(
+                    f"subsample indices of plate '{frame.name}' must lie in 0 .. {size - 1}; got {int(chosen.min())} .. {int(chosen.max())}"
+                )
+            whole &= len(chosen) == size and torch.equal(chosen, torch.arange(size, device=chosen.device))
+            positions = chosen if positions is None else (positions.unsqueeze(-1) * size + chosen).flatten()
+        return None if whole else positions
+
+    @property
+    def num_data(self) -> int:
+        """Number of data points in this batch, ``N``."""
+        return math.prod(self.sizes)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Sizes of the data plates in this batch."""
+        return tuple(int(frame.size) for frame in self.frames)
+
+    @property
+    def full_size(self) -> int:
+        """Number of data points in the full data set."""
+        return math.prod(int(frame.full_size or frame.size) for frame in self.frames)
+
+    @property
+    def scale_beyond_plates(self) -> float | Tensor:
+        """The part of :attr:`scale` that does not come from subsampled plates."""
+        share: float = math.prod(frame.size / (frame.full_size or frame.size) for frame in self._stack)
+        return self.scale * share
+
+    # --- what is observed ---
+
+    def observations(self, nodes: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
+        """Observed values inside the data plate by site name, data points first, inner plates next, then the event.
+
+        They are those of the probe, or of the sample sites of another run of the model on the same data points.
+        """
+        found = {}
+        dims = self.layout.dims
+        for name, node in (self.nodes if nodes is None else nodes).items():
+            if node["is_observed"] and torch.is_tensor(node["value"]) and self.is_inside(node):
+                value, event_dim = node["value"], node["fn"].event_dim
+                if dims and value.dim() >= event_dim - dims[0]:
+                    value = value.movedim(tuple(dim - event_dim for dim in dims), tuple(range(len(dims))))
+                    found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
+        return found
+
+    def outside(self) -> Tensor:
+        """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for node in self.nodes.values():
+            if not self.is_inside(node) and (node["is_observed"] or is_delta(node)):
+                total = total + scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"]).sum()
+        return total
+
+    def _known_levels(self) -> Tensor:
+        """What is observed of the states, ``(N, 1, L)``; -1 where nothing is."""
+        given = self.observations() if self.layout.dims else {name: self.nodes[name]["value"].unsqueeze(0) for name in self.observed}
+        parts = []
+        for name, site in self.layout.sites.items():
+            if name in self.observed:
+                shape = (self.num_data, *site.shape, *([site.cardinalities[0]] if site.kind == "one_hot" else []))
+                parts.append(site.to_levels(given[name].reshape(shape)).reshape(self.num_data, site.num_latents))
+            else:
+                parts.append(torch.full((self.num_data, site.num_latents), -1, device=self.device))
+        return torch.cat(parts, -1).unsqueeze(1)
+
+    def contradicted(self, words: Tensor) -> Tensor:
+        """Which of the states ``(N, C, num_words)`` are not what the model observes of them, ``(N, C)``."""
+        if self._known is None:
+            return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
+        return ((self.layout.space.unpack(words).long() != self._known) & (self._known >= 0)).any(-1)
+
+    def fitted(self, words: Tensor) -> Tensor:
+        """Distinct states ``(N, S, num_words)`` with what the model observes put in; those that would repeat others stay as they are."""
+        if self._known is None:
+            return words
+        space = self.layout.space
+        put_in = space.pack(torch.where(self._known >= 0, self._known, space.unpack(words).long()))
+        # States that have it already count as the first of their kind: they repeat none of each other.
+        order = self.contradicted(words).byte().argsort(dim=-1, stable=True)
+        ordered = put_in.gather(1, order.unsqueeze(-1).expand_as(put_in))
+        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(ordered))
+        return torch.where(repeats.unsqueeze(-1), words, put_in)
