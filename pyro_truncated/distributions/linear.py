@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -10,12 +9,15 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums
 from pyro_truncated.ops.vectorised.quadratic import product
-from pyro_truncated.utils.missing import in_blocks, or_missing
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.missing import or_missing
+
+_BLOCK_BYTES = 2**27
 
 
-class LinearSuperposition(Superposition):
+class LinearSuperposition(GaussianSuperposition):
     r"""Normal observations around a sum of dictionary elements, :math:`y \sim \mathcal N(W s + b, \mathrm{diag}(\sigma^2))`.
 
     The same density as ``Normal(states @ weight.mT + bias, scale).to_event(1)``, at a cost per state that does not depend on the number
@@ -46,9 +48,7 @@ class LinearSuperposition(Superposition):
         "bias": constraints.real_vector,
     }
     support = constraints.independent(or_missing(constraints.real), 1)
-    has_rsample = True
 
-    scale: Tensor
     bias: Tensor
     _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
 
@@ -58,38 +58,16 @@ class LinearSuperposition(Superposition):
         bias = weight.new_zeros(1).expand(weight.shape[-2]) if bias is None else bias
         super().__init__(states, weight, validate_args, scale=scale, bias=bias)
 
-    @property
-    def mean(self) -> Tensor:
-        """Mean :math:`W s + b`, ``(*batch, D)``."""
-        mean = product(self.weight, self.states.to(self.weight.dtype)) + self.bias
-        return mean.expand(self.batch_shape + self.event_shape)
-
-    @property
-    def variance(self) -> Tensor:
-        r"""Variance :math:`\sigma^2`, ``(*batch, D)``."""
-        return self.scale.square().expand(self.batch_shape + self.event_shape)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations, differentiable in the parameters."""
-        mean = self.mean
-        noise = torch.randn(torch.Size(sample_shape) + mean.shape, dtype=mean.dtype, device=mean.device)
-        return mean + self.scale * noise
-
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
+        if bool(value.isnan().any()):
+            return super().log_prob(value)
         if self._validate_args:
             self._validate_sample(value)
-        if bool(value.isnan().any()):
-            return self._log_prob_missing(value)
         linear, pairwise, constant = self._terms(value)
         states = self.states.double()
         energy = (states * (linear + product(pairwise, states))).sum(-1)
         return (constant + energy).to(torch.promote_types(self.weight.dtype, value.dtype))
-
-    @property
-    def has_packed_log_prob(self) -> bool:
-        """Whether :meth:`packed_log_prob` is available: no parameter may have batch dimensions."""
-        return self.weight.dim() == 2 and self.scale.dim() <= 1 and self.bias.dim() == 1
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
@@ -116,12 +94,61 @@ class LinearSuperposition(Superposition):
         linear, pairwise, constant = self._terms(value)
         return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
 
-    def _precision(self) -> Tensor:
-        return self.scale.double().reciprocal().square().expand(*self.scale.shape[:-1], *self.event_shape)
+    @staticmethod
+    @torch.no_grad()
+    def statistics(population: Population, value: Tensor, temperature: float = 1.0, *, levels: Tensor | None = None) -> Statistics:
+        r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-    def _log_normalizer(self, value: Tensor) -> Tensor:
-        is_observed = ~value.isnan()
-        return -((self.scale.double().log() + 0.5 * math.log(2 * math.pi)) * is_observed).sum(-1)
+        With posterior means :math:`\langle\cdot\rangle` and sums over the data points that have dimension ``d`` (all of them, where nothing
+        is missing): :math:`N_d`, :math:`Y_d = \sum_n y_{nd}`, :math:`Q_d = \sum_n y_{nd}^2`, :math:`t_d = \sum_n \langle s \rangle`,
+        :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`A_d = \sum_n \langle s s^\top \rangle`. The gradient of the truncated free
+        energy is made of them,
+
+        .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - b_d\, t_d - A_d W_d}{\sigma_d^2}, \qquad
+            \frac{\partial \mathcal F}{\partial b_d} = \frac{Y_d - N_d\, b_d - W_d^\top t_d}{\sigma_d^2}, \qquad
+            \frac{\partial \mathcal F}{\partial \sigma_d} = \frac{E_d}{\sigma_d^3} - \frac{N_d}{\sigma_d},
+
+        with the expected squared errors :math:`E_d` of :meth:`square_error`; setting it to zero is the M-step. They do not depend on the
+        parameters, so the method needs no distribution.
+
+        Args:
+            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``; NaN where missing.
+            temperature: temperature of the posteriors.
+            levels: coefficient that each value of a latent stands for, ``(K,)``; by default the values 0, 1, ... themselves.
+
+        Returns:
+            ``num_data``; ``observed`` :math:`N_d`, ``sums`` :math:`Y_d` and ``squares`` :math:`Q_d`, ``(D,)``; ``states``,
+            :math:`\sum_n \langle s \rangle`, ``(H,)``; ``trials`` :math:`t_d` and ``cross`` :math:`c_d`, ``(D, H)``; ``pairs``, the matrix
+            :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
+            broadcasting.
+        """
+        rows = population.rows_of(value)
+        observed = (~rows.isnan()).double()
+        seen = None if bool(observed.all()) else observed
+        if levels is None and population.space.is_binary:
+            active, pairs = _binary_moments(population, temperature, seen)
+        else:
+            active, pairs = _moments(population, temperature, seen, levels)
+        total = active.sum(0)
+        return {
+            **data_sums(rows),
+            "states": total,
+            "trials": total.expand(rows.shape[1], -1) if seen is None else observed.mT @ active,
+            "cross": rows.double().nan_to_num(0.0).mT @ active,
+            "pairs": pairs,
+        }
+
+    def square_error(self, statistics: Statistics) -> Tensor:
+        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - b_d - W_d s)^2 \rangle` of every dimension, ``(D,)``.
+
+        :math:`Q_d - 2 b_d Y_d + N_d b_d^2 - 2 W_d^\top (c_d - b_d t_d) + W_d^\top A_d W_d` with the sums of :meth:`statistics`.
+        """
+        weight, bias, pairs = self.weight.double(), self.bias.double(), statistics["pairs"]
+        products = weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
+        cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
+        centred = statistics["squares"] - 2 * bias * statistics["sums"] + statistics["observed"] * bias.square()
+        return centred + (weight * (products - 2 * cross)).sum(-1)
 
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients ``(*batch, H)``, ``(H, H)`` and constant ``(*batch)`` of the log density as a quadratic function of the state."""
@@ -141,16 +168,43 @@ class LinearSuperposition(Superposition):
             self._cached = key, value, (linear, pairwise, constant)
         return linear, pairwise, constant
 
-    def _log_prob_missing(self, value: Tensor) -> Tensor:
-        precision = self._precision()
+    def _mean(self, states: Tensor) -> Tensor:
+        return product(self.weight, states.to(self.weight.dtype)) + self.bias
 
-        def log_prob(states: Tensor, value: Tensor) -> Tensor:
-            """Log densities over observed entries, elementwise in the batch."""
-            residual = torch.where(value.isnan(), 0.0, value - self.bias - product(self.weight, states.to(self.weight.dtype)))
-            return self._log_normalizer(value) - 0.5 * (residual.double().square() * precision).sum(-1)
+    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
+        residual = torch.where(value.isnan(), 0.0, value - self._mean(states))
+        log_prob = self._log_normalizer(value) - 0.5 * (residual.double().square() * self._precision()).sum(-1)
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
-        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
-        dtype = torch.promote_types(self.weight.dtype, value.dtype)
-        if not self.has_packed_log_prob:
-            return log_prob(self.states, value).to(dtype)
-        return in_blocks(log_prob, self.states, value, batch_shape).to(dtype)
+
+def _binary_moments(population: Population, temperature: float, observed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """First moments ``(N, H)``, and second moments ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``."""
+    weights, num_latents = population.weights(temperature), population.space.num_latents
+    if observed is None:
+        return ops.moments(population.words, weights, num_latents)
+    first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
+    size = max(1, _BLOCK_BYTES // (8 * num_latents**2))
+    for block_words, block_weights, seen in zip(population.words.split(size), weights.split(size), observed.split(size), strict=True):
+        active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
+        first.append(active)
+        second.addmm_(seen.mT, pairs.flatten(1))
+    return torch.cat(first), second.unflatten(1, (num_latents, num_latents))
+
+
+def _moments(population: Population, temperature: float, observed: Tensor | None, levels: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The same for latents of several values."""
+    shape = (population.space.num_latents,) * 2
+    pairs = torch.zeros(shape if observed is None else (observed.shape[1], *shape), dtype=torch.float64, device=population.words.device)
+    first = []
+    size = max(1, _BLOCK_BYTES // (32 * population.num_states * shape[0]))
+    for start, block in zip(range(0, max(1, len(population)), size), population.split(size), strict=True):
+        states = block.states(torch.int64)
+        coefficients = states.double() if levels is None else levels.double()[states]
+        weighted = block.weights(temperature).double().unsqueeze(-1) * coefficients
+        first.append(weighted.sum(1))
+        if observed is None:
+            pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)
+        else:
+            seen = observed[start : start + size]
+            pairs += (seen.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
+    return torch.cat(first), pairs

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.vectorised.maximum import largest
-from pyro_truncated.utils.missing import in_blocks, or_missing
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.missing import or_missing
 
 
-class MaximumSuperposition(Superposition):
+class MaximumSuperposition(GaussianSuperposition):
     r"""Normal observations around the largest active dictionary entry, :math:`y_d \sim \mathcal N(\max(0, \max_h s_h W_{dh}), \sigma_d^2)`.
 
     Negative entries of the dictionary never win. Entries of an observation that are NaN are missing and contribute nothing.
@@ -39,71 +39,129 @@ class MaximumSuperposition(Superposition):
         "scale": constraints.positive,
     }
     support = constraints.independent(or_missing(constraints.real), 1)
-    has_rsample = True
-
-    scale: Tensor
 
     def __init__(self, states: Tensor, weight: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(states, weight, validate_args, scale=scale)
 
     @property
-    def mean(self) -> Tensor:
-        r"""Mean :math:`\max(0, \max_h s_h W_{dh})`, ``(*batch, D)``."""
-        return self._mean(self.states).expand(self.batch_shape + self.event_shape)
-
-    @property
-    def variance(self) -> Tensor:
-        r"""Variance :math:`\sigma^2`, ``(*batch, D)``."""
-        return self.scale.square().expand(self.batch_shape + self.event_shape)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations, differentiable in the parameters."""
-        mean = self.mean
-        noise = torch.randn(torch.Size(sample_shape) + mean.shape, dtype=mean.dtype, device=mean.device)
-        return mean + self.scale * noise
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
-        if self._validate_args:
-            self._validate_sample(value)
-        if not self.has_packed_log_prob:
-            return self._log_prob(self.states, value)
-        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
+    def _numbers_per_state(self) -> int:  # type: ignore[override]
         # A product of every state with the dictionary, and which of them is largest.
-        return in_blocks(self._log_prob, self.states, value, batch_shape, 2 * math.prod(self.weight.shape))
-
-    @property
-    def has_packed_log_prob(self) -> bool:
-        """Whether :meth:`packed_log_prob` is available: no parameter may have batch dimensions."""
-        return self.weight.dim() == 2 and self.scale.dim() <= 1
+        return 2 * math.prod(self.weight.shape)
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
-        r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
-
-        The states the distribution was built with play no role. Differentiable once in the parameters and the logits.
-
-        Args:
-            words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
-            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
-
-        Returns:
-            ``(N, C)``.
-        """
+        r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         num_latents = self.weight.shape[-1]
-        precision = self.scale.double().reciprocal().square().expand(self.event_shape)
-        error = ops.maximum_error(words, value, self.weight, precision)
+        error = ops.maximum_error(words, value, self.weight, self._precision())
         log_prob = self._log_normalizer(value).unsqueeze(-1) - 0.5 * error
         if state_logits is not None:
             linear = state_logits.double().expand(len(value), num_latents)
             log_prob = log_prob + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
+    @torch.no_grad()
+    def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
+        r"""Expected sufficient statistics, summed over the population's data points, in float64.
+
+        With :math:`A_{dh}(s) = 1` where latent ``h`` attains a positive maximum in dimension ``d``, the wins
+        :math:`w_{dh} = \sum_n \langle A_{dh} \rangle` and what is won :math:`v_{dh} = \sum_n y_{nd} \langle A_{dh} \rangle` over the data
+        points that have dimension ``d`` give the gradient of the truncated free energy
+
+        .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \frac{v_{dh} - w_{dh} W_{dh}}{\sigma_d^2}, \qquad
+            \frac{\partial \mathcal F}{\partial \sigma_d} = \frac{E_d}{\sigma_d^3} - \frac{N_d}{\sigma_d},
+
+        with the expected squared errors :math:`E_d` of :meth:`square_error`. Who wins depends on the dictionary.
+
+        Args:
+            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``; NaN where missing.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``num_data``; ``observed`` :math:`N_d`, ``sums`` and ``squares``, those of the data and of their squares, ``(D,)``; ``states``,
+            the sum of :math:`\langle s \rangle`, ``(H,)``; ``wins`` and ``won``, ``(D, H)``. All can be added and scaled.
+        """
+        rows = population.rows_of(value)
+        active, _, wins, won = self._explained(population, rows, temperature)
+        return {**data_sums(rows), "states": active.sum(0), "wins": wins, "won": won}
+
+    @torch.no_grad()
+    def draw_statistics(self, selected: Tensor, coefficients: Tensor, value: Tensor) -> Statistics:
+        r"""The same of draws of the coefficients of a few latents, as :meth:`draw_coefficients` makes them, averaged over the draws.
+
+        Args:
+            selected: selected latents, ``(N, K)``; all others are off.
+            coefficients: draws of their coefficients, ``(N, S, K)``; zero where a latent is off.
+            value: observations, ``(N, D)``; NaN where missing.
+
+        Returns:
+            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``wins`` :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and ``won``
+            :math:`\sum_n y_{nd} \langle A_{dh} s_h \rangle`, ``(D, H)``; ``errors``, the expected squared errors, ``(D,)``.
+        """
+        won, wins, errors = ops.maximum_slab_statistics(value, self.weight, selected, coefficients)
+        return {**data_sums(value), "wins": wins, "won": won, "errors": errors}
+
+    @torch.no_grad()
+    def draw_coefficients(
+        self,
+        value: Tensor,
+        selected: Tensor,
+        start: Tensor,
+        *,
+        prior: Tensor,
+        slab_mean: Tensor,
+        slab_scale: Tensor,
+        burn_in: int = 0,
+        sweeps: int = 1,
+        temperature: float = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        r"""Gibbs sampling of the coefficients :math:`s_h = b_h z_h` of a few selected latents of every data point; all others are off.
+
+        With :math:`b_h \sim \mathrm{Bernoulli}(\pi_h)` and :math:`z_h \sim \mathcal N(\mu_h, \tau_h^2)` every pair :math:`(b_h, z_h)` is
+        drawn from its exact conditional given the others, in random order. The dictionary must not be negative.
+
+        Args:
+            value: observations, ``(N, D)``; NaN where missing.
+            selected: selected latents, ``(N, K)`` int64, distinct within a row.
+            start: where the chains start, ``(N, H)``.
+            prior: :math:`\pi`, a scalar or ``(H,)``.
+            slab_mean: :math:`\mu`, a scalar or ``(H,)``.
+            slab_scale: :math:`\tau`, a scalar or ``(H,)``.
+            burn_in: sweeps before the first one kept.
+            sweeps: sweeps kept.
+            temperature: factor on the variance of the noise.
+            generator: source of randomness; default: torch's global generator.
+
+        Returns:
+            Draws ``(N, sweeps, K)``, zero where a latent is off, and the mean of the exact conditional probabilities that the latents are
+            on, ``(N, K)``; both float64.
+        """
+        num_latents = self.weight.shape[-1]
+        latents = (parameter.expand(num_latents) for parameter in (prior.double().logit(), slab_mean, slab_scale))
+        precision = self._precision() / temperature
+        arguments = value, self.weight, precision, *latents, selected, start
+        return ops.maximum_slab_gibbs(*arguments, burn_in=burn_in, sweeps=sweeps, generator=generator)
+
+    def square_error(self, statistics: Statistics) -> Tensor:
+        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle` of every dimension, ``(D,)``.
+
+        The square of a maximum is that of its winner's entry: :math:`\sum_n y_{nd}^2 + \sum_h W_{dh} (W_{dh} w_{dh} - 2 v_{dh})`, of
+        statistics that were taken under this very dictionary.
+        """
+        weight = self.weight.double()
+        return statistics["squares"] + (weight * (weight * statistics["wins"] - 2 * statistics["won"])).sum(1)
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
+        """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
+        return self._explained(population, population.rows_of(value), 1.0)[1].to(value.dtype)
+
+    def _explained(self, population: Population, rows: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        check_binary(population, self.weight.shape[-1])
+        return ops.maximum_statistics(population.words, population.weights(temperature), rows, self.weight.double())
+
     def _mean(self, states: Tensor) -> Tensor:
         return largest(states.to(self.weight.dtype), self.weight)
-
-    def _log_normalizer(self, value: Tensor) -> Tensor:
-        return -((self.scale.double().log() + 0.5 * math.log(2 * math.pi)) * ~value.isnan()).sum(-1)
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
         # Masked before it is divided, or missing entries would turn the gradient of the scale into NaN.

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary
 from pyro_truncated.ops.vectorised.quadratic import log1mexp, log_off
-from pyro_truncated.utils.missing import in_blocks, or_missing
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.missing import or_missing
 
 
 class NoisyOrSuperposition(Superposition):
@@ -48,11 +49,6 @@ class NoisyOrSuperposition(Superposition):
         super().__init__(states, weight, validate_args, leak=leak)
 
     @property
-    def mean(self) -> Tensor:
-        """Probability of being on, ``(*batch, D)``."""
-        return -torch.expm1(self._log_off(self.states)).expand(self.batch_shape + self.event_shape)
-
-    @property
     def variance(self) -> Tensor:
         """Variance of the observations, ``(*batch, D)``."""
         mean = self.mean
@@ -63,34 +59,53 @@ class NoisyOrSuperposition(Superposition):
         with torch.no_grad():
             return torch.bernoulli(self.mean.expand(torch.Size(sample_shape) + self.batch_shape + self.event_shape))
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of observations ``(*batch, D)`` under the states, over their observed entries."""
-        if self._validate_args:
-            self._validate_sample(value)
-        if not self.has_packed_log_prob:
-            return self._log_prob(self.states, value)
-        return in_blocks(self._log_prob, self.states, value, torch.broadcast_shapes(self.batch_shape, value.shape[:-1]))
-
-    @property
-    def has_packed_log_prob(self) -> bool:
-        """Whether :meth:`packed_log_prob` is available: no parameter may have batch dimensions."""
-        return self.weight.dim() == 2 and self.leak.dim() <= 1
-
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log probability of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
 
-        The states the distribution was built with play no role. Differentiable once in the parameters and the logits.
-
-        Args:
-            words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
-            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
-
-        Returns:
-            ``(N, C)``.
+        See :meth:`Superposition.packed_log_prob`; observations that are impossible have minus infinity.
         """
         linear = None if state_logits is None else state_logits.expand(len(value), self.weight.shape[-1])
         return ops.noisy_or_log_prob(words, value, *self._log_complements(), linear).to(self.weight.dtype)
+
+    @torch.no_grad()
+    def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
+        r"""Expected sufficient statistics, summed over the population's data points, in float64.
+
+        They are those of the model with hidden causes :math:`t_{dh} \sim \mathrm{Bernoulli}(W_{dh} s_h)`, :math:`y_d = \mathrm{OR}_h\,
+        t_{dh}`, of which :math:`p(t_{dh} = 1 \mid y, s) = y_d s_h W_{dh} / p(y_d = 1 \mid s)`. With :math:`C_{dh}` the expected number of
+        causes that are on and :math:`T_{dh} = \sum_n \langle s_h \rangle` over the data points that have dimension ``d`` the gradient of
+        the truncated free energy is
+
+        .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \frac{C_{dh} - W_{dh}\, T_{dh}}{W_{dh} (1 - W_{dh})},
+
+        and the M-step of EM sets :math:`W_{dh} = C_{dh} / T_{dh}`; the leak is a latent that is always on.
+
+        Args:
+            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``; NaN where missing.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,
+            ``(D,)``; ``trials`` :math:`T` and ``causes`` :math:`C`, ``(D, H)``; ``leak_causes``, the causes of the leak, ``(D,)``. All can
+            be added and scaled.
+        """
+        check_binary(population, self.weight.shape[-1])
+        rows = population.rows_of(value)
+        complements = self._log_complements()
+        active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, population.weights(temperature), rows, *complements)
+        observed = (~rows.isnan()).double()
+        return {
+            "num_data": active.new_tensor(len(rows)),
+            "states": active.sum(0),
+            "observed": observed.sum(0),
+            "trials": observed.mT @ active,
+            "causes": self.weight.double() * ratio,
+            "leak_causes": self.leak.double() * leak_ratio,
+        }
+
+    def _mean(self, states: Tensor) -> Tensor:
+        return -torch.expm1(self._log_off(states))
 
     def _log_complements(self) -> tuple[Tensor, Tensor]:
         leak = self.leak.double().expand(*self.leak.shape[:-1], *self.event_shape)

@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.vectorised.quadratic import product
 from pyro_truncated.ops.vectorised.spike_slab import collapse
-from pyro_truncated.utils.missing import in_blocks, or_missing
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.missing import or_missing
+
+_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-class SpikeSlabSuperposition(Superposition):
+class SpikeSlabSuperposition(GaussianSuperposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
 
     With :math:`y \sim \mathcal N(W (b \odot z), \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \mathrm{diag}(\tau^2))`
@@ -54,9 +57,7 @@ class SpikeSlabSuperposition(Superposition):
         "slab_scale": constraints.positive,
     }
     support = constraints.independent(or_missing(constraints.real), 1)
-    has_rsample = True
 
-    scale: Tensor
     slab_mean: Tensor
     slab_scale: Tensor
 
@@ -72,12 +73,6 @@ class SpikeSlabSuperposition(Superposition):
         super().__init__(states, weight, validate_args, scale=scale, slab_mean=slab_mean, slab_scale=slab_scale)
 
     @property
-    def mean(self) -> Tensor:
-        r"""Mean :math:`W (b \odot \mu)`, ``(*batch, D)``."""
-        mean = product(self.weight, self.states.to(self.weight.dtype) * self.slab_mean)
-        return mean.expand(self.batch_shape + self.event_shape)
-
-    @property
     def variance(self) -> Tensor:
         r"""Variance :math:`\sigma_d^2 + \sum_h W_{dh}^2 b_h \tau_h^2`, ``(*batch, D)``."""
         variance = self.scale.square() + product(self.weight.square(), self.states.to(self.weight.dtype) * self.slab_scale.square())
@@ -91,42 +86,16 @@ class SpikeSlabSuperposition(Superposition):
         noise = torch.randn(shape + self.event_shape, **options)
         return product(self.weight, self.states.to(self.weight.dtype) * slabs) + self.scale * noise
 
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of observations ``(*batch, D)`` under the indicators, over their observed entries."""
-        if self._validate_args:
-            self._validate_sample(value)
-        if not self.has_packed_log_prob:
-            return self._log_prob(self.states, value)
-        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
-        # A precision matrix of the slabs for every state, its factor, and what these are made from.
-        return in_blocks(self._log_prob, self.states, value, batch_shape, 4 * self.weight.shape[-1] ** 2)
-
-    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        log_prob = self._constant(value) + self._collapse(states, value)[0]
-        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
-
     @property
-    def has_packed_log_prob(self) -> bool:
-        """Whether :meth:`packed_log_prob` is available: no parameter may have batch dimensions."""
-        return self.weight.dim() == 2 and max(self.scale.dim(), self.slab_mean.dim(), self.slab_scale.dim()) <= 1
+    def _numbers_per_state(self) -> int:  # type: ignore[override]
+        # A precision matrix of the slabs for every state, its factor, and what these are made from.
+        return 4 * self.weight.shape[-1] ** 2
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
-        r"""Log density of observations under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`.
-
-        The states the distribution was built with play no role. Differentiable once in the parameters and the logits.
-
-        Args:
-            words: packed states, ``(N, C, W)``.
-            value: observations ``(N, D)``; NaN where missing.
-            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
-
-        Returns:
-            ``(N, C)``.
-        """
+        r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         num_latents = self.weight.shape[-1]
         linear = None if state_logits is None else state_logits.double().expand(len(value), num_latents)
-        slabs = self.slab_mean.expand(num_latents), self.slab_scale.expand(num_latents)
-        log_prob = ops.spike_slab_log_prob(words, value, self.weight, self._precision(), *slabs, linear)
+        log_prob = ops.spike_slab_log_prob(words, value, self.weight, self._precision(), *self._slabs(), linear)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
@@ -146,8 +115,76 @@ class SpikeSlabSuperposition(Superposition):
         loc = self.slab_mean.double() + deviation * solution
         return MultivariateNormal(loc.to(self.weight.dtype), scale_tril=scale_tril.to(self.weight.dtype))
 
-    def _precision(self) -> Tensor:
-        return self.scale.double().reciprocal().square().expand(*self.scale.shape[:-1], *self.event_shape)
+    @torch.no_grad()
+    def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
+        r"""Expected sufficient statistics, summed over the population's data points, in float64.
+
+        Those of a linear superposition of the coefficients :math:`s = b \odot z`, whose posterior given the indicators is exact, and of the
+        slabs. With sums over the data points that have dimension ``d`` as in :meth:`LinearSuperposition.statistics` and
+        :math:`n_h = \sum_n \langle b_h \rangle` the gradient of the truncated free energy is
+
+        .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - A_d W_d}{\sigma_d^2}, \qquad
+            \frac{\partial \mathcal F}{\partial \mu_h} = \frac{\sum_n \langle s_h \rangle - n_h \mu_h}{\tau_h^2}, \qquad
+            \frac{\partial \mathcal F}{\partial \tau_h} =
+            \frac{\sum_n \langle s_h^2 \rangle - 2 \mu_h \sum_n \langle s_h \rangle + n_h \mu_h^2}{\tau_h^3} - \frac{n_h}{\tau_h}.
+
+        They depend on the parameters, through the posterior of the slabs.
+
+        Args:
+            population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``; NaN where missing.
+            temperature: temperature of the posteriors over the indicators.
+
+        Returns:
+            ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``states``, ``coefficients`` and ``coefficient_squares``, the
+            sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``cross`` :math:`c_d`,
+            ``(D, H)``; ``pairs``, the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled;
+            pairs of the two shapes add up by broadcasting.
+        """
+        rows = population.rows_of(value)
+        arguments = self._posterior_arguments(population, rows, temperature)
+        if bool(rows.isnan().any()):
+            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
+        else:
+            active, coefficients, pairs = ops.spike_slab_moments(*arguments)
+            squares = pairs.diagonal().clone()
+        return {
+            **data_sums(rows),
+            "states": active.sum(0),
+            "coefficients": coefficients.sum(0),
+            "coefficient_squares": squares,
+            "cross": rows.double().nan_to_num(0.0).mT @ coefficients,
+            "pairs": pairs,
+        }
+
+    def square_error(self, statistics: Statistics) -> Tensor:
+        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
+        weight, pairs = self.weight.double(), statistics["pairs"]
+        products = weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
+        return statistics["squares"] + (weight * (products - 2 * statistics["cross"])).sum(-1)
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
+        r"""Posterior mean :math:`W \langle b \odot z \rangle` of the data without noise, see :meth:`Superposition.reconstruct`."""
+        coefficients = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))[1]
+        return (coefficients @ self.weight.double().mT).to(value.dtype)
+
+    def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:
+        check_binary(population, self.weight.shape[-1])
+        mean, deviation = self._slabs()
+        weights = population.weights(temperature)
+        return population.words, weights, rows, self.weight.double(), self._precision(), mean.double(), deviation.double()
+
+    def _slabs(self) -> tuple[Tensor, Tensor]:
+        num_latents = self.weight.shape[-1]
+        return self.slab_mean.expand(num_latents), self.slab_scale.expand(num_latents)
+
+    def _mean(self, states: Tensor) -> Tensor:
+        return product(self.weight, states.to(self.weight.dtype) * self.slab_mean)
+
+    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
+        log_prob = self._constant(value) + self._collapse(states, value)[0]
+        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def _constant(self, value: Tensor) -> Tensor:
         """What the log density of the observed entries would be if every latent were off."""

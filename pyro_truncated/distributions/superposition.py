@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.missing import in_blocks
+
+Statistics = dict[str, Tensor]
+
 
 class Superposition(TorchDistribution):
-    """Observations ``(D,)`` of a superposition of ``H`` latents.
+    r"""Observations ``(D,)`` of a superposition of ``H`` latents.
+
+    A subclass knows more than the density of an observation under its states:
+
+    * :meth:`packed_log_prob` scores the packed states of a population; :class:`~pyro_truncated.AutoTruncated` calls it for a model whose
+      only latents are the binary ones that superpose, wherever :attr:`has_packed_log_prob`.
+    * :meth:`statistics` are the expected sufficient statistics of the parameters, summed over the data points: what the gradient of the
+      truncated free energy is made of (Fisher's identity), and so what a closed-form M-step needs.
+    * :meth:`reconstruct` is the posterior mean of the data without noise.
+
+    In all three the states that the distribution was built with play no role: any will do, such as ``torch.zeros(H)``.
 
     Args:
         states: states ``(*batch, H)``.
@@ -48,3 +64,134 @@ class Superposition(TorchDistribution):
         super(Superposition, new).__init__(batch_shape, self.event_shape, validate_args=False)
         new._validate_args = self._validate_args
         return new
+
+    @property
+    def mean(self) -> Tensor:
+        """Mean of the observations, ``(*batch, D)``."""
+        return self._mean(self.states).expand(self.batch_shape + self.event_shape)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
+        if self._validate_args:
+            self._validate_sample(value)
+        if not self._has_plain_parameters:
+            return self._log_prob(self.states, value)
+        batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
+        return in_blocks(self._log_prob, self.states, value, batch_shape, self._numbers_per_state)
+
+    @property
+    def has_packed_log_prob(self) -> bool:
+        """Whether :meth:`packed_log_prob` is available: the class has it, and no parameter has batch dimensions."""
+        return self._has_plain_parameters and type(self).packed_log_prob is not Superposition.packed_log_prob
+
+    @property
+    def _has_plain_parameters(self) -> bool:
+        others = (getattr(self, name).dim() for name in self.arg_constraints if name not in ("states", "weight"))
+        return self.weight.dim() == 2 and all(dim <= 1 for dim in others)
+
+    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
+        r"""Log density of observations under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`.
+
+        The states the distribution was built with play no role. Differentiable once in the parameters and the logits.
+
+        Args:
+            words: packed states, ``(N, C, W)``.
+            value: observations ``(N, D)``; NaN where missing.
+            state_logits: coefficients of the states, ``(H,)`` or ``(N, H)``, such as prior log-odds.
+
+        Returns:
+            ``(N, C)``.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not score packed states")
+
+    def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> Statistics:
+        """Expected sufficient statistics of the parameters, summed over the population's data points, in float64.
+
+        Args:
+            population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
+            value: all data, ``(N, D)``; NaN where missing.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            Sums by name; all can be added over data points and scaled.
+
+        Raises:
+            ValueError: if the latents of the population are others.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no sufficient statistics")
+
+    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
+        r"""Posterior mean :math:`\sum_s q_n(s)\,\mathbb E[y \mid s]` of the data without noise, for denoising and in-painting.
+
+        Args:
+            population: truncated posteriors over the ``H`` latents.
+            value: all data, ``(N, D)``.
+
+        Returns:
+            ``(N, D)`` for the population's data points, missing entries included.
+        """
+        check_binary(population, self.weight.shape[-1])
+        return population.expectation(self._mean)
+
+    # How many numbers the density of one state takes on the way; ``None`` for the larger of ``H`` and ``D``.
+    _numbers_per_state: int | None = None
+
+    def _mean(self, states: Tensor) -> Tensor:
+        """Mean of the observations under states ``(*batch, H)``."""
+        raise NotImplementedError(f"{type(self).__name__} has no mean")
+
+    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
+        """Log density of the observed entries of values under states, elementwise in the batch."""
+        raise NotImplementedError(f"{type(self).__name__} has no density")
+
+
+class GaussianSuperposition(Superposition):
+    """A superposition with independent Gaussian noise of deviation ``scale``, a scalar or ``(D,)``, or with batch dimensions in front."""
+
+    has_rsample = True
+
+    scale: Tensor
+
+    @property
+    def variance(self) -> Tensor:
+        r"""Variance :math:`\sigma^2`, ``(*batch, D)``."""
+        return self.scale.square().expand(self.batch_shape + self.event_shape)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws observations, differentiable in the parameters."""
+        mean = self.mean
+        noise = torch.randn(torch.Size(sample_shape) + mean.shape, dtype=mean.dtype, device=mean.device)
+        return mean + self.scale * noise
+
+    def _precision(self) -> Tensor:
+        return self.scale.double().reciprocal().square().expand(*self.scale.shape[:-1], *self.event_shape)
+
+    def _log_normalizer(self, value: Tensor) -> Tensor:
+        is_observed = ~value.isnan()
+        return -((self.scale.double().log() + 0.5 * math.log(2 * math.pi)) * is_observed).sum(-1)
+
+
+def data_sums(rows: Tensor) -> Statistics:
+    """What all Gaussian likelihoods need of data ``(N, D)``, over the observed entries of each dimension.
+
+    Returns:
+        ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.
+    """
+    is_observed, rows = ~rows.isnan(), rows.double().nan_to_num(0.0)
+    return {
+        "num_data": rows.new_tensor(len(rows)),
+        "observed": is_observed.sum(0, dtype=torch.float64),
+        "sums": rows.sum(0),
+        "squares": rows.square().sum(0),
+    }
+
+
+def check_binary(population: Population, num_latents: int) -> None:
+    """Checks that a population is one of so many binary latents, and of nothing else.
+
+    Raises:
+        ValueError: if it is not.
+    """
+    space = population.space
+    if space.num_latents != num_latents or not space.is_binary:
+        raise ValueError(f"the population must be one of {num_latents} binary latents, those that superpose; its states are {space!r}")

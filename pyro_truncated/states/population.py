@@ -94,9 +94,21 @@ class Population:
         r"""Probability :math:`\sum_s q_n(s) [s_l \ne 0]` that a latent is active, ``(N, L)``."""
         return ops.activation_probabilities(self.words, self.weights(), self.space)
 
-    def value_probabilities(self) -> Tensor:
-        r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality."""
-        return ops.value_probabilities(self.words, self.weights(), self.space)
+    def value_probabilities(self, temperature: float = 1.0) -> Tensor:
+        r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality.
+
+        Summed over the data points they are the sufficient statistics of the latents' priors: of :math:`P(s_l = v) = \pi_{lv}` the
+        gradient is :math:`\partial \mathcal F / \partial \pi_{lv} = \pi_{lv}^{-1} \sum_n q_n(s_l = v)`. Of a mixture, whose one latent is
+        the component, they are the responsibilities.
+
+        Args:
+            temperature: temperature of the posteriors, see :meth:`weights`.
+        """
+        return ops.value_probabilities(self.words, self.weights(temperature), self.space)
+
+    def rows_of(self, data: Tensor) -> Tensor:
+        """The rows of these data points among those ``(N, ...)`` of all data."""
+        return data if self.indices is None else data[self.indices.to(data.device)]
 
     def activity(self) -> Tensor:
         """Expected number of active (non-zero) latents, ``(N,)``."""
