@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.sites import Layout
 from pyro_truncated.states import Population
 from pyro_truncated.utils.counts import check_count
 

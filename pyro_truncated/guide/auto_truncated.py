@@ -38,12 +38,13 @@ from pyro_truncated.guide.store import Init
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional, Scoring
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.inspection import ordinary_tensors
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.probe import AllObservedError
-from pyro_truncated.program.sites import Layout, sample_nodes, trim
+from pyro_truncated.program.sites import sample_nodes, trim
 from pyro_truncated.program.subsampling import SparseSubsamples
-from pyro_truncated.program.supports import Dependencies
 from pyro_truncated.program.vectorization import check_choice, scoring_for
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
-from pyro_truncated.program.sites import Layout
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population, States, initial_population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arrays import as_tensors

@@ -17,8 +17,8 @@ from pyro.poutine.runtime import _PYRO_STACK
 from pyro.poutine.trace_messenger import TraceMessenger
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.sites import latent_nodes
-from pyro_truncated.program.supports import PythonReads
 
 
 @contextmanager

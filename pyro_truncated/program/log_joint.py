@@ -12,9 +12,9 @@ from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import Layout
 
 
 class LogJoint(Probe):

@@ -15,9 +15,11 @@ from torch.distributions import Independent
 from torch.nn import Module
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.program.sites import Layout, is_delta
-from pyro_truncated.program.supports import Dependencies, elementwise
+from pyro_truncated.program.sites import is_delta
+from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 

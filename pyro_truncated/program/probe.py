@@ -15,7 +15,8 @@ from torch import Tensor
 
 from pyro_truncated.ops import repeated
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.sites import Layout, is_delta, sample_nodes
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.sites import is_delta, sample_nodes
 
 
 class AllObservedError(ValueError):

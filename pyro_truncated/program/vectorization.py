@@ -18,8 +18,8 @@ from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.sites import Layout
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.program.sites import Layout, sample_nodes
+from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
 from pyro_truncated.utils.counts import check_counts
 

@@ -1,0 +1,148 @@
+"""Which supports of a model depend on which of its latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer.inspect import TrackProvenance
+from pyro.ops.provenance import detach_provenance, get_provenance, track_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.util import site_is_subsample
+from torch.distributions import constraints
+from torch.overrides import TorchFunctionMode
+
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.supports import bounds_of, elementwise, support_of
+from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
+
+_LEAKS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "ones", "zeros", "full", "nonzero"}
+# Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
+_KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
+
+_detached: Callable[[Any], Any] = detach_provenance
+
+
+class Dependencies:
+    """Which supports of a model depend on which latents.
+
+    Attributes:
+        parents: by site, the latents that the bounds of its support are computed from.
+        leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
+        observed: by site, the latents that its observed value is computed from.
+
+    Args:
+        call: the model and its arguments.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+        self.parents: dict[str, frozenset[str]] = {}
+        self.leaked: dict[str, frozenset[str]] = {}
+        self.observed: dict[str, frozenset[str]] = {}
+        self.lower_varies: set[str] = set()
+        reader = PythonReads()
+        try:
+            with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
+                trace = call.of(TrackProvenance()(call.model)).trace()
+        except Exception:
+            # Code that cannot follow tensors that carry their provenance.
+            self._compare_runs()
+            return
+        sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
+        latents = {name for name, node in sites.items() if not node["is_observed"]}
+        for name, leaked in marks.seen.items():
+            node: Any = trace.nodes[name]
+            self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
+            support = support_of(node["fn"])
+            self.parents[name] = provenance_of(support) & latents
+            self.leaked[name] = leaked & latents
+            if get_provenance(getattr(elementwise(support), "lower_bound", 0)) & latents:
+                self.lower_varies.add(name)
+
+    def _compare_runs(self) -> None:
+        """Takes supports that differ between two runs to depend on all latents before."""
+        runs: list[dict[str, Any]] = []
+        subsamples: dict[str, Any] = {}
+        for seed in range(2):
+            with torch.no_grad(), spare_random_numbers(), isolated(), Assign(subsamples):
+                torch.manual_seed(seed)
+                trace = self.call.trace()
+            sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample"}
+            subsamples = {name: node["value"] for name, node in sites.items() if site_is_subsample(node)}
+            runs.append({name: node for name, node in sites.items() if name not in subsamples})
+        before: set[str] = set()
+        for name, node in runs[0].items():
+            other = runs[1].get(name)
+            bounds = [bounds_of(one["fn"]) for one in (node, other) if one is not None and support_of(one["fn"]) is not None]
+            same = len(bounds) < 2 or all(torch.equal(*pair) for pair in zip(*bounds, strict=True))
+            self.parents[name], self.leaked[name] = frozenset() if same else frozenset(before), frozenset()
+            self.observed[name] = frozenset()
+            if not same and not torch.equal(bounds[0][0], bounds[1][0]):
+                self.lower_varies.add(name)
+            if not node["is_observed"]:
+                before.add(name)
+            elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
+                self.observed[name] = frozenset(before)
+
+    def upstream(self, name: str) -> set[str]:
+        """The latents that the support of a site depends on, as far as can be told, directly or through the supports of others."""
+        found: set[str] = set()
+        new = {name}
+        while new:
+            new = set().union(*(self.parents[site] | self.leaked[site] for site in new)) - found
+            found |= new
+        return found
+
+    def conditional(self, discrete: set[str]) -> set[str]:
+        """The sites whose supports depend on discrete latents."""
+        return {name for name, parents in self.parents.items() if (parents | self.leaked[name]) & discrete}
+
+
+class PythonReads(TorchFunctionMode):
+    """Notes the latents whose values leave the world of tensors, where their provenance is lost, and keeps it from being wrong there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: frozenset[str] = frozenset()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in _LEAKS:
+            self.names |= get_provenance([args, kwargs or {}])
+        if name == "new":
+            # Pyro turns the shape, a torch.Size, into a tuple, which `new` takes for numbers (as in torch's Geometric).
+            return func(_detached(args[0]), *args[1:], **(kwargs or {}))
+        if name not in _KEEP_OWN_VALUES:
+            return func(*args, **(kwargs or {}))
+        plain = _detached([args, kwargs or {}])
+        results = func(*plain[0], **plain[1])
+        if isinstance(results, (tuple, list)):
+            sources = args[0] if isinstance(args[0], (tuple, list)) else args
+            return type(results)(track_provenance(value, get_provenance(own)) for value, own in zip(results, sources, strict=True))
+        return track_provenance(results, get_provenance(args[0]))
+
+
+class _Marks(Messenger):
+    """Notes what Python has read when each sample site is reached."""
+
+    def __init__(self, reader: PythonReads) -> None:
+        super().__init__()
+        self.reader = reader
+        self.seen: dict[str, frozenset[str]] = {}
+
+    def _pyro_post_sample(self, msg: Any) -> None:
+        if not site_is_subsample(msg):
+            self.seen[msg["name"]] = self.reader.names
+
+
+def provenance_of(constraint: Any) -> frozenset[str]:
+    """Names of the sites that the bounds of a constraint were computed from."""
+    found: frozenset[str] = frozenset()
+    for part in vars(constraint).values() if constraint is not None else ():
+        inner = part if isinstance(part, (list, tuple)) else [part]
+        found |= get_provenance(part)
+        found = found.union(*(provenance_of(item) for item in inner if isinstance(item, constraints.Constraint)))
+    return found

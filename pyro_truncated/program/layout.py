@@ -1,0 +1,185 @@
+"""Where a model's discrete latents live: data plates, and the sites inside them, whose joint values are the states of a data point."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence
+from pyro_truncated.program.sites import DiscreteSite, is_delta, latent_nodes, sample_nodes, trim
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
+
+
+class Layout:
+    """Where a model's discrete latents live: its *data plates*, and the sites inside them.
+
+    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have
+    independent posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a
+    site outside every plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a
+    single "data point".
+
+    Args:
+        trace: a trace of the model (one value per site).
+        max_count: upper bound of counts with infinite support, for all such sites or by site name.
+        dependents: returns the names of the sites that depend on the given ones; asked only where the plates leave it open.
+        dependencies: which supports depend on which latents; none are taken to do so without it.
+
+    Attributes:
+        sites: the discrete sites by name.
+        plates: names of the data plates, by dimension from left to right.
+        dims: their dimensions (negative).
+        full_sizes: their sizes.
+        num_data: number of data points: product of the data plates' full sizes.
+        space: the joint state space of one data point.
+        other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
+        depth: number of plate dimensions in the model.
+        checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
+            that other latents or other data points do not allow, observations that a latent does not allow.
+
+    Raises:
+        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
+            continuous latents or on too many others, or a bound is none.
+        NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
+            or a site whose entries depend on each other by its support (multinomial counts).
+    """
+
+    def __init__(
+        self,
+        trace: poutine.Trace,
+        max_count: int | Mapping[str, int] | None = None,
+        dependents: Callable[[set[str]], set[str]] | None = None,
+        dependencies: Dependencies | None = None,
+    ) -> None:
+        nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
+        if not nodes:
+            raise ValueError(
+                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
+                "this call, show the guide one in which it does not, first: guide.setup(*args)"
+            )
+        for node in nodes:
+            refuse_partial_sequence(node)
+        _check_bounds(max_count, [node["name"] for node in nodes])
+        frames = _data_plates(trace, nodes, dependents)
+        self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
+        self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
+        self.full_sizes: tuple[int, ...] = tuple(frame.full_size or frame.size for frame in frames)
+        self.num_data: int = math.prod(self.full_sizes)
+        self.sites: dict[str, DiscreteSite] = {}
+        checked = set()
+        for node in nodes:
+            name = node["name"]
+            low, high = reachable_bounds(node, trace, self.sites, max_count, dependencies)
+            self.sites[name] = discrete_site(node, self.plates, low, high)
+            if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
+                checked.add(name)
+        self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
+        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
+        self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
+        frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
+        self.depth: int = max((-frame.dim for frame in frames if frame.vectorized), default=0)
+
+    def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
+        """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""
+        shape = [1] * (max((-dim for dim in self.dims), default=0) if depth is None else depth)
+        for dim, size in zip(self.dims, sizes, strict=True):
+            shape[dim] = size
+        return tuple(shape)
+
+    def decode(self, levels: Tensor, depth: int, dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Site values of states.
+
+        Args:
+            levels: unpacked states ``(*batch, L)``; ``batch`` has the data plates at their dimensions and size 1 at every inner plate.
+            depth: number of plate dimensions; ``batch`` is padded with ones up to it.
+            dtypes: value types by site; default: those of the prototype.
+
+        Returns:
+            Values ``(*batch with inner plates filled in, *event_shape)`` by site name.
+        """
+        values, start = {}, 0
+        batch = (1,) * (depth + 1 - levels.dim()) + tuple(levels.shape[:-1])
+        for site in self.sites.values():
+            part = levels[..., start : start + site.num_latents]
+            start += site.num_latents
+            values[site.name] = site.decode(part, batch, None if dtypes is None else dtypes[site.name])
+        return values
+
+    def site_values(self, levels: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype] | None = None) -> dict[str, Tensor]:
+        """Values, in exactly the shapes the model's sites have, of one unpacked state ``(N, L)`` for each data point of a batch."""
+        values = self.decode(levels.reshape(*self.spread(sizes), -1), self.depth, dtypes)
+        return {name: trim(values[name], site.event_dim, site.depth) for name, site in self.sites.items()}
+
+    def split(self, levels: Tensor) -> dict[str, Tensor]:
+        """Site values ``(*batch, *site.shape)`` of unpacked states ``(*batch, L)``, in the prototype's types, plates before the event."""
+        values, start = {}, 0
+        for site in self.sites.values():
+            part = levels[..., start : start + site.num_latents].reshape(*levels.shape[:-1], *site.shape)
+            values[site.name] = site.to_values(part)
+            start += site.num_latents
+        return values
+
+    def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
+        """Inverse of :meth:`site_values`: unpacked states ``(N, L)`` from values in the shapes of the model's sites."""
+        found = {}
+        for name, site in self.sites.items():
+            value, event_dim = values[name], site.event_dim
+            value = value.reshape((1,) * (self.depth - value.dim() + event_dim) + tuple(value.shape))
+            if self.dims:
+                value = value.movedim(tuple(dim - event_dim for dim in self.dims), tuple(range(len(self.dims))))
+            event = (site.cardinalities[0],) if site.kind == "one_hot" else ()
+            found[name] = value.reshape(math.prod(sizes), *site.shape, *event)
+        return self.encode(found)
+
+    def encode(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``.
+
+        Raises:
+            ValueError: for a missing or unknown site, a wrong shape, or values outside the support.
+        """
+        if set(values) != set(self.sites):
+            raise ValueError(f"states are needed for the sites {sorted(self.sites)}; got {sorted(values)}")
+        parts = []
+        for site in self.sites.values():
+            value = torch.as_tensor(values[site.name])
+            expected = (*site.shape, site.cardinalities[0]) if site.kind == "one_hot" else site.shape
+            if len(expected) and tuple(value.shape[-len(expected) :]) != expected:
+                raise ValueError(f"states for site '{site.name}' must end in the dimensions {expected}; got shape {tuple(value.shape)}")
+            levels = site.to_levels(value)
+            parts.append(levels.reshape(*levels.shape[: levels.dim() - len(site.shape)], site.num_latents))
+        return torch.cat(parts, -1)
+
+
+def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
+    bounds = max_count if isinstance(max_count, Mapping) else {"": max_count}
+    unknown = set(bounds) - {"", *names}
+    if unknown:
+        raise ValueError(f"max_count bounds {sorted(unknown)}, but the model's discrete sites are {list(names)}")
+    for bound in bounds.values():
+        if bound is not None:
+            check_count("max_count, or each of its entries by site,", bound)
+
+
+def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:
+    """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
+    stacks = [[frame for frame in node["cond_indep_stack"] if frame.vectorized] for node in nodes]
+    # A plate that is opened anew with another size or dimension is another plate.
+    same = set.intersection(*({(frame.name, frame.dim, frame.size) for frame in stack} for stack in stacks))
+    shared = {name for name, _, _ in same}
+    names = {node["name"] for node in nodes}
+    others = {
+        node["name"]: {frame.name for frame in node["cond_indep_stack"]}
+        for node in sample_nodes(trace).values()
+        if node["name"] not in names
+    }
+    if dependents is not None and any(not shared <= plates for plates in others.values()):
+        below = dependents(names)
+        others = {name: plates for name, plates in others.items() if name in below}
+        shared = shared.intersection(*others.values())
+    return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)
