@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -14,6 +15,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.scenes import Canvas
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.utils.counts import check_counts
 
 _BLOCK_BYTES = 2**25
@@ -21,7 +23,7 @@ _NEGLIGIBLE = 1e-4
 _MAX_FIT_OUTPUTS = 1000
 
 
-class PlaceRegression:
+class PlaceRegression(LearnedAffinity[Candidates]):
     r"""Predicts where objects lie from the image, by Gaussian processes with one output per object and place and one kernel for all.
 
     The targets of the regression are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, which are zero almost
@@ -32,8 +34,7 @@ class PlaceRegression:
     Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
     the places beside, and a quarter of those on the diagonals.
 
-    It learns from batches that hold all data in order, anew when these are other data; for minibatches, and for new images
-    (``batch.is_new``, as in ``guide.infer``), it predicts from what it has learned.
+    It learns from batches that hold all data in order; for minibatches, as for new images, it predicts from what it has learned.
 
     Args:
         canvas: sizes.
@@ -48,9 +49,6 @@ class PlaceRegression:
         max_fit: largest number of images that a fit looks at, drawn at random; predictions use all.
         site: name of the observed images.
         generator: source of randomness for the choice of these images; default: torch's global generator.
-
-    Attributes:
-        regression: the Gaussian process regression, ``None`` before the first batch.
 
     Raises:
         ValueError: if an argument is out of range.
@@ -75,63 +73,66 @@ class PlaceRegression:
         check_counts(refit_every=refit_every, num_candidates=num_candidates, fit_steps=fit_steps, max_fit=max_fit)
         self.canvas, self.kernel, self.refit_every, self.rank = canvas, kernel, refit_every, rank
         self.num_candidates, self.smooth, self.inputs, self.leave_out = num_candidates, smooth, inputs, leave_out
-        self.fit_steps, self.max_fit, self.site, self.generator = fit_steps, max_fit, site, generator
-        self.forget()
+        self.fit_steps, self.max_fit, self.site = fit_steps, max_fit, site
+        super().__init__(generator)
 
     def forget(self) -> None:
         """Forgets all images and what was learned of them; the kernel keeps its parameters."""
-        self.regression: LeaveOneOutRegression | None = None
+        super().forget()
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
         self._visits = 0
-        self._is_of_new_images = False
 
-    def __call__(self, batch: SearchBatch) -> Candidates:
-        """Candidates of the batch's data points.
-
-        Raises:
-            ValueError: if there are no images, or nothing has been learned before a batch that does not hold all data.
-        """
+    def _data_of(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceRegression found no observed site {self.site!r}; the model has {list(batch.observations)}")
-        images = batch.observations[self.site]
-        # With nothing learned yet, new images must do to learn from.
-        knows = self.regression is not None and not self._is_of_new_images
-        if batch.population.indices is None and not (batch.is_new and knows):
-            self._is_of_new_images = batch.is_new
-            if self._images is not None and self._images is not images and not torch.equal(self._images, images):
-                self.forget()
-                self._is_of_new_images = batch.is_new
-            self._learn(batch, images)
-            influence = self._influence
-        elif self.regression is None:
+        return batch.observations[self.site]
+
+    def _can_learn_from(self, batch: SearchBatch) -> bool:
+        return batch.population.indices is None
+
+    def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
+        return self._images is data or (self._images is not None and torch.equal(self._images, data))
+
+    def _predict_new(self, data: Tensor) -> Candidates:
+        if self.regression is None:
             raise ValueError("PlaceRegression learns from a batch of all data in order; give it one before minibatches or new images")
-        else:
-            identity = torch.eye(len(self.regression.inputs), dtype=torch.float64, device=images.device)
-            influence = self.regression.predict(self._inputs_of(images), identity)[0].float()
-        assert influence is not None
-        return self._predict(influence)
+        identity = torch.eye(len(self.regression.inputs), dtype=torch.float64, device=data.device)
+        return self._candidates(self.regression.predict(self._inputs_of(data), identity)[0].float())
+
+    def _memory_state(self) -> dict[str, Any]:
+        assert self._targets is not None
+        targets = {"entries": self._targets.indices(), "values": self._targets.values(), "shape": list(self._targets.shape)}
+        return {"images": self._images, "visits": self._visits, "targets": targets}
+
+    def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
+        self._images, self._visits = memory["images"], memory["visits"]
+        self._targets = _sparse(*memory["targets"].values())
+        return LeaveOneOutRegression(self._inputs_of(memory["images"]), self.kernel, self.rank)
 
     def _inputs_of(self, images: Tensor) -> Tensor:
         return images.flatten(1) if self.inputs is None else self.inputs(images)
 
-    def _learn(self, batch: SearchBatch, images: Tensor) -> None:
+    def _learn(self, data: Tensor, batch: SearchBatch) -> Candidates:
         """Takes in the posteriors, and fits the kernel if it is due."""
         entries, values = place_probabilities(batch.population)
         kept = values > _NEGLIGIBLE
         entries, values = entries[:, kept], values[kept]
         if self.smooth:
             entries, values = self._smoothed(entries, values)
-        shape = (len(images), scene_sizes(batch.space)[0] * self.canvas.num_places)
-        self._targets = torch.sparse_coo_tensor(entries, values.float(), shape, check_invariants=False).coalesce()
+        shape = (len(data), scene_sizes(batch.space)[0] * self.canvas.num_places)
+        self._targets = _sparse(entries, values.float(), shape)
         if self.regression is None:
-            self._images = images
-            self.regression = LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+            self._images = data
+            self.regression = LeaveOneOutRegression(self._inputs_of(data), self.kernel, self.rank)
         if self._visits % self.refit_every == 0:
             self._fit(self.regression, self._targets)
-            self._influence = self._new_influence(self.regression)
+            self._influence = None
         self._visits += 1
+        if self._influence is None:
+            self._influence = self._new_influence(self.regression)
+        return self._candidates(self._influence)
 
     def _smoothed(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Spreads targets over the places beside, on the grid of all places."""
@@ -177,7 +178,8 @@ class PlaceRegression:
             return (identity - inverse / inverse.diagonal().unsqueeze(-1)).float()
         return regression.covariance.leave_one_out(identity)[0].float()
 
-    def _predict(self, influence: Tensor) -> Candidates:
+    def _candidates(self, influence: Tensor) -> Candidates:
+        """The best places by predictions that are so many times ``(n, N)`` the targets."""
         assert self._targets is not None
         outputs = self._targets.t().coalesce()
         num_objects = outputs.shape[0] // self.canvas.num_places
@@ -187,3 +189,7 @@ class PlaceRegression:
             scores = torch.sparse.mm(outputs, block.T.contiguous()).T
             found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
         return join(found)
+
+
+def _sparse(entries: Tensor, values: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.sparse_coo_tensor(entries, values, tuple(shape), check_invariants=False).coalesce()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
 from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
-from pyro_truncated.search.base import SearchBatch, forget
+from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
 
 Scene = Callable[[], SceneParameters]
 _BLOCK_BYTES = 2**25
@@ -83,6 +83,14 @@ class RefinedPlaces:
     def forget(self) -> None:
         """Lets the affinity forget what it has learned of data."""
         forget(self.affinity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the affinity has learned of data."""
+        return state_of(self.affinity)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Lets the affinity go on from where it has been."""
+        set_state(self.affinity, state)
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.scenes.candidates import PlaceAffinity, scene_sizes
-from pyro_truncated.search.base import Search, SearchBatch, forget
+from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
@@ -114,6 +115,15 @@ class PlacementSelection(Search):
     def forget(self) -> None:
         """Lets the affinity forget what it has learned of data."""
         forget(self.affinity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator, and what the affinity has learned of data."""
+        return {**super().state_dict(), "affinity": state_of(self.affinity)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where a search has been."""
+        super().load_state_dict(state)
+        set_state(self.affinity, state["affinity"])
 
     def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""

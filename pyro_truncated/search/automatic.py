@@ -27,6 +27,7 @@ class AutomaticSearch(Search):
 
     def __init__(self, *, generator: torch.Generator | None = None) -> None:
         self.chosen: Search | None = None
+        self.generator = generator
         self._conditional = ConditionalSearch(generator=generator)
 
     def propose(self, batch: SearchBatch) -> Population:

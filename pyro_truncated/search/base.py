@@ -5,7 +5,9 @@ from __future__ import annotations
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from pyro_truncated.states.population import Population, join
@@ -42,10 +44,32 @@ class SearchBatch:
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
 
 
-class Search(Described, abc.ABC):
+class Stateful:
+    """What changes while it is used: it may have a ``generator`` of its own, and learn from the data that it meets."""
+
+    def forget(self) -> None:
+        """Forgets what has been learned of data, so that it can be used for others; most searches learn nothing."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has been learned of data, and the state of the generator if there is one of its own: what checkpoints save.
+
+        It is made of tensors, numbers, strings, lists and dictionaries. Whoever learns more adds to it.
+        """
+        generator: torch.Generator | None = getattr(self, "generator", None)
+        return {} if generator is None else {"generator": generator.get_state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes back what :meth:`state_dict` has returned, perhaps in another process, and goes on from there."""
+        generator: torch.Generator | None = getattr(self, "generator", None)
+        if generator is not None and "generator" in state:
+            generator.set_state(state["generator"])
+
+
+class Search(Described, Stateful, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
-    Searches add up: ``a + b`` lets both propose for the same populations.
+    Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,
+    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities.
     """
 
     @abc.abstractmethod
@@ -62,16 +86,23 @@ class Search(Described, abc.ABC):
             batch = dataclasses.replace(batch, population=self.step(batch))
         return batch.population
 
-    def forget(self) -> None:
-        """Forgets what the search has learned of data, so that it can be used for others; most searches learn nothing."""
-
     def __add__(self, other: Search) -> Search:
         return CombinedSearch((self, other))
 
 
-def forget(affinity: object) -> None:
-    """Lets an affinity forget what it has learned of data, if it has a method ``forget``."""
-    getattr(affinity, "forget", lambda: None)()
+def forget(part: object) -> None:
+    """Lets a part of a search, such as an affinity, forget what it has learned of data, if it has a method ``forget``."""
+    getattr(part, "forget", lambda: None)()
+
+
+def state_of(part: object) -> dict[str, Any]:
+    """What a part of a search, such as an affinity, has learned; empty of functions that learn nothing."""
+    return dict(getattr(part, "state_dict", dict)())
+
+
+def set_state(part: object, state: Mapping[str, Any]) -> None:
+    """Gives a part of a search what :func:`state_of` has returned."""
+    getattr(part, "load_state_dict", lambda state: None)(state)
 
 
 class CombinedSearch(Search):
@@ -103,3 +134,12 @@ class CombinedSearch(Search):
         """All searches forget."""
         for search in self.searches:
             search.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all searches, in order."""
+        return {"searches": [search.state_dict() for search in self.searches]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Gives every search its own."""
+        for search, own in zip(self.searches, state["searches"], strict=True):
+            search.load_state_dict(own)

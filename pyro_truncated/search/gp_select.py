@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -12,21 +13,20 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.counts import check_counts
 
 
-class RegressionAffinity:
+class RegressionAffinity(LearnedAffinity[Tensor]):
     r"""Predicts the posterior marginals of every data point from its observation and the marginals of all *other* data points.
 
     Regression targets are the marginals :math:`\sum_s q_n(s) [s_h = 1]` of the populations as a batch brings them, with one Gaussian
     process per latent (per value, where latents have several) and one kernel for all. The affinity is the leave-one-out mean:
     a prediction that knew the data point's own marginals would select again whatever was selected before.
 
-    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set. New data
-    (``batch.is_new``, as in :meth:`AutoTruncated.infer <pyro_truncated.AutoTruncated.infer>`) are predicted, and not remembered. When
-    training goes on with other data, in number or in content, all that was learned is forgotten.
+    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set.
 
     Args:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
@@ -45,7 +45,6 @@ class RegressionAffinity:
         ValueError: if an argument is out of range.
     """
 
-    regression: LeaveOneOutRegression | None
     _memory: _Memory | None
 
     def __init__(
@@ -70,36 +69,41 @@ class RegressionAffinity:
         self.inputs = inputs
         self.fit_steps = fit_steps
         self.max_fit = max_fit
-        self.generator = generator
-        self._is_of_new_data = False
-        self.forget()
-
-    def __call__(self, batch: SearchBatch) -> Tensor:
-        """Affinities ``(N, P)`` of the batch's data points.
-
-        Raises:
-            ValueError: if the inputs are not those of the batch's data points, or there are none.
-        """
-        inputs, marginals, indices = self._inputs_of(batch), _marginals(batch), batch.population.indices
-        # With nothing learned yet, new data must do to learn from.
-        if batch.is_new and self._memory is not None and not self._is_of_new_data:
-            return self._predict(inputs)
-        self._is_of_new_data = batch.is_new
-        if self._memory is not None and not self._memory.holds(inputs, marginals, indices):
-            self.forget()
-        if self._memory is None:
-            self._memory = _Memory(inputs, marginals)
-        rows = self._memory.store(inputs, marginals, indices)
-        self._train(int(self._memory.visits[rows].max()))
-        return self._predict(inputs, rows)
+        super().__init__(generator)
 
     def forget(self) -> None:
         """Forgets all data, and what was fitted to them."""
-        self.regression, self._memory = None, None
+        super().forget()
+        self._memory = None
         self._trained_on = torch.zeros(0, dtype=torch.int64)
         self._last_fit = 0
 
-    def _inputs_of(self, batch: SearchBatch) -> Tensor:
+    def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
+        return self._memory is not None and self._memory.holds(data, _num_options(batch), batch.population.indices)
+
+    def _learn(self, data: Tensor, batch: SearchBatch) -> Tensor:
+        marginals = _marginals(batch)
+        if self._memory is None:
+            self._memory = _Memory.like(data, marginals)
+        rows = self._memory.store(data, marginals, batch.population.indices)
+        self._train(int(self._memory.visits[rows].max()))
+        return self._predict(data, rows)
+
+    def _predict_new(self, data: Tensor) -> Tensor:
+        return self._predict(data, data.new_full((len(data),), -1, dtype=torch.int64))
+
+    def _memory_state(self) -> dict[str, Any]:
+        assert self._memory is not None
+        met = {"inputs": self._memory.inputs, "marginals": self._memory.marginals, "visits": self._memory.visits}
+        return {**met, "centre": self._centre, "trained_on": self._trained_on, "last_fit": self._last_fit}
+
+    def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
+        self._memory = _Memory(*(memory[name].clone() for name in ("inputs", "marginals", "visits")))
+        self._centre, self._trained_on, self._last_fit = memory["centre"], memory["trained_on"], memory["last_fit"]
+        filled = _filled(self._memory.inputs[self._trained_on], self._centre)
+        return LeaveOneOutRegression(filled, self.kernel, self.rank, pivots=self.pivots)
+
+    def _data_of(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
         if callable(self.inputs):
             return self._checked(self.inputs(batch), size)
@@ -138,11 +142,10 @@ class RegressionAffinity:
         self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
         self._trained_on, self._last_fit = met, visit
 
-    def _predict(self, inputs: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others."""
+    def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
+        """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others (-1)."""
         assert self._memory is not None
         assert self.regression is not None
-        rows = inputs.new_full((len(inputs),), -1, dtype=torch.int64) if rows is None else rows
         place = torch.full((len(self._memory.visits) + 1,), -1, dtype=torch.int64, device=rows.device)
         place[self._trained_on] = torch.arange(len(self._trained_on), device=rows.device)
         place = place[rows]
@@ -205,15 +208,18 @@ class GPSelect(Preselection):
 class _Memory:
     """Inputs and latest marginals of the data points met so far, by their position in the full data set."""
 
-    def __init__(self, inputs: Tensor, marginals: Tensor) -> None:
-        self.inputs = inputs[:0]
-        self.marginals = marginals[:0]
-        self.visits = torch.zeros(0, dtype=torch.int64, device=inputs.device)
+    def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
+        self.inputs, self.marginals, self.visits = inputs, marginals, visits
 
-    def holds(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> bool:
+    @classmethod
+    def like(cls, inputs: Tensor, marginals: Tensor) -> _Memory:
+        """An empty memory for data points of the kind."""
+        return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
+
+    def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
         """Whether a batch is of the data remembered: those of its rows that were met before are as they were."""
         is_larger = indices is None and len(self.visits) > len(inputs)
-        sizes = (inputs.shape[1], marginals.shape[1]), (self.inputs.shape[1], self.marginals.shape[1])
+        sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
         if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
             return False
         rows = _rows_of(inputs, indices)
@@ -245,6 +251,10 @@ def _marginals(batch: SearchBatch) -> Tensor:
     population = batch.population
     options = options_of(population.space).to(population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
+
+
+def _num_options(batch: SearchBatch) -> int:
+    return len(options_of(batch.space)) if batch.marginals is None else batch.marginals.shape[1]
 
 
 def _rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:

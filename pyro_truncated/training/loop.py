@@ -19,12 +19,12 @@ from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
     read_checkpoint,
-    refuse_other_runs,
     restore,
     save_checkpoint,
 )
 from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
+from pyro_truncated.training.refusals import refuse_other_runs
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
@@ -87,12 +87,11 @@ def fit(
 
     With ``checkpoint`` the run is saved every so many seconds and at its end (see
     :func:`~pyro_truncated.training.checkpoint.save_checkpoint`), and continued from the file if that exists: to the very
-    numbers of a run that was never interrupted, early stopping included (but for what a :class:`~pyro_truncated.GPSelect` has learned: it
-    learns anew). A file of another run is refused before anything changes: of other data (by hashes of all tensors and arrays among the
-    arguments) or a model, guide, optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``,
-    callbacks and what else only this function sees may change. A destination that cannot be written to is refused before the first step;
-    a checkpoint that cannot be written later (a full disk) is a :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried
-    again.
+    numbers of a run that was never interrupted, early stopping and what a search has learned of the data included. A file of another
+    run is refused before anything changes: of other data (by hashes of all tensors and arrays among the arguments) or a model, guide,
+    optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``, callbacks and what else only this
+    function sees may change. A destination that cannot be written to is refused before the first step; a checkpoint that cannot be
+    written later (a full disk) is a :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried again.
 
     Example::
 
@@ -244,5 +243,5 @@ def _resume(
         # Parameters that are made when they are first asked for must exist before they can be restored.
         with spare_random_numbers():
             training.svi.evaluate_loss(*args, **kwargs)
-    restore(content, training.svi, path, keeps_optimizer="optimizer" in may_differ)
+    restore(content, training.svi, path, may_differ)
     training.record, training.seconds, training.stopped_early = history["record"], history["seconds"], history["stopped_early"]

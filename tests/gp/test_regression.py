@@ -297,3 +297,19 @@ def test_constant_outputs_in_any_units(unit):
         assert LeaveOneOutRegression(x, "rbf").fit(targets, 2) == LeaveOneOutRegression(x, "rbf").fit(varying, 2)
         assert math.isfinite(LeaveOneOutRegression(x, "rbf").fit(targets, 2))
     assert math.isnan(LeaveOneOutRegression(x, "rbf").fit(constant, 2))
+
+
+@pytest.mark.parametrize("options", [{}, {"rank": 5}, {"rank": 5, "pivots": "targets"}], ids=["exact", "variance", "targets"])
+def test_a_state_that_is_taken_back_gives_the_very_same_predictions(options) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs, new = torch.randn(30, 3, generator=generator), torch.randn(4, 3, generator=generator)
+    targets = torch.sigmoid(inputs[:, :2].double())
+    fitted, fresh = (LeaveOneOutRegression(inputs, "rbf", generator=torch.Generator().manual_seed(1), **options) for _ in range(2))
+    fitted.fit(targets, 5)
+    fresh.load_state_dict(fitted.state_dict())
+    for found, expected in zip(
+        (*fresh.loo(targets), *fresh.predict(new, targets)), (*fitted.loo(targets), *fitted.predict(new, targets)), strict=True
+    ):
+        assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="of another kernel"):
+        LeaveOneOutRegression(inputs, "linear").load_state_dict(fitted.state_dict())

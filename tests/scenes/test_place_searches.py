@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import pyro
 import pytest
@@ -277,6 +278,27 @@ def test_regression_starts_anew_with_other_images_and_never_learns_new_ones() ->
     assert torch.equal(affinity._images, shuffled["y"])
     PlacementSelection(RefinedPlaces(affinity, PlaceScan(lambda: None, canvas), 2), 2).forget()
     assert affinity.regression is None
+
+
+@pytest.mark.parametrize("rank", [None, 20])
+def test_a_search_that_takes_back_what_another_has_learned_goes_on_to_the_same_proposals(rank: int | None, tmp_path: Path) -> None:
+    batch, canvas = scene_batch()
+
+    def make() -> PlacementSelection:
+        generator = torch.Generator().manual_seed(0)
+        affinity = PlaceRegression(canvas, rank=rank, refit_every=2, fit_steps=3, generator=generator)
+        scan = PlaceScan(lambda: None, canvas)
+        scan.scores_at = lambda batch, objects, places: -places.double()
+        return PlacementSelection(RefinedPlaces(affinity, scan, 2), 2, generator=generator)
+
+    known, fresh = make(), make()
+    for _ in range(3):
+        known.propose(batch)
+    torch.save(known.state_dict(), tmp_path / "search.pt")
+    fresh.load_state_dict(torch.load(tmp_path / "search.pt", weights_only=True))
+    part = SearchBatch(batch.population, batch.score, {"y": batch.observations["y"].flip(0)}, is_new=True)
+    for seen in (part, batch, batch, batch):
+        assert torch.equal(fresh.propose(seen).words, known.propose(seen).words)
 
 
 def test_regression_goes_on_learning_from_new_images_if_it_knows_no_others() -> None:

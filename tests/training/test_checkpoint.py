@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,16 +15,20 @@ from pyro.infer import SVI
 from pyro.nn import PyroModule, PyroParam
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.training import checkpoint
+from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.search import AutomaticSearch, ConditionalSearch, SampledSearch
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+
+
+def data_of(generator):
+    return linear_bars(40, 3, mean_active=2.0, generator=generator).data
 
 
 @pytest.fixture
 def y(generator):
-    return linear_bars(40, 3, mean_active=2.0, generator=generator).data
+    return data_of(generator)
 
 
 def plain(y, batch_size=None):
@@ -30,27 +39,41 @@ def plain(y, batch_size=None):
         pyro.sample("y", dist.Normal(s @ weight.mT, noise).to_event(1), obs=y[index])
 
 
+def own_generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+SEARCHES = {
+    "GPSelect": lambda: GPSelect(3, refit_every=2, generator=own_generator()),
+    "GPSelect in minibatches": lambda: GPSelect(3, refit_every=2, rank=6, pivots="targets") + EvolutionarySearch(2, 2),
+    "GPSelect and Gibbs": lambda: GPSelect(3, refit_every=2, generator=own_generator()),
+}
+
+
 def fresh(kind: str, y: torch.Tensor) -> SVI:
     pyro.clear_param_store()
     pyro.set_rng_seed(7)
-    own = torch.Generator().manual_seed(3) if kind == "own generator" else None
-    search = EvolutionarySearch(parents=3, children=3, generator=own)
+    own = own_generator() if kind == "own generator" else None
+    search = SEARCHES.get(kind, lambda: EvolutionarySearch(parents=3, children=3, generator=own))()
     elbo = Truncated_ELBO(search, temperature=1.0 if kind == "incremental" else lambda step: 1 + 3 / (1 + step))
     if kind == "plain":
         return SVI(plain, AutoTruncated(plain, num_states=8), Adam({"lr": 0.1}), elbo)
+    if kind == "GPSelect and Gibbs":
+        gibbs = MaxSpikeSlabSparseCoding(9, 6).initialize(y)
+        return SVI(gibbs, GibbsGuide(gibbs), ClosedForm(gibbs), GibbsEM(search))
     model = BinarySparseCoding(9, 6).initialize(y)
-    optimiser = (
-        Adam({"lr": 0.05}) if kind == "gradient" else ClosedForm(model, minibatch=kind if kind in ("incremental", "online") else None)
-    )
+    minibatch = kind if kind == "incremental" else "online" if kind in MINIBATCHES else None
+    optimiser = Adam({"lr": 0.05}) if kind == "gradient" else ClosedForm(model, minibatch=minibatch)
     return SVI(model, AutoTruncated(model, num_states=8), optimiser, elbo)
 
 
-KINDS = ["closed form", "incremental", "online", "gradient", "plain", "own generator"]
+KINDS = ["closed form", "incremental", "online", "gradient", "plain", "own generator", *SEARCHES]
+MINIBATCHES = ("incremental", "online", "gradient", "plain", "GPSelect in minibatches")
 
 
 def train(svi: SVI, y: torch.Tensor, steps: int, kind: str) -> list[float]:
-    batch = 10 if kind in ("incremental", "online", "gradient", "plain") else None
-    return [svi.step(y, batch) for _ in range(steps)]
+    batch = (10,) if kind in MINIBATCHES else ()
+    return [svi.step(y, *batch) for _ in range(steps)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -58,7 +81,7 @@ def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
     path = tmp_path / "folder" / "run.pt"
     svi = fresh(kind, y)
     expected = train(svi, y, 9, kind)
-    words = svi.guide.words.clone()
+    state = {name: value.clone() for name, value in svi.guide.state_dict().items()}
 
     svi = fresh(kind, y)
     history = train(svi, y, 5, kind)
@@ -70,7 +93,52 @@ def test_restored_run_equals_an_uninterrupted_one(kind, y, tmp_path):
     torch.rand(11)
     history = load_checkpoint(path, svi, settings={"kind": kind})
     assert history + train(svi, y, 4, kind) == expected
-    assert torch.equal(svi.guide.words, words)
+    # Log joints of data points that were never in a minibatch are NaN.
+    torch.testing.assert_close(dict(svi.guide.state_dict()), state, rtol=0, atol=0, equal_nan=True)
+
+
+def test_what_another_search_has_learned_is_left_alone_if_searches_may_differ(y, tmp_path):
+    svi = fresh("GPSelect", y)
+    train(svi, y, 3, "GPSelect")
+    save_checkpoint(tmp_path / "run.pt", svi)
+    other = fresh("closed form", y)
+    load_checkpoint(tmp_path / "run.pt", other, may_differ=["search"])
+    assert torch.equal(other.guide.words, svi.guide.words)
+
+
+@pytest.mark.parametrize("make", [AutomaticSearch, ConditionalSearch, EvolutionarySearch, partial(SampledSearch, 4), partial(GPSelect, 2)])
+def test_searches_keep_the_state_of_their_generators(make):
+    generator = own_generator()
+    search = make(generator=generator) + EvolutionarySearch(2, 2)
+    state, expected = search.state_dict(), torch.rand(3, generator=generator)
+    search.load_state_dict(state)
+    assert torch.equal(torch.rand(3, generator=generator), expected)
+
+
+STEPS_OF_ADAM = """
+import sys, torch
+from tests.training.test_checkpoint import fresh, data_of, train
+from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+
+path, steps, goes_on = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "on"
+y = data_of(torch.Generator().manual_seed(0))
+svi = fresh("gradient", y)
+history = load_checkpoint(path, svi) if goes_on else []
+save_checkpoint(path, svi, history=history + train(svi, y, steps, "gradient"))
+"""
+
+
+def test_adam_goes_on_in_another_process_to_the_very_same_bits(tmp_path):
+    path = str(tmp_path / "run.pt")
+    for steps, goes_on in ((4, "off"), (3, "on")):
+        subprocess.run([sys.executable, "-c", STEPS_OF_ADAM, path, str(steps), goes_on], check=True, cwd=Path(__file__).parents[2])
+    y = data_of(torch.Generator().manual_seed(0))
+    svi = fresh("gradient", y)
+    expected = train(svi, y, 8, "gradient")
+    # A step more, in this process, shows that the moments that the other one has left are the same, too.
+    other = fresh("gradient", y)
+    assert load_checkpoint(path, other) + train(other, y, 1, "gradient") == expected
+    assert torch.equal(other.model.weight, svi.model.weight)
 
 
 def test_parameters_of_a_function_must_exist(y, tmp_path):
@@ -152,7 +220,7 @@ def test_interrupted_writing_leaves_the_last_checkpoint(y, tmp_path, monkeypatch
         file.write(b"half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(checkpoint.torch, "save", breaks)
+    monkeypatch.setattr(torch, "save", breaks)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, svi, history=[1, 2])
     assert path.read_bytes() == content

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 
 import torch
 from pyro.contrib.gp import kernels
@@ -25,6 +26,7 @@ _FIT_JITTER = 1e-8
 # Of more data, pivots are chosen from a random sample.
 _MOST_CANDIDATES = 20_000
 _EXCHANGES = 20
+_PIVOTS = "pivots"
 
 
 class _Columns:
@@ -225,6 +227,23 @@ class LeaveOneOutRegression:
             raise ValueError("an exact regression (rank=None) has no finite features")
         k = covariance(self.kernel, self.parameters)
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What fits have found, beside the inputs that the regression is made of: parameters, and pivots that targets have chosen."""
+        chosen = {} if self._chosen is None else {_PIVOTS: self._chosen}
+        return {name: value.clone() for name, value in (self.parameters | chosen).items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what :meth:`state_dict` of a regression with the same inputs, kernel and rank has returned.
+
+        Raises:
+            ValueError: if it is of another kernel.
+        """
+        given = {name: value.to(self.inputs.device) for name, value in state.items()}
+        self._chosen = given.pop(_PIVOTS, None)
+        if given.keys() != self.parameters.keys():
+            raise ValueError(f"the state is of another kernel: it holds {sorted(given)}, the kernel here has {sorted(self.parameters)}")
+        self._set_parameters(given)
 
     # Both are made when first asked for: a fit that follows at once would throw them away.
     @functools.cached_property

@@ -1,0 +1,140 @@
+"""The state of a training run: where it is kept, and how it is put back."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import pyro
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_truncated.search.base import Search
+from pyro_truncated.utils.parameters import relative_names
+
+_COUNTS = ("num_evaluations", "num_steps")
+
+
+def state_of(svi: SVI) -> dict[str, Any]:
+    """All that a run needs to go on, made of tensors and plain Python values, under names that mean the same in another process."""
+    elbo, search = elbo_of(svi), search_of(svi)
+    return {
+        "modules": {name: module.state_dict() for name, module in modules_of_run(svi).items()},
+        "params": relative_names({name: value.detach() for name, value in loose_parameters(svi).items()}, svi.model, svi.guide),
+        "optim": relative_names(svi.optim.get_state(), svi.model, svi.guide),
+        "counts": {name: getattr(elbo, name) for name in _COUNTS if hasattr(elbo, name)},
+        "search": {} if search is None else search.state_dict(),
+        "generators": {name: generator.get_state() for name, generator in generators_of(svi)},
+    }
+
+
+def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) -> None:
+    """Puts a state into a run whose parts it fits, but for those parts (``"optimizer"``, ``"search"``) that are left as they are.
+
+    Names of parameters are those of this process.
+    """
+    params = loose_parameters(svi)
+    for name, module in modules_of_run(svi).items():
+        module.load_state_dict(state["modules"][name])
+    with torch.no_grad():
+        for name, value in state["params"].items():
+            params[name].copy_(value)
+    if "optimizer" not in leaves:
+        _set_optimizer(svi.optim, state["optim"])
+    search = search_of(svi)
+    if search is not None and "search" not in leaves:
+        search.load_state_dict(state["search"])
+    for name, generator in generators_of(svi):
+        if name in state["generators"]:
+            generator.set_state(state["generators"][name])
+    for name, count in state["counts"].items():
+        if hasattr(elbo_of(svi), name):
+            setattr(elbo_of(svi), name, count)
+
+
+def remembered(svi: SVI) -> Callable[[], None]:
+    """A function that puts modules, parameters, optimiser, search, counts and generators back to what they are now."""
+    parts = [(part, _snapshot(part)) for module in modules_of_run(svi).values() for part in module.modules()]
+    tensors = [*loose_parameters(svi).values(), *(param for module in modules_of_run(svi).values() for param in module.parameters())]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(svi.optim).items()}
+    generators = [(generator, generator.get_state()) for _, generator in generators_of(svi)]
+    search, counts = search_of(svi), {name: getattr(elbo_of(svi), name) for name in _COUNTS if hasattr(elbo_of(svi), name)}
+    learned = {} if search is None else search.state_dict()
+
+    def undo() -> None:
+        """Puts everything back as it was."""
+        for part, held in parts:
+            part.__dict__.update(held)
+        with torch.no_grad():
+            for tensor, value in values:
+                tensor.copy_(value)
+        vars(svi.optim).update(optim)
+        if search is not None:
+            search.load_state_dict(learned)
+        for generator, drawn in generators:
+            generator.set_state(drawn)
+        for name, count in counts.items():
+            setattr(elbo_of(svi), name, count)
+
+    return undo
+
+
+def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
+    buffers: dict[str, Any] = {name: None if value is None else value.clone() for name, value in module._buffers.items()}
+    return {**module.__dict__, "_buffers": buffers}
+
+
+def _set_optimizer(optim: Any, state: Any) -> None:
+    if hasattr(optim, "optim_objs"):
+        # Pyro hands a state to the optimisers that it makes for parameters it has not met yet, and to no others.
+        optim.optim_objs.clear()
+        optim.grad_clip.clear()
+    optim.set_state(copy.deepcopy(state))
+
+
+def modules_of_run(svi: SVI) -> dict[str, torch.nn.Module]:
+    """The modules that model and guide are, that they are methods of, or that handlers wrap; one of both is named once."""
+    found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _module_of(part)) is not None}
+    if found.get("model") is found.get("guide"):
+        found.pop("guide", None)
+    return found
+
+
+def _module_of(part: Any) -> torch.nn.Module | None:
+    while isinstance(part, functools.partial):
+        part = next((argument for argument in part.args[::-1] if callable(argument)), None)
+    owner = getattr(part, "__self__", part)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def loose_parameters(svi: SVI) -> dict[str, Tensor]:
+    """Unconstrained parameters of the store that belong to no module of the run."""
+    owned = {id(param) for module in modules_of_run(svi).values() for param in module.parameters()}
+    return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
+
+
+def elbo_of(svi: SVI) -> Any:
+    """The ELBO, ``None`` where the loss is a function of its own."""
+    return getattr(svi.loss, "__self__", None)
+
+
+def search_of(svi: SVI) -> Search | None:
+    """The search of the ELBO, if it has one."""
+    search = getattr(elbo_of(svi), "search", None)
+    return search if isinstance(search, Search) else None
+
+
+def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
+    """Torch's global generators, and the one that the ELBO was given; searches keep the state of their own."""
+    yield "cpu", torch.default_generator
+    if torch.cuda.is_available():
+        torch.cuda.init()
+        for index, generator in enumerate(torch.cuda.default_generators):
+            yield f"cuda:{index}", generator
+    own: torch.Generator | None = getattr(elbo_of(svi), "generator", None)
+    if own is not None:
+        yield "elbo", own
