@@ -13,7 +13,7 @@ _WEIGHT_FLOOR = 1e-6
 
 def responsibilities(population: Population, temperature: float) -> Tensor:
     """Posterior probabilities of the components, ``(N, K)`` in float64, of a population whose state is one categorical latent."""
-    return ops.value_probabilities(population.words, population.weights(temperature), population.space)[:, 0].double()
+    return ops.value_probabilities(population.words, population.weights(temperature), population.space.fields)[:, 0].double()
 
 
 def best_weights(counts: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.models.binary_causes import best_prior, check_sizes, rows_of
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, SceneStatistics, scene_statistics, squared_errors
+from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
+from pyro_truncated.ops.scenes import scene_statistics, squared_errors
 from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
 from pyro_truncated.states import Population
 from pyro_truncated.utils.arrays import takes_arrays
@@ -169,7 +170,7 @@ class OcclusiveComponents(UniqueModule):
 
         Returns:
             ``owned (H, T, F + 2)``, ``on (H, T)``, ``present (H,)`` and ``background (F + 2,)``, see
-            :class:`~pyro_truncated.ops.scenes.SceneStatistics`, and ``num_data``. All can be added and scaled.
+            :class:`~pyro_truncated.ops.canvas.SceneStatistics`, and ``num_data``. All can be added and scaled.
         """
         images = self._checked(rows_of(y, population)).flatten(1, 2)
         places, rank = self.places(population)

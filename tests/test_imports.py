@@ -9,7 +9,7 @@ import pytest
 
 import pyro_truncated
 
-HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats")
+HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite")
 
 
 def test_heavy_libraries_wait_until_they_are_used():
@@ -24,6 +24,29 @@ def test_heavy_libraries_wait_until_they_are_used():
     loaded = result.stdout.split()
     assert "pyro_truncated.guide.auto_truncated" in loaded
     assert not {name for name in HEAVY if name in loaded}
+
+
+def test_without_compiled_kernels_numba_is_never_loaded():
+    script = """
+import sys
+import torch
+from pyro.infer import SVI
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, ops
+from pyro_truncated.models import BinarySparseCoding
+
+num_threads = torch.get_num_threads()
+with ops.use("vectorised"):
+    y = torch.rand(10, 6)
+    model = BinarySparseCoding(6, 70).initialize(y)
+    guide = AutoTruncated(model, num_states=90)
+    SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True))).step(y)
+    guide.marginals()
+print("numba" in sys.modules)
+guide.marginals()
+print("numba" in sys.modules, torch.get_num_threads() == num_threads)
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True", "True"]
 
 
 @pytest.mark.parametrize("name", pyro_truncated.__all__)

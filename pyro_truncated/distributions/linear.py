@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums
-from pyro_truncated.ops.vectorised.quadratic import product
+from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.missing import or_missing
 

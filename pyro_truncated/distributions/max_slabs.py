@@ -9,7 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.ops.vectorised.piecewise import Segments, maximum_segments
+from pyro_truncated.ops.piecewise import Segments, maximum_segments
 
 _REFINEMENTS = 2
 

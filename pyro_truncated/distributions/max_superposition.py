@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
-from pyro_truncated.ops.vectorised.maximum import largest
+from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.missing import or_missing
 

@@ -1,24 +1,30 @@
-"""Operations on packed states: compiled kernels on the CPU, vectorised torch on any other device."""
+"""Operations on packed states: compiled kernels on the CPU, vectorised torch on any other device. They know numbers only."""
 
-import numba
-import torch
-
-from pyro_truncated.ops.evolution import cross, draw_seed, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
+from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
+from pyro_truncated.ops.backend import use
+from pyro_truncated.ops.budget import memory_budget
+from pyro_truncated.ops.evolution import cross, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
+from pyro_truncated.ops.fields import Fields, enumerate_states, pack
 from pyro_truncated.ops.initial import initial_states
 from pyro_truncated.ops.maximum import maximum_error, maximum_statistics
 from pyro_truncated.ops.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
-from pyro_truncated.ops.quadratic import moments, noisy_or_log_prob, noisy_or_statistics, pair_energy, square_error
-from pyro_truncated.ops.selection import check_bits, check_words, repeated, select_top
+from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
+from pyro_truncated.ops.quadratic import moments, pair_energy
+from pyro_truncated.ops.selection import repeated, select_top
 from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
+from pyro_truncated.ops.square_error import square_error
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
+from pyro_truncated.ops.words import check_bits, check_words, draw_seed, take
 
 __all__ = [
+    "Fields",
     "activation_probabilities",
     "check_bits",
     "check_words",
     "cross",
     "draw_seed",
     "draw_values",
+    "enumerate_states",
     "flip_random",
     "flip_sparse",
     "initial_states",
@@ -26,9 +32,11 @@ __all__ = [
     "maximum_slab_gibbs",
     "maximum_slab_statistics",
     "maximum_statistics",
+    "memory_budget",
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
+    "pack",
     "pair_energy",
     "repeated",
     "select_parents",
@@ -38,11 +46,8 @@ __all__ = [
     "spike_slab_moments",
     "spike_slab_moments_by_dimension",
     "square_error",
+    "take",
     "unpack",
+    "use",
     "value_probabilities",
 ]
-
-# Starting numba's threads resets the number of threads of the OpenMP runtime, which torch shares: do it once, now, and put it back.
-_num_threads = torch.get_num_threads()
-numba.get_num_threads()
-torch.set_num_threads(_num_threads)

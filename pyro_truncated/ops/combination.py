@@ -9,8 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.compiled import combination as combination_cpu
-from pyro_truncated.ops.selection import check_words, uses_kernels
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.words import check_words
 
 _MAX_STATES = 2**20
 
@@ -41,18 +41,7 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
             f"{num_selected} selected latents with up to {limit} of them active make {size} states per data point, over {_MAX_STATES}; "
             "select fewer (num_selected) or lower max_active"
         )
-    parent, last = _table(num_selected, limit)
-    out = chosen.new_zeros(chosen.shape[0], size, chosen.shape[2])
-    if uses_kernels(chosen):
-        combination_cpu.combine(chosen.contiguous().numpy(), parent.numpy(), last.numpy(), out.numpy())
-        return out
-    parent, last = parent.to(chosen.device), last.to(chosen.device)
-    start = 1
-    for k in range(1, limit + 1):
-        level = slice(start, start + math.comb(num_selected, k))
-        out[:, level] = out[:, parent[level]] | chosen[:, last[level]]
-        start = level.stop
-    return out
+    return backend("combination", chosen).combine(chosen, *_table(num_selected, limit), limit)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=16)

@@ -7,26 +7,12 @@ the batch it is in, and draw from torch's global generator or from the one they 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.compiled import evolution as evolution_cpu
-from pyro_truncated.ops.selection import check_words, uses_kernels
-from pyro_truncated.ops.vectorised import evolution as evolution_dense
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from pyro_truncated.states.space import StateSpace
-
-
-def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A random 63-bit integer from the generator (default: torch's global one) that seeds the stream of one operator call."""
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.words import check_words, draw_seed
 
 
 def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = True, generator: torch.Generator | None = None) -> Tensor:
@@ -55,21 +41,17 @@ def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = Tr
     if log_joint.dim() != 2 or not 1 <= num_parents <= log_joint.shape[1]:
         raise ValueError(f"cannot draw {num_parents} distinct parents from log joints of shape {tuple(log_joint.shape)}, expected (N, S)")
     seed = draw_seed(generator)
-    if not uses_kernels(log_joint):
-        return evolution_dense.select_parents(log_joint, num_parents, by_fitness, seed)
-    out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64, device="cpu")
-    evolution_cpu.select_parents(log_joint.detach().contiguous().numpy(), by_fitness, seed, out.numpy())
-    return out
+    return backend("evolution", log_joint).select_parents(log_joint, num_parents, by_fitness, seed)  # type: ignore[no-any-return]
 
 
-def cross(parents: Tensor, space: StateSpace, *, generator: torch.Generator | None = None) -> Tensor:
+def cross(parents: Tensor, fields: Fields, *, generator: torch.Generator | None = None) -> Tensor:
     r"""Single-point crossover of all pairs of parents: both offspring of each pair.
 
     A pair draws a cut :math:`c` uniformly from :math:`1 .. L - 1` and swaps its latents :math:`c, .., L - 1`.
 
     Args:
         parents: packed states ``(N, P, W)``.
-        space: the state space they belong to, of at least two latents.
+        fields: where their latents lie, at least two.
         generator: source of randomness.
 
     Returns:
@@ -79,25 +61,20 @@ def cross(parents: Tensor, space: StateSpace, *, generator: torch.Generator | No
         ValueError: if there are fewer than two latents or parents.
     """
     check_words("parents", parents)
-    num_data, num_parents, num_words = parents.shape
-    if space.num_latents < 2 or num_parents < 2:
-        raise ValueError(f"crossover needs at least two latents and two parents; got {space.num_latents} and {num_parents}")
+    if fields.num_latents < 2 or parents.shape[1] < 2:
+        raise ValueError(f"crossover needs at least two latents and two parents; got {fields.num_latents} and {parents.shape[1]}")
     seed = draw_seed(generator)
-    if not uses_kernels(parents):
-        return evolution_dense.cross(parents, space, seed)
-    out = parents.new_empty(num_data, num_parents * (num_parents - 1), num_words)
-    evolution_cpu.cross(parents.contiguous().numpy(), space.word.numpy(), space.shift.numpy(), seed, out.numpy())
-    return out
+    return backend("evolution", parents).cross(parents, fields, seed)  # type: ignore[no-any-return]
 
 
-def flip_random(words: Tensor, space: StateSpace, *, generator: torch.Generator | None = None) -> Tensor:
+def flip_random(words: Tensor, fields: Fields, *, generator: torch.Generator | None = None) -> Tensor:
     """Moves one latent of every state, chosen uniformly, to another of its values, chosen uniformly.
 
     A binary latent flips; latents of a single value are never chosen.
 
     Args:
         words: packed states ``(N, C, W)``.
-        space: the state space they belong to.
+        fields: where their latents lie.
         generator: source of randomness.
 
     Returns:
@@ -106,13 +83,9 @@ def flip_random(words: Tensor, space: StateSpace, *, generator: torch.Generator 
     Raises:
         ValueError: if the space has only one state.
     """
-    _check_mutable(words, space)
+    _check_mutable(words, fields)
     seed = draw_seed(generator)
-    if not uses_kernels(words):
-        return evolution_dense.flip_random(words, space, seed)
-    out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    evolution_cpu.flip_random(words.contiguous().numpy(), fields_of(space, space.mutable), seed, out.numpy())
-    return out
+    return backend("evolution", words).flip_random(words, fields, seed)  # type: ignore[no-any-return]
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:
@@ -150,7 +123,7 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
 
 
 def flip_sparse(
-    words: Tensor, space: StateSpace, target_activity: float, flip_probability: float, *, generator: torch.Generator | None = None
+    words: Tensor, fields: Fields, target_activity: float, flip_probability: float, *, generator: torch.Generator | None = None
 ) -> Tensor:
     """Sparsity-driven flips: binary latents change independently with the probabilities of :func:`sparse_flip_probabilities`.
 
@@ -161,7 +134,7 @@ def flip_sparse(
 
     Args:
         words: packed states ``(N, C, W)``.
-        space: the state space they belong to.
+        fields: where their latents lie.
         target_activity: wanted mean number of active binary latents.
         flip_probability: mean probability of a flip, in (0, 1].
         generator: source of randomness.
@@ -172,39 +145,16 @@ def flip_sparse(
     Raises:
         ValueError: if the space has only one state or the probability lies outside (0, 1].
     """
-    _check_mutable(words, space)
+    _check_mutable(words, fields)
     if not 0 < flip_probability <= 1:
         raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
-    binary = (space.cardinality == 2).nonzero().squeeze(-1)
-    others = (space.cardinality > 2).nonzero().squeeze(-1)
-    switch_on, switch_off = sparse_flip_probabilities(len(binary), target_activity, flip_probability)
+    num_binary = int((fields.cardinality == 2).sum())
+    chances = sparse_flip_probabilities(num_binary, target_activity, flip_probability)
     seed = draw_seed(generator)
-    if not uses_kernels(words):
-        return evolution_dense.flip_sparse(words, space, switch_on, switch_off, flip_probability, seed)
-    out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    mask = torch.zeros(space.num_words, dtype=torch.int64, device="cpu").index_add_(0, space.word[binary], 1 << space.shift[binary])
-    stay_other = float(torch.log1p(torch.tensor(-flip_probability, dtype=torch.double, device="cpu")))
-    evolution_cpu.flip_sparse(
-        words.contiguous().numpy(),
-        mask.numpy(),
-        fields_of(space, binary),
-        fields_of(space, others),
-        fields_of(space, space.mutable),
-        torch.log1p(-switch_on).numpy(),
-        switch_off.numpy(),
-        stay_other,
-        seed,
-        out.numpy(),
-    )
-    return out
+    return backend("evolution", words).flip_sparse(words, fields, *chances, flip_probability, seed)  # type: ignore[no-any-return]
 
 
-def fields_of(space: StateSpace, latents: Tensor) -> NDArray[np.int64]:
-    """Word, shift and cardinality of some latents, ``(3, M)``."""
-    return torch.stack([space.word[latents], space.shift[latents], space.cardinality[latents]]).numpy()
-
-
-def _check_mutable(words: Tensor, space: StateSpace) -> None:
+def _check_mutable(words: Tensor, fields: Fields) -> None:
     check_words("words", words)
-    if space.size < 2:
+    if not len(fields.mutable):
         raise ValueError("a space of a single state has nothing to mutate")

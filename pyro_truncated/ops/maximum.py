@@ -2,16 +2,14 @@ r"""Superposition of active latents by maximum, :math:`\bar y_d(s) = \max(0, \ma
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.compiled import maximum as maximum_cpu
-from pyro_truncated.ops.quadratic import _check_likelihood, _check_scores
-from pyro_truncated.ops.vectorised import maximum as maximum_dense
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
     Raises:
         ValueError: if the shapes do not fit.
     """
-    _check_likelihood(words, value, weight, precision)
+    check_likelihood(words, value, weight, precision)
     return _MaximumError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -56,23 +54,24 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     Raises:
         ValueError: if the shapes do not fit.
     """
-    _check_scores(words, weights)
-    _check_likelihood(words, value, weight, weight[:, 0] if weight.dim() == 2 else weight)
-    return _kernels(words).maximum_statistics(words, weights, value, weight)  # type: ignore[no-any-return]
+    check_weights(words, weights)
+    check_likelihood(words, value, weight, weight[:, 0] if weight.dim() == 2 else weight)
+    return backend("maximum", words).maximum_statistics(words, weights, value, weight)  # type: ignore[no-any-return]
 
 
 class _MaximumError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         ctx.save_for_backward(words, value, weight, precision)
-        return _kernels(words).maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
+        ctx.kernels = backend("maximum", words)
+        return ctx.kernels.maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         words, *inputs = ctx.saved_tensors
         value, weight, precision = (tensor.double() for tensor in inputs)
-        _, prediction, wins, sums = maximum_statistics(words, grad, value, weight)
+        _, prediction, wins, sums = ctx.kernels.maximum_statistics(words, grad, value, weight)
         total = grad.double().sum(1, keepdim=True) * ~value.isnan()
         data = value.nan_to_num(0.0)
         # The square of a maximum is that of its winner's entry.
@@ -84,7 +83,3 @@ class _MaximumError(torch.autograd.Function):
         )
         grad_value, grad_weight, grad_precision = (new.to(given.dtype) for new, given in zip(gradients, inputs, strict=True))
         return None, grad_value, grad_weight, grad_precision
-
-
-def _kernels(tensor: Tensor) -> ModuleType:
-    return maximum_cpu if tensor.device.type == "cpu" else maximum_dense

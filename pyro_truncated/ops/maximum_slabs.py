@@ -13,9 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.compiled import maximum_slabs as maximum_slabs_cpu
-from pyro_truncated.ops.evolution import draw_seed
-from pyro_truncated.ops.vectorised import maximum_slabs as maximum_slabs_dense
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.words import draw_seed
 
 
 def maximum_slab_gibbs(
@@ -63,9 +62,8 @@ def maximum_slab_gibbs(
     value, weight, precision = (tensor.detach().double() for tensor in (value, weight, precision))
     start = coefficients.detach().double().gather(1, selected)
     prior = [parameter.detach().double()[selected] for parameter in (log_odds, slab_mean, slab_deviation)]
-    if value.device.type == "cpu":
-        return maximum_slabs_cpu.gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, seed)
-    return maximum_slabs_dense.gibbs(value, weight.mT[selected], precision, prior, start, burn_in, sweeps, seed)
+    kernels = backend("maximum_slabs", value)
+    return kernels.gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, seed)  # type: ignore[no-any-return]
 
 
 def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +88,7 @@ def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, dra
     _check(value, weight, selected)
     if draws.dim() != 3 or draws.shape[::2] != selected.shape:
         raise ValueError(f"draws must have shape (N, S, K) with (N, K) = {tuple(selected.shape)}; got {tuple(draws.shape)}")
-    kernels = maximum_slabs_cpu if value.device.type == "cpu" else maximum_slabs_dense
+    kernels = backend("maximum_slabs", value)
     products, squares, errors = kernels.statistics(value.detach().double(), selected, draws.detach().double(), weight.detach().double())
     num_draws = draws.shape[1]
     return products / num_draws, squares / num_draws, errors / num_draws

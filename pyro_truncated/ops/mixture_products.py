@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.compiled import mixture_products as mixture_products_cpu
-from pyro_truncated.ops.vectorised import mixture_products as mixture_products_dense
+from pyro_truncated.ops.backend import backend
 
 
 def mixture_products(
@@ -21,8 +19,9 @@ def mixture_products(
     .. math:: r_{np} = \prod_q \left[ a_{nq} \exp\left(-c_{nq} (m_{nq} - x_{qp})^2 - d_{qp}\right) + h_{nq} b_{qp} \right]
 
     Differentiable once in every argument. The derivatives are taken without dividing by a factor, so factors may be zero. On the CPU it is
-    computed in float64 whatever the type of the inputs, with memory for nothing but the result; elsewhere in blocks of 256 MiB. A dimension
-    without a constant part (:math:`h_{nq} = 0` for all rows) costs an eighth of one with it, for it needs no exponential of its own.
+    computed in float64 whatever the type of the inputs, with memory for nothing but the result; elsewhere in blocks under the memory
+    budget. A dimension without a constant part (:math:`h_{nq} = 0` for all rows) costs an eighth of one with it, for it needs no
+    exponential of its own.
 
     Args:
         height: :math:`a \ge 0`, ``(N, Q)``.
@@ -47,7 +46,7 @@ def mixture_products(
     if height.shape[1] != point.shape[0]:
         raise ValueError(f"rows have {height.shape[1]} dimensions, columns {point.shape[0]}")
     num_sharp = 0
-    if height.device.type == "cpu":
+    if height.is_cpu:
         # One exponential serves all dimensions without a constant part: bring them to the front.
         is_sharp = ((share == 0) & (height > 0)).all(0)
         num_sharp = int(is_sharp.sum())
@@ -62,15 +61,12 @@ class _MixtureProducts(torch.autograd.Function):
     def forward(ctx: Any, num_sharp: int, summed: bool, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(*factors)
         ctx.num_sharp = num_sharp
-        return _kernels(factors[0]).products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
+        ctx.kernels = backend("mixture_products", factors[0])
+        return ctx.kernels.products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         factors = ctx.saved_tensors
-        found = _kernels(grad).gradients(factors, ctx.num_sharp, grad)
+        found = ctx.kernels.gradients(factors, ctx.num_sharp, grad)
         return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(found, factors, strict=True))
-
-
-def _kernels(tensor: Tensor) -> ModuleType:
-    return mixture_products_cpu if tensor.device.type == "cpu" else mixture_products_dense

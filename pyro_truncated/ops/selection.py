@@ -5,11 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.compiled import selection as selection_cpu
-from pyro_truncated.ops.compiled import values as bits_cpu
-from pyro_truncated.ops.vectorised import selection as selection_dense
-
-WORD_BITS = 64
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.words import check_words
 
 
 def repeated(words: Tensor) -> Tensor:
@@ -25,11 +22,7 @@ def repeated(words: Tensor) -> Tensor:
         ValueError: if ``words`` is not a three-dimensional int64 tensor.
     """
     check_words("words", words)
-    if not uses_kernels(words):
-        return selection_dense.repeated(words)
-    out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
-    selection_cpu.distinct(words.contiguous().numpy(), out.numpy())
-    return ~out
+    return backend("selection", words).repeated(words)  # type: ignore[no-any-return]
 
 
 def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -56,54 +49,10 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     _check_pair(words_a, log_joint_a, words_b, log_joint_b, size)
     dtype = torch.promote_types(log_joint_a.dtype, log_joint_b.dtype)
     log_joint_a, log_joint_b = log_joint_a.detach().to(dtype), log_joint_b.detach().to(dtype)
-    if uses_kernels(words_a):
-        words = words_a.new_empty(words_a.shape[0], size, words_a.shape[2])
-        log_joint = log_joint_a.new_empty(words_a.shape[0], size)
-        a, lj_a, b, lj_b = (t.contiguous().numpy() for t in (words_a, log_joint_a, words_b, log_joint_b))
-        fewest = selection_cpu.select_top(a, lj_a, b, lj_b, words.numpy(), log_joint.numpy())
-    else:
-        words, log_joint, fewest = selection_dense.select_top(words_a, log_joint_a, words_b, log_joint_b, size)
+    words, log_joint, fewest = backend("selection", words_a).select_top(words_a, log_joint_a, words_b, log_joint_b, size)
     if fewest >= 0:
         raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
     return words, log_joint
-
-
-def uses_kernels(tensor: Tensor) -> bool:
-    """Whether compiled kernels handle the tensor; plain torch does on any device but the CPU."""
-    return tensor.device.type == "cpu"
-
-
-def check_words(name: str, words: Tensor) -> None:
-    """Refuses anything that is not ``(N, C, W)`` int64."""
-    if words.dim() != 3 or words.dtype != torch.int64:
-        raise ValueError(f"{name} must be packed states (N, C, W) of type int64; got shape {tuple(words.shape)} of type {words.dtype}")
-
-
-def check_bits(words: Tensor, num_latents: int) -> None:
-    """Refuses states ``(N, C, W)`` that are not made of ``num_latents`` binary latents: kernels use set bits as positions of latents.
-
-    Raises:
-        ValueError: if the number of words is another, or bits are set beyond those of the last latent.
-    """
-    num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
-    if words.shape[-1] != num_words:
-        raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
-    used = num_latents - WORD_BITS * (num_words - 1)
-    if used == WORD_BITS:
-        return
-    beyond = -1 << used
-    # States shared by all data points (an expanded tensor) are looked at once.
-    rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
-    if uses_kernels(rows):
-        first = bits_cpu.first_beyond(rows.numpy(), beyond)
-    else:
-        found = (rows[..., -1] & beyond).flatten().nonzero()
-        first = int(found[0]) if len(found) else -1
-    if first >= 0:
-        raise ValueError(
-            f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
-            "it belongs to another state space"
-        )
 
 
 def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:

@@ -10,18 +10,16 @@ Entries of ``y`` that are NaN are missing and contribute nothing.
 from __future__ import annotations
 
 import math
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.compiled import spike_slab as spike_slab_cpu
-from pyro_truncated.ops.quadratic import _check_likelihood, _check_scores, pair_energy
-from pyro_truncated.ops.vectorised import spike_slab as spike_slab_dense
-
-_BLOCK_BYTES = 2**27
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.ops.quadratic import pair_energy
+from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
 def spike_slab_log_prob(
@@ -98,10 +96,10 @@ def spike_slab_moments(
     Raises:
         ValueError: if the shapes do not fit.
     """
-    _check_scores(words, weights)
+    check_weights(words, weights)
     _check(words, value, weight, precision, slab_mean, slab_deviation)
     linear, scaled, observed = _terms(value, weight, precision)
-    return _kernels(words).moments(words, weights, linear, scaled, observed, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
+    return backend("spike_slab", words).moments(words, weights, linear, scaled, observed, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
 
 
 def spike_slab_moments_by_dimension(
@@ -114,7 +112,7 @@ def spike_slab_moments_by_dimension(
         all data points; all float64.
     """
     num_latents = weight.shape[1]
-    size = max(1, _BLOCK_BYTES // (8 * num_latents**2))
+    size = rows_per_block(16 * num_latents**2)
     active, first = [], []
     second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)
     squares = value.new_zeros(num_latents, dtype=torch.float64)
@@ -136,7 +134,7 @@ class _SpikeSlabLogProb(torch.autograd.Function):
         precision = precision.double()
         terms = 0.5 * (precision.log() - math.log(2 * math.pi) - precision * value.double().square())
         constant = terms.masked_fill(value.isnan(), 0.0).sum(-1, keepdim=True)
-        return constant + _kernels(words).log_prob(words, linear, scaled, observed, slab_mean, slab_deviation)  # type: ignore[no-any-return]
+        return constant + backend("spike_slab", words).log_prob(words, linear, scaled, observed, slab_mean, slab_deviation)  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
@@ -176,12 +174,8 @@ def _terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Te
     return linear, weight * precision.sqrt().unsqueeze(-1), None if bool(is_observed.all()) else is_observed
 
 
-def _kernels(tensor: Tensor) -> ModuleType:
-    return spike_slab_cpu if tensor.device.type == "cpu" else spike_slab_dense
-
-
 def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor) -> None:
-    _check_likelihood(words, value, weight, precision)
+    check_likelihood(words, value, weight, precision)
     expected = (weight.shape[1],)
     if slab_mean.shape != expected or slab_deviation.shape != expected:
         shapes = f"{tuple(slab_mean.shape)} and {tuple(slab_deviation.shape)}"

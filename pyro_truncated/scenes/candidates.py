@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.scenes import Canvas
+from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace

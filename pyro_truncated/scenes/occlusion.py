@@ -10,7 +10,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, scene_log_prob
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.scenes import scene_log_prob
 
 
 class _OfPresent(TorchDistribution):

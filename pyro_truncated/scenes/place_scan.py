@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.scene_scan import scan_at, scan_places
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
 
@@ -18,11 +19,11 @@ _BLOCK_BYTES = 2**25
 class PlaceScan:
     """Compares every object with the image at every place, the hand-crafted way.
 
-    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
+    See :func:`~pyro_truncated.ops.scene_scan.scan_places` for the score. The candidates of an object are the places of largest score, no
     two of them next to each other.
 
     Args:
-        scene: returns the current :class:`~pyro_truncated.ops.scenes.SceneParameters`, such as ``model.parameters_of_scene``.
+        scene: returns the current :class:`~pyro_truncated.ops.canvas.SceneParameters`, such as ``model.parameters_of_scene``.
         canvas: sizes.
         num_candidates: places per object.
         clutter: share of the pixels that other objects cover.

@@ -75,7 +75,7 @@ class ConditionalSearch(Search):
         gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
         table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
         each = max(1, (size - scored.num_states) // num_parents)
-        drawn = ops.draw_values(table, each, space, generator=generator).view(len(population), -1, space.num_words)
+        drawn = ops.draw_values(table, each, space.fields, generator=generator).view(len(population), -1, space.num_words)
         return join([scored, batch.scored(drawn)])
 
 
@@ -99,7 +99,7 @@ def _changed(words: Tensor, others: Tensor, space: StateSpace, generator: torch.
     replaced = runs.replace(words, others, space, generator)
     single = torch.rand(words.shape[:2], generator=generator, device=words.device) < 0.25
     single |= (replaced == words).all(-1)
-    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space, generator=generator), replaced)
+    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, generator=generator), replaced)
 
 
 def _choice(parents: Tensor, count: int, chosen: int, generator: torch.Generator) -> Tensor:

@@ -147,10 +147,10 @@ class EvolutionarySearch(Search):
         parents = pool.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
             return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
-        return self._mutate(ops.cross(parents, space, generator=self.generator), space, target)
+        return self._mutate(ops.cross(parents, space.fields, generator=self.generator), space, target)
 
     def _mutate(self, children: Tensor, space: StateSpace, target: float) -> Tensor:
         if self.mutation == "randflips":
-            return ops.flip_random(children, space, generator=self.generator)
+            return ops.flip_random(children, space.fields, generator=self.generator)
         flip_probability = self.flip_probability or 1 / max(1, len(space.mutable))
-        return ops.flip_sparse(children, space, target, flip_probability, generator=self.generator)
+        return ops.flip_sparse(children, space.fields, target, flip_probability, generator=self.generator)

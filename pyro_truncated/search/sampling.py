@@ -41,7 +41,7 @@ class SampledSearch(Search):
         uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
         prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
         words = [
-            ops.draw_values(probabilities, number, space, generator=self.generator)
+            ops.draw_values(probabilities, number, space.fields, generator=self.generator)
             for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
         ]
         return batch.scored(torch.cat(words, 1))

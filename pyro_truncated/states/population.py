@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.ops.budget import rows_per_block
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
 
@@ -83,7 +84,7 @@ class Population:
 
     def free_energy(self) -> Tensor:
         r"""Lower bound :math:`\log\sum_s p(s, y_n)` of each data point's log evidence, ``(N,)`` in float64; NaN where never scored."""
-        rows = max(1, 2**20 // self.num_states)
+        rows = rows_per_block(256 * self.num_states)
         return torch.cat([block.double().logsumexp(-1) for block in self.log_joint.split(rows)])
 
     def states(self, dtype: torch.dtype | None = None) -> Tensor:
@@ -92,7 +93,7 @@ class Population:
 
     def marginals(self) -> Tensor:
         r"""Probability :math:`\sum_s q_n(s) [s_l \ne 0]` that a latent is active, ``(N, L)``."""
-        return ops.activation_probabilities(self.words, self.weights(), self.space)
+        return ops.activation_probabilities(self.words, self.weights(), self.space.fields)
 
     def value_probabilities(self, temperature: float = 1.0) -> Tensor:
         r"""Probability :math:`\sum_s q_n(s) [s_l = v]` of each value, ``(N, L, V)`` with ``V`` the largest cardinality.
@@ -104,7 +105,7 @@ class Population:
         Args:
             temperature: temperature of the posteriors, see :meth:`weights`.
         """
-        return ops.value_probabilities(self.words, self.weights(temperature), self.space)
+        return ops.value_probabilities(self.words, self.weights(temperature), self.space.fields)
 
     def rows_of(self, data: Tensor) -> Tensor:
         """The rows of these data points among those ``(N, ...)`` of all data."""
@@ -121,20 +122,21 @@ class Population:
 
     def mode(self) -> Tensor:
         """The most probable state of each data point as words ``(N, num_words)``."""
-        return self._at(self.log_joint.argmax(-1, keepdim=True)).squeeze(1)
+        return self.take(self.log_joint.argmax(-1, keepdim=True)).squeeze(1)
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> Tensor:
         """Independent draws from the truncated posterior as words ``(num_samples, N, num_words)``."""
         num_samples = check_count("num_samples", num_samples)
         chosen = torch.multinomial(self.weights(), num_samples, replacement=True, generator=generator)
-        return self._at(chosen).transpose(0, 1).contiguous()
+        return self.take(chosen).transpose(0, 1).contiguous()
 
-    def expectation(self, f: Callable[[Tensor], Tensor], memory_budget: int = 2**27) -> Tensor:
+    def expectation(self, f: Callable[[Tensor], Tensor], memory_budget: int | None = None) -> Tensor:
         r"""Posterior expectation :math:`\sum_s q_n(s) f(s)` of a function of the latents' values.
 
         Args:
             f: maps values ``(n, S, L)`` int64 of any ``n`` data points to ``(n, S, ...)``.
-            memory_budget: bytes that the values of a block of data points may take; what ``f`` allocates comes on top.
+            memory_budget: bytes that a block of data points may take: half of them for the values, half for what ``f`` makes of them;
+                default: the budget in force, see :func:`pyro_truncated.ops.memory_budget`.
 
         Returns:
             ``(N, ...)`` in the type of the weights, or that of ``f``'s values if it is wider.
@@ -143,7 +145,7 @@ class Population:
             ValueError: if what the function returns does not start with the dimensions ``(n, S)``.
         """
         weights = self.weights()
-        rows = max(1, memory_budget // (8 * self.num_states * self.space.num_latents))
+        rows = rows_per_block(16 * self.num_states * self.space.num_latents, memory_budget)
         blocks = []
         # At least one block, empty if need be, because only `f` knows the shape of the result.
         for start in range(0, max(1, len(self)), rows):
@@ -195,13 +197,13 @@ class Population:
         if log_joint.dim() != 2 or not bool(impossible.any()):
             return self
         best = log_joint.argmax(-1, keepdim=True)
-        words = torch.where(impossible.unsqueeze(-1), words.gather(1, best.unsqueeze(-1).expand(-1, 1, words.shape[-1])), words)
+        words = torch.where(impossible.unsqueeze(-1), self.take(best), words)
         log_joint = torch.where(impossible, log_joint.amax(-1, keepdim=True) - 1000.0, log_joint)
         return dataclasses.replace(self, words=words, log_joint=log_joint)
 
-    def _at(self, chosen: Tensor) -> Tensor:
-        """States at positions ``(N, K)``, ``(N, K, num_words)``."""
-        return self.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, self.words.shape[-1]))
+    def take(self, positions: Tensor) -> Tensor:
+        """States of each data point at positions ``(N, K)`` in its population, as words ``(N, K, num_words)``."""
+        return ops.take(self.words, positions)
 
 
 def join(populations: Sequence[Population]) -> Population:
@@ -236,4 +238,4 @@ def initial_population(
     Raises:
         ValueError: if the space has fewer than ``num_states`` states.
     """
-    return ops.initial_states(space, num_data, num_states, generator).to(device or "cpu")
+    return ops.initial_states(space.fields, num_data, num_states, generator).to(device or "cpu")

@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.selection import WORD_BITS
+from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.utils.counts import check_count
 
 _MAX_ENUMERATED = 2**22
 _MAX_CARDINALITY = 2**31
-_BLOCK_ENTRIES = 2**23
 
 
 class StateSpace:
@@ -27,6 +26,7 @@ class StateSpace:
 
     Attributes:
         cardinalities: number of values of each latent, as a tuple.
+        fields: all that operations on packed states need to know, see :class:`pyro_truncated.ops.Fields`.
         cardinality: the same as an int64 tensor.
         mutable: positions of the latents of more than one value, int64.
         word: word of each latent's field, int64.
@@ -58,15 +58,11 @@ class StateSpace:
             shift.append(used % WORD_BITS)
             bits.append(width)
             used += width
-        self.cardinality = torch.tensor(self.cardinalities, device="cpu")
-        self.mutable = (self.cardinality > 1).nonzero().squeeze(-1)
-        self.word = torch.tensor(word, device="cpu")
-        self.shift = torch.tensor(shift, device="cpu")
-        self.bits = torch.tensor(bits, device="cpu")
-        self.num_latents = len(self.cardinalities)
-        self.num_words = (used + WORD_BITS - 1) // WORD_BITS
-        self.is_binary = all(v == 2 for v in self.cardinalities)
-        self.size = math.prod(self.cardinalities)
+        fields = ops.Fields(*(torch.tensor(numbers, device="cpu") for numbers in (word, shift, bits, self.cardinalities)))
+        self.fields, self.mutable = fields, fields.mutable
+        self.word, self.shift, self.bits, self.cardinality = fields.word, fields.shift, fields.bits, fields.cardinality
+        self.num_latents, self.num_words = fields.num_latents, fields.num_words
+        self.is_binary, self.size = fields.is_binary, fields.size
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StateSpace) and self.cardinalities == other.cardinalities
@@ -94,24 +90,11 @@ class StateSpace:
         Raises:
             ValueError: if the last dimension is not ``num_latents`` or a value lies outside its latent's range.
         """
-        if values.shape[-1:] != (self.num_latents,):
-            raise ValueError(f"values must end in a dimension of {self.num_latents} latents; got shape {tuple(values.shape)}")
-        rows = values.reshape(-1, self.num_latents)
-        words = torch.zeros(len(rows), self.num_words, dtype=torch.int64, device=values.device)
-        cardinality, shift, word = (t.to(values.device) for t in (self.cardinality, self.shift, self.word))
-        # In blocks, because eight bytes per value are many times what the packed states need.
-        size = max(1, _BLOCK_ENTRIES // self.num_latents)
-        for start in range(0, len(rows), size):
-            block = rows[start : start + size].long()
-            if bool(((block < 0) | (block >= cardinality)).any()):
-                raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
-            # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
-            words[start : start + size].index_add_(1, word, block << shift)
-        return words.view(*values.shape[:-1], self.num_words)
+        return ops.pack(values, self.fields)
 
     def unpack(self, words: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Unpacks words ``(..., num_words)`` into values ``(..., L)`` of the given type (default: :attr:`value_dtype`)."""
-        return ops.unpack(words, self, self.value_dtype if dtype is None else dtype)
+        return ops.unpack(words, self.fields, self.value_dtype if dtype is None else dtype)
 
     def enumerate(self, device: torch.device | str | None = None) -> Tensor:
         """All states as words ``(size, num_words)``, the first latent varying fastest.
@@ -121,12 +104,7 @@ class StateSpace:
         """
         if self.size > _MAX_ENUMERATED:
             raise ValueError(f"a space of {self.readable_size} states is too large to enumerate (limit {_MAX_ENUMERATED})")
-        rest = torch.arange(self.size, device=device)
-        words = torch.zeros(self.size, self.num_words, dtype=torch.int64, device=device)
-        for latent, cardinality in enumerate(self.cardinalities):
-            words[:, int(self.word[latent])] += (rest % cardinality) << int(self.shift[latent])
-            rest = rest // cardinality
-        return words
+        return ops.enumerate_states(self.fields, device)
 
     def random(
         self,

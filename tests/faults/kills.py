@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from pyro_truncated.ops.compiled import threads
+from pyro_truncated.ops import forks
 from pyro_truncated.training import Training, checkpoint_file, fit
 from tests.faults import runs
 
@@ -190,7 +190,7 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     # The kernels of forked children, which are compiled and loaded once, here.
-    threads._enter_child()
+    forks.enter_child()
     count = len(arguments.modes)
     print(f"{'mode':12} kills inside before-first left-temporaries ends-that-are-the-same", flush=True)
     for mode in arguments.modes:

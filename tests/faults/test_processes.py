@@ -148,8 +148,8 @@ def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_p
 def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        "import numpy as np; from pyro_truncated.ops.compiled import values\n"
-        "out = np.zeros((1, 3)); values.unpack_bits(np.array([[5]]), out); print(out.tolist())"
+        "import torch; from pyro_truncated.states import StateSpace\n"
+        "print(StateSpace([2] * 3).unpack(torch.tensor([[5]]), torch.float64).tolist())"
     )
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / "cache")}
     running = [subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
@@ -160,8 +160,8 @@ def test_processes_that_compile_at_the_same_time_agree(tmp_path):
 def test_populations_on_the_cpu_do_not_care_for_the_default_device():
     def population():
         space, generator = StateSpace([2, 3] * 20), torch.Generator("cpu").manual_seed(0)
-        words = ops.initial_states(space, 10, 12, generator)
-        children = ops.flip_sparse(words, space, 3.0, 0.1, generator=generator)
+        words = ops.initial_states(space.fields, 10, 12, generator)
+        children = ops.flip_sparse(words, space.fields, 3.0, 0.1, generator=generator)
         kept, scores = ops.select_top(words, words[..., 0].double(), children, children[..., 0].double(), 12)
         population = Population(space, kept, scores)
         population.assert_distinct()

@@ -12,6 +12,7 @@ from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import LinearARD, Quadrature, Sampling, SpikeSlabInputs, closed_form
 from pyro_truncated.gp.uncertain.psi_statistics import psi_statistics
+from pyro_truncated.ops import memory_budget
 from pyro_truncated.ops.compiled import mixture_products as mixture_products_cpu
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.ops.vectorised import mixture_products as mixture_products_dense
@@ -218,7 +219,8 @@ def test_compiled_and_dense_kernels_agree(num_sharp, summed):
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
     weight = torch.randn_like(expected)
     a = mixture_products_cpu.gradients(factors, num_sharp, weight)
-    b = mixture_products_dense.gradients(factors, num_sharp, weight, memory_budget=2**10)
+    with memory_budget(2**10):
+        b = mixture_products_dense.gradients(factors, num_sharp, weight)
     for index, (x, y) in enumerate(zip(a, b, strict=True)):
         if index in (3, 6):  # constant parts of weight zero get no gradient from the compiled kernel
             x, y = (v[:, num_sharp:] if index == 3 else v[num_sharp:] for v in (x, y))

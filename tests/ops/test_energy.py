@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops import quadratic as energy
-from pyro_truncated.ops.compiled import quadratic as energy_cpu
-from pyro_truncated.ops.vectorised import quadratic as energy_dense
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_STATES, NUM_OBSERVED = 5, 7, 11
-
-
-@pytest.fixture(params=["cpu", "dense"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes the public functions use one of the two implementations."""
-    chosen = energy_cpu if request.param == "cpu" else energy_dense
-    monkeypatch.setattr(energy, "_kernels", lambda tensor: chosen)
-    return chosen
 
 
 @pytest.fixture(params=[1, 8, 64, 70, 130])
@@ -54,7 +42,7 @@ def naive_noisy_or(states: Tensor, value: Tensor, weight: Tensor, leak: Tensor) 
 
 
 @pytest.mark.parametrize("per_datum", [False, True])
-def test_pair_energy_is_the_quadratic_form(kernels: ModuleType, space: StateSpace, per_datum: bool) -> None:
+def test_pair_energy_is_the_quadratic_form(kind: str, space: StateSpace, per_datum: bool) -> None:
     words, states = draw(space)
     num_latents = space.num_latents
     linear = torch.randn(NUM_DATA, num_latents, dtype=torch.float64)
@@ -64,7 +52,7 @@ def test_pair_energy_is_the_quadratic_form(kernels: ModuleType, space: StateSpac
 
 
 @pytest.mark.parametrize("per_datum", [False, True])
-def test_pair_energy_gradients(kernels: ModuleType, per_datum: bool) -> None:
+def test_pair_energy_gradients(kind: str, per_datum: bool) -> None:
     space = StateSpace([2] * 6)
     words, _ = draw(space)
     linear = torch.randn(NUM_DATA, 6, dtype=torch.float64, requires_grad=True)
@@ -80,7 +68,7 @@ def test_pair_energy_sums_in_float64_on_the_cpu() -> None:
     assert ops.pair_energy(words, linear, torch.zeros(3, 3)).dtype == torch.float32
 
 
-def test_shared_states_are_those_of_every_row(kernels: ModuleType) -> None:
+def test_shared_states_are_those_of_every_row(kind: str) -> None:
     space = StateSpace([2] * 5)
     shared = space.enumerate().expand(NUM_DATA, -1, -1)
     linear, pairwise = torch.randn(NUM_DATA, 5, dtype=torch.float64), torch.randn(5, 5, dtype=torch.float64)
@@ -90,7 +78,7 @@ def test_shared_states_are_those_of_every_row(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("per_datum", [False, True])
-def test_moments_are_weighted_sums(kernels: ModuleType, space: StateSpace, per_datum: bool) -> None:
+def test_moments_are_weighted_sums(kind: str, space: StateSpace, per_datum: bool) -> None:
     words, states = draw(space)
     weights = torch.randn(NUM_DATA, NUM_STATES, dtype=torch.float64)
     weights[0, 0] = 0
@@ -119,7 +107,7 @@ def test_sums_do_not_depend_on_the_number_of_threads() -> None:
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_noisy_or_log_prob_is_its_definition(kernels: ModuleType, space: StateSpace, missing: bool) -> None:
+def test_noisy_or_log_prob_is_its_definition(kind: str, space: StateSpace, missing: bool) -> None:
     words, states = draw(space, activity=min(0.3, 4 / space.num_latents))
     value = binary_data(missing)
     weight, leak = torch.rand(NUM_OBSERVED, space.num_latents, dtype=torch.float64), torch.rand(NUM_OBSERVED, dtype=torch.float64)
@@ -131,7 +119,7 @@ def test_noisy_or_log_prob_is_its_definition(kernels: ModuleType, space: StateSp
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_noisy_or_gradients(kernels: ModuleType, missing: bool) -> None:
+def test_noisy_or_gradients(kind: str, missing: bool) -> None:
     words, _ = draw(StateSpace([2] * 6))
     value = binary_data(missing)
     log_complement = -(0.1 + torch.rand(NUM_OBSERVED, 6, dtype=torch.float64)).requires_grad_()
@@ -142,7 +130,7 @@ def test_noisy_or_gradients(kernels: ModuleType, missing: bool) -> None:
     )
 
 
-def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kernels: ModuleType) -> None:
+def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kind: str) -> None:
     space = StateSpace([2, 2])
     words = space.pack(torch.tensor([[[0, 0], [1, 0], [0, 1], [1, 1]]]))
     value = torch.ones(1, 100, dtype=torch.float64)
@@ -155,7 +143,7 @@ def test_noisy_or_keeps_tiny_probabilities_and_exact_zeros(kernels: ModuleType) 
     torch.testing.assert_close(off, torch.tensor([[0.0, -1e-13, -math.inf, -math.inf]], dtype=torch.float64), rtol=1e-12, atol=1e-25)
 
 
-def test_impossible_states_of_weight_zero_do_not_spoil_gradients(kernels: ModuleType) -> None:
+def test_impossible_states_of_weight_zero_do_not_spoil_gradients(kind: str) -> None:
     space = StateSpace([2, 2])
     words = space.enumerate().unsqueeze(0)
     log_complement = torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True)
@@ -167,7 +155,7 @@ def test_impossible_states_of_weight_zero_do_not_spoil_gradients(kernels: Module
 
 
 @pytest.mark.parametrize("missing", [False, True])
-def test_noisy_or_statistics_are_expected_causes(kernels: ModuleType, space: StateSpace, missing: bool) -> None:
+def test_noisy_or_statistics_are_expected_causes(kind: str, space: StateSpace, missing: bool) -> None:
     words, states = draw(space)
     value, weights = binary_data(missing), torch.rand(NUM_DATA, NUM_STATES, dtype=torch.float64)
     log_complement, log_leak = -torch.rand(NUM_OBSERVED, space.num_latents).double(), -torch.rand(NUM_OBSERVED).double()
@@ -179,7 +167,7 @@ def test_noisy_or_statistics_are_expected_causes(kernels: ModuleType, space: Sta
     torch.testing.assert_close(leak_ratio, share.sum((0, 1)), rtol=1e-11, atol=1e-11)
 
 
-def test_square_error_skips_missing_entries(kernels: ModuleType, space: StateSpace) -> None:
+def test_square_error_skips_missing_entries(kind: str, space: StateSpace) -> None:
     words, states = draw(space)
     value = torch.randn(NUM_DATA, NUM_OBSERVED, dtype=torch.float64)
     value[torch.rand(value.shape) < 0.3] = math.nan
@@ -189,7 +177,7 @@ def test_square_error_skips_missing_entries(kernels: ModuleType, space: StateSpa
     torch.testing.assert_close(ops.square_error(words, value, weight, precision), expected, rtol=1e-11, atol=1e-11)
 
 
-def test_square_error_gradients(kernels: ModuleType) -> None:
+def test_square_error_gradients(kind: str) -> None:
     words, _ = draw(StateSpace([2] * 6))
     is_missing = torch.rand(NUM_DATA, NUM_OBSERVED) < 0.3
     inputs = [
@@ -199,7 +187,8 @@ def test_square_error_gradients(kernels: ModuleType) -> None:
     assert torch.autograd.gradcheck(lambda y, w, p: ops.square_error(words, y.masked_fill(is_missing, math.nan), w, p), inputs)
 
 
-def test_dense_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [1, 8 * NUM_DATA * NUM_OBSERVED * 2])
+def test_the_memory_budget_changes_rounding_only(kind: str, budget: int) -> None:
     space = StateSpace([2] * 9)
     words, _ = draw(space)
     value, weights = binary_data(missing=True), torch.rand(NUM_DATA, NUM_STATES, dtype=torch.float64)
@@ -207,18 +196,21 @@ def test_dense_blocks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) 
     linear, pairwise = torch.randn(NUM_DATA, 9).double(), torch.randn(9, 9).double()
 
     def results() -> list[Tensor]:
+        inputs = [tensor.clone().requires_grad_() for tensor in (value.nan_to_num(0.0), log_complement, log_leak)]
+        ops.square_error(words, *inputs).mul(weights).sum().backward()
         return [
-            energy_dense.pair_energy(words, linear, pairwise),
-            energy_dense.noisy_or_log_prob(words, value, log_complement, log_leak, linear),
-            energy_dense.square_error(words, value, log_complement, log_leak),
-            *energy_dense.moments(words, weights, 9, per_datum=False),
-            *energy_dense.noisy_or_statistics(words, weights, value, log_complement, log_leak),
-            *energy_dense.square_error_gradients(words, weights, value, log_complement, log_leak),
+            ops.pair_energy(words, linear, pairwise),
+            ops.noisy_or_log_prob(words, value, log_complement, log_leak, linear),
+            ops.square_error(words, value, log_complement, log_leak),
+            *ops.moments(words, weights, 9, per_datum=False),
+            *ops.noisy_or_statistics(words, weights, value, log_complement, log_leak),
+            *(tensor.grad for tensor in inputs if tensor.grad is not None),
         ]
 
     whole = results()
-    monkeypatch.setattr(energy_dense, "_BLOCK_BYTES", 8 * NUM_DATA * NUM_OBSERVED * 2)
-    for part, expected in zip(results(), whole, strict=True):
+    with ops.memory_budget(budget):
+        parts = results()
+    for part, expected in zip(parts, whole, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-12, atol=1e-12)
 
 

@@ -11,18 +11,13 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.states import StateSpace
-from tests.ops.kernels import use
+
+# Every test runs on both kinds of kernels.
+pytestmark = pytest.mark.usefixtures("kind")
 
 # Two-sided normal quantile of the false-alarm rate 2e-5, and what is left of it for each of 1000 comparisons in one test.
 SIGMAS = 4.27
 SIGMAS_OF_MANY = 5.7
-
-
-@pytest.fixture(params=["compiled", "dense"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on both implementations."""
-    use(request.param, monkeypatch)
-    return request.param
 
 
 def assert_frequency(hits: Tensor, probability: float | Tensor, trials: int) -> None:
@@ -108,7 +103,7 @@ def draw(space: StateSpace, *shape: int) -> Tensor:
 class TestCross:
     def test_children_are_prefixes_and_suffixes_of_a_pair(self, space: StateSpace) -> None:
         parents = draw(space, 30, 4)
-        children = space.unpack(ops.cross(parents, space)).tolist()
+        children = space.unpack(ops.cross(parents, space.fields)).tolist()
         values = space.unpack(parents).tolist()
         for family, offspring in zip(values, children, strict=True):
             assert len(offspring) == 12
@@ -119,7 +114,7 @@ class TestCross:
     def test_cut_points_are_uniform(self) -> None:
         space = StateSpace([2] * 5)
         parents = space.pack(torch.tensor([[0] * 5, [1] * 5])).expand(40000, 2, 1)
-        cuts = space.unpack(ops.cross(parents, space)[:, 1]).long().sum(-1)  # the second child starts with ones up to the cut
+        cuts = space.unpack(ops.cross(parents, space.fields)[:, 1]).long().sum(-1)  # the second child starts with ones up to the cut
         assert_frequency(torch.bincount(cuts, minlength=6).double(), torch.tensor([0, 0.25, 0.25, 0.25, 0.25, 0]), 40000)
 
     def test_one_latent_cannot_be_crossed(self) -> None:
@@ -131,7 +126,7 @@ class TestFlipRandom:
     def test_exactly_one_latent_changes(self, space: StateSpace) -> None:
         words = draw(space, 20, 30)
         before = words.clone()
-        mutated = ops.flip_random(words, space)
+        mutated = ops.flip_random(words, space.fields)
         assert torch.equal(words, before)
         values = space.unpack(mutated, torch.long)
         assert ((values != space.unpack(words, torch.long)).sum(-1) == 1).all()
@@ -141,7 +136,7 @@ class TestFlipRandom:
     def test_latents_and_values_are_uniform(self) -> None:
         space = StateSpace([2, 1, 4])
         words = space.pack(torch.tensor([1, 0, 2])).expand(100, 400, 1)
-        values = space.unpack(ops.flip_random(words, space), torch.long).flatten(0, 1)
+        values = space.unpack(ops.flip_random(words, space.fields), torch.long).flatten(0, 1)
         counts = torch.stack([(values == torch.tensor(state)).all(-1).sum() for state in ((0, 0, 2), (1, 0, 0), (1, 0, 1), (1, 0, 3))])
         assert_frequency(counts.double(), torch.tensor([1 / 2, 1 / 6, 1 / 6, 1 / 6]), 40000)
 
@@ -198,7 +193,7 @@ class TestFlipSparse:
         k = torch.arange(num_latents + 1)
         values = (torch.arange(num_latents) < k.unsqueeze(-1)).long()
         words = space.pack(values).expand(trials, -1, -1)
-        mutated = space.unpack(ops.flip_sparse(words, space, target, mean), torch.float64)
+        mutated = space.unpack(ops.flip_sparse(words, space.fields, target, mean), torch.float64)
         flipped = (mutated != values).double()
         assert (flipped.sum(-1) > 0).all()
         p0, p1 = ops.sparse_flip_probabilities(num_latents, target, mean)
@@ -215,7 +210,7 @@ class TestFlipSparse:
     def test_flips_are_independent(self) -> None:
         space = StateSpace([2] * 100)
         words = torch.zeros(40000, 1, 2, dtype=torch.long)
-        flips = space.unpack(ops.flip_sparse(words, space, 20.0, 0.2), torch.float64).squeeze(1)
+        flips = space.unpack(ops.flip_sparse(words, space.fields, 20.0, 0.2), torch.float64).squeeze(1)
         # Probability 0.2 each; correlations of 4950 pairs, each about normal with spread 1 / sqrt(40000).
         correlation = torch.corrcoef(flips.T) - torch.eye(100)
         assert correlation.abs().max() < 6.3 / 200
@@ -223,7 +218,7 @@ class TestFlipSparse:
     def test_many_words(self) -> None:
         space = StateSpace([2] * 300)
         words = space.random((200, 50), 8 / 300)
-        mutated = ops.flip_sparse(words, space, 8.0, 1 / 300)
+        mutated = ops.flip_sparse(words, space.fields, 8.0, 1 / 300)
         flips = (space.unpack(words) != space.unpack(mutated)).sum(-1).double()
         assert (flips >= 1).all()
         assert torch.equal(space.pack(space.unpack(mutated)), mutated)
@@ -237,7 +232,7 @@ class TestFlipSparse:
         trials = 40000
         start = torch.tensor([0, 4, 1, 0, 1])
         words = space.pack(start).expand(trials, 1, 1)
-        values = space.unpack(ops.flip_sparse(words, space, 1.0, 0.3), torch.long).squeeze(1)
+        values = space.unpack(ops.flip_sparse(words, space.fields, 1.0, 0.3), torch.long).squeeze(1)
         p0, p1 = ops.sparse_flip_probabilities(2, 1.0, 0.3)
         probability = torch.tensor([p0[1], 0.3, p1[1], 0.0, 0.3], dtype=torch.double)
         none = (1 - probability).prod()
@@ -248,7 +243,7 @@ class TestFlipSparse:
 
     def test_certain_flips(self) -> None:
         space = StateSpace([2] * 8)
-        everything = ops.flip_sparse(torch.zeros(3, 5, 1, dtype=torch.long), space, 8.0, 1.0)
+        everything = ops.flip_sparse(torch.zeros(3, 5, 1, dtype=torch.long), space.fields, 8.0, 1.0)
         assert (everything == 255).all()
 
     def test_bad_probability(self) -> None:
@@ -263,8 +258,8 @@ def test_seeds_reproduce_and_the_global_generator_moves_on() -> None:
     def children(generator: torch.Generator | None) -> Tensor:
         chosen = ops.select_parents(torch.arange(240.0).reshape(40, 6), 4, generator=generator)
         crossed = ops.cross(words.gather(1, chosen.unsqueeze(-1)), space, generator=generator)
-        flipped = ops.flip_random(crossed, space, generator=generator)
-        return ops.flip_sparse(flipped, space, 3.0, 0.05, generator=generator)
+        flipped = ops.flip_random(crossed, space.fields, generator=generator)
+        return ops.flip_sparse(flipped, space.fields, 3.0, 0.05, generator=generator)
 
     first = children(torch.Generator().manual_seed(3))
     assert torch.equal(first, children(torch.Generator().manual_seed(3)))
@@ -276,8 +271,8 @@ def test_seeds_reproduce_and_the_global_generator_moves_on() -> None:
     assert torch.equal(second, children(None))
 
 
-def test_results_do_not_depend_on_the_number_of_threads(implementation: str) -> None:
-    if implementation == "dense":
+def test_results_do_not_depend_on_the_number_of_threads(kind: str) -> None:
+    if kind == "vectorised":
         pytest.skip("concerns the compiled kernels")
     import numba
 
@@ -288,7 +283,7 @@ def test_results_do_not_depend_on_the_number_of_threads(implementation: str) -> 
     try:
         for number in {1, threads}:
             numba.set_num_threads(number)
-            results.append(ops.flip_sparse(words, space, 3.0, 0.05, generator=torch.Generator().manual_seed(1)))
+            results.append(ops.flip_sparse(words, space.fields, 3.0, 0.05, generator=torch.Generator().manual_seed(1)))
     finally:
         numba.set_num_threads(threads)
     assert all(torch.equal(results[0], result) for result in results)

@@ -3,27 +3,15 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops import maximum
-from pyro_truncated.ops.compiled import maximum as maximum_cpu
-from pyro_truncated.ops.vectorised import maximum as maximum_dense
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_STATES, NUM_OBSERVED = 5, 7, 9
-
-
-@pytest.fixture(params=["cpu", "dense"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes the public functions use one of the two implementations."""
-    chosen = maximum_cpu if request.param == "cpu" else maximum_dense
-    monkeypatch.setattr(maximum, "_kernels", lambda tensor: chosen)
-    return chosen
 
 
 def draw(num_latents: int, with_missing: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -46,7 +34,7 @@ def naive(states: Tensor, weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("num_latents", [1, 5, 64, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_error_is_its_definition(kernels: ModuleType, num_latents: int, with_missing: bool) -> None:
+def test_error_is_its_definition(kind: str, num_latents: int, with_missing: bool) -> None:
     words, states, value, weight, precision = draw(num_latents, with_missing)
     residual = (value.unsqueeze(1) - naive(states, weight)).nan_to_num(0.0)
     actual = ops.maximum_error(words, value, weight, precision)
@@ -55,7 +43,7 @@ def test_error_is_its_definition(kernels: ModuleType, num_latents: int, with_mis
 
 @pytest.mark.parametrize("num_latents", [1, 5, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_statistics_are_their_definition(kernels: ModuleType, num_latents: int, with_missing: bool) -> None:
+def test_statistics_are_their_definition(kind: str, num_latents: int, with_missing: bool) -> None:
     words, states, value, weight, _ = draw(num_latents, with_missing)
     weights = torch.randn(NUM_DATA, NUM_STATES).double()
     weights[2, 3] = 0
@@ -72,7 +60,7 @@ def test_statistics_are_their_definition(kernels: ModuleType, num_latents: int, 
     torch.testing.assert_close(ops.maximum_statistics(words, weights, value, weight), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_ties_go_to_the_first(kernels: ModuleType) -> None:
+def test_ties_go_to_the_first(kind: str) -> None:
     words = StateSpace([2] * 3).pack(torch.ones(1, 1, 3))
     value, one = torch.ones(1, 1).double(), torch.ones(1, 1).double()
     weight = torch.tensor([[0.5, 2.0, 2.0]]).double()
@@ -81,7 +69,7 @@ def test_ties_go_to_the_first(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_gradients(kernels: ModuleType, with_missing: bool) -> None:
+def test_gradients(kind: str, with_missing: bool) -> None:
     words, _, value, weight, precision = draw(5, with_missing)
     is_seen = ~value.isnan()
     inputs = [tensor.requires_grad_() for tensor in (value[is_seen], weight, precision)]
@@ -92,7 +80,7 @@ def test_gradients(kernels: ModuleType, with_missing: bool) -> None:
     assert torch.autograd.gradcheck(error, inputs)
 
 
-def test_shared_states_are_those_of_every_row(kernels: ModuleType) -> None:
+def test_shared_states_are_those_of_every_row(kind: str) -> None:
     _, _, value, weight, precision = draw(5)
     shared = StateSpace([2] * 5).enumerate().expand(NUM_DATA, -1, -1)
     weights = torch.rand(NUM_DATA, 32)

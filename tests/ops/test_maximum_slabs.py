@@ -13,9 +13,9 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import maximum_slabs as maximum_slabs_cpu
+from pyro_truncated.ops.piecewise import log_interval, maximum_segments, truncated_standard_normal
 from pyro_truncated.ops.vectorised import maximum_slabs as maximum_slabs_dense
 from pyro_truncated.ops.vectorised.maximum_slabs import log_likelihood
-from pyro_truncated.ops.vectorised.piecewise import log_interval, maximum_segments, truncated_standard_normal
 
 NUM_OBSERVED = 9
 POINTS = [-math.inf, -60.0, -45.0, -36.0, -35.5, -31.0, -8.0, -1.0, -1e-9, 0.0, 1e-7, 0.3, 2.0, 7.0, 45.0, 45.3, math.inf]
@@ -222,7 +222,7 @@ def test_gibbs_samples_the_joint_posterior_of_two_causes(implementation: str, mo
     else:
         precision, *others = parameters
         prior = [parameter[selected] for parameter in others]
-        draws, chances = maximum_slabs_dense.gibbs(values, weight.mT[selected], precision, prior, start, burn_in, sweeps, 5)
+        draws, chances = maximum_slabs_dense.gibbs(values, weight, precision, prior, selected, start, burn_in, sweeps, 5)
     is_on = torch.zeros(copies, sweeps, 2).scatter_(2, selected.unsqueeze(1).expand_as(draws), (draws != 0).float())
     patterns = torch.stack([(is_on == torch.tensor(state)).all(-1) for state in ([0, 0], [1, 0], [0, 1], [1, 1])], -1).double().mean(1)
     expected = pattern_probabilities()

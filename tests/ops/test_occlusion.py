@@ -10,8 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_at, scan_places, scene_log_prob, scene_statistics
-from pyro_truncated.ops.vectorised import scenes as occlusion_dense
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.scene_scan import scan_at, scan_places
+from pyro_truncated.ops.scenes import scene_log_prob, scene_statistics
+from pyro_truncated.ops.unpacked import normal_log_density
+from pyro_truncated.ops.vectorised import scene_scan, scenes
 
 
 def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Any, ...]:
@@ -74,7 +77,7 @@ def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> N
         dtype=torch.float64,
     )
     torch.testing.assert_close(scene_log_prob(places, images, parameters, canvas, given), expected, rtol=1e-12, atol=1e-10)
-    dense = occlusion_dense.log_prob(places, given, images, *parameters, canvas.pixels)
+    dense = scenes.log_prob(places, given, images, parameters, canvas)
     torch.testing.assert_close(dense, expected, rtol=1e-12, atol=1e-10)
 
 
@@ -101,7 +104,7 @@ def test_statistics_are_posterior_owners_and_mask_bits(in_depth: bool) -> None:
     given = rank if in_depth else None
     for got in (
         scene_statistics(places, weights, images, parameters, canvas, given),
-        occlusion_dense.statistics(places, given, weights, images, *parameters, canvas.pixels),
+        scenes.statistics(places, given, weights, images, parameters, canvas),
     ):
         for mine, expected in zip(got, (owned, on, present, rest), strict=True):
             torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-10)
@@ -126,18 +129,18 @@ def test_gradient_is_that_of_the_dense_form(in_depth: bool) -> None:
     given, weights = rank if in_depth else None, torch.randn(places.shape[:2], dtype=torch.float64)
     inputs = [value.clone().requires_grad_() for value in parameters]
     fast = torch.autograd.grad((weights * scene_log_prob(places, images, SceneParameters(*inputs), canvas, given)).sum(), inputs)
-    slow = torch.autograd.grad((weights * occlusion_dense.log_prob(places, given, images, *inputs, canvas.pixels)).sum(), inputs)
+    slow = torch.autograd.grad((weights * scenes.log_prob(places, given, images, SceneParameters(*inputs), canvas)).sum(), inputs)
     for mine, expected in zip(fast, slow, strict=True):
         torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-9)
 
 
 def test_log_ratios_of_hundreds_are_exact() -> None:
     canvas, places, _, images, parameters = make_problem(wrap=True)
-    narrow = (parameters[0], parameters[1], torch.tensor(1e-4).double(), parameters[3], torch.tensor(2e-4).double())
+    narrow = SceneParameters(*parameters[:2], torch.tensor(1e-4).double(), parameters[3], torch.tensor(2e-4).double())
     images = images.clone()
     images[:, ::2] = parameters[0][0, 0]  # some pixels fit perfectly, the others not at all
-    got = scene_log_prob(places, images, SceneParameters(*narrow), canvas)
-    expected = occlusion_dense.log_prob(places, None, images, *narrow, canvas.pixels)
+    got = scene_log_prob(places, images, narrow, canvas)
+    expected = scenes.log_prob(places, None, images, narrow, canvas)
     assert float(expected.max() - expected.min()) > 700
     torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-8)
 
@@ -158,9 +161,9 @@ def test_scan_is_the_log_likelihood_ratio_of_single_objects(wrap: bool, channels
     scores = scene_log_prob(places, images, scene, canvas)
     expected = (scores[:, 1:] - scores[:, :1]).reshape(4, 3, -1)
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-3)
-    energy = -occlusion_dense.normal_log_density(images.double(), background.double(), spread[1].double())
+    energy = -normal_log_density(images.double(), background.double(), spread[1].double())
     logits = masks.double().logit() - 0.5 * channels * math.log(2 * math.pi * float(spread[0]))
-    dense = occlusion_dense.scan(images, energy, features, masks, spread[0].double(), logits, masks >= 0, canvas.pixels)
+    dense = scene_scan.scan(images, scene, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(dense.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -175,11 +178,11 @@ def test_representative_features_leave_entries_out() -> None:
 def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     canvas, _, _, images, parameters = make_problem(wrap=True)
     bare, cluttered = (scan_places(images, parameters, canvas, clutter=clutter) for clutter in (0.0, 0.3))
-    behind = occlusion_dense.normal_log_density(images, parameters[3], parameters[4])
+    behind = normal_log_density(images, parameters[3], parameters[4])
     energy = -torch.log(0.7 * behind.exp() + 0.3)
-    features, masks, variance = parameters[:3]
+    _, masks, variance = parameters[:3]
     logits = masks.logit() - (2 * math.pi * variance).log()
-    expected = occlusion_dense.scan(images, energy, features, masks, variance, logits, masks >= 0, canvas.pixels)
+    expected = scene_scan.scan(images, parameters, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(cluttered, expected, rtol=1e-4, atol=2e-3)
     assert not torch.allclose(bare, cluttered, atol=0.1)
 

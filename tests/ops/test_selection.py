@@ -10,16 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyro_truncated.ops import repeated, select_top
-from pyro_truncated.ops.vectorised import selection as selection_dense
-from tests.ops.kernels import use
+from pyro_truncated.ops import repeated, select_top, use
 
-
-@pytest.fixture(params=["compiled", "dense"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Every test runs on both implementations."""
-    use(request.param, monkeypatch)
-    return request.param
+# Every test runs on both kinds of kernels.
+pytestmark = pytest.mark.usefixtures("kind")
 
 
 def rows(words: Tensor) -> list[list[tuple[int, ...]]]:
@@ -61,13 +55,14 @@ def test_keeps_the_best_distinct_states(num_words: int, dtype: torch.dtype, size
         assert sorted(zip(kept, values, strict=True)) == sorted(expected)
 
 
-def test_compiled_and_dense_agree_in_order_and_ties() -> None:
+def test_both_kinds_agree_in_order_and_ties() -> None:
     a, lj_a, b, lj_b = draw(80, 12, 30, 2)
     lj_a, lj_b = lj_a.round(), lj_b.round()
-    words, log_joint = select_top(a, lj_a, b, lj_b, 12)
-    dense_words, dense_log_joint, _ = selection_dense.select_top(a, lj_a, b, lj_b, 12)
-    assert torch.equal(words, dense_words)
-    assert torch.equal(log_joint, dense_log_joint)
+    found = {}
+    for kind in ("compiled", "vectorised"):
+        with use(kind):
+            found[kind] = select_top(a, lj_a, b, lj_b, 12)
+    assert all(torch.equal(one, other) for one, other in zip(*found.values(), strict=True))
 
 
 def test_the_first_occurrence_wins() -> None:
@@ -154,5 +149,6 @@ def test_repeated_is_a_set(states: list[list[int]]) -> None:
     for state in states:
         expected.append(tuple(state) in seen)
         seen.add(tuple(state))
-    assert repeated(torch.tensor([states]))[0].tolist() == expected
-    assert selection_dense.repeated(torch.tensor([states]))[0].tolist() == expected
+    for kind in ("compiled", "vectorised"):
+        with use(kind):
+            assert repeated(torch.tensor([states]))[0].tolist() == expected

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import ModuleType
 
 import pytest
 import torch
@@ -11,20 +10,9 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated import ops
-from pyro_truncated.ops import spike_slab
-from pyro_truncated.ops.compiled import spike_slab as spike_slab_cpu
-from pyro_truncated.ops.vectorised import spike_slab as spike_slab_dense
 from pyro_truncated.states import StateSpace
 
 NUM_DATA, NUM_STATES, NUM_OBSERVED = 5, 7, 6
-
-
-@pytest.fixture(params=["cpu", "dense"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Makes the public functions use one of the two implementations."""
-    chosen = spike_slab_cpu if request.param == "cpu" else spike_slab_dense
-    monkeypatch.setattr(spike_slab, "_kernels", lambda tensor: chosen)
-    return chosen
 
 
 def draw(num_latents: int, with_missing: bool = False) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
@@ -63,7 +51,7 @@ def conditioned(state: Tensor, value: Tensor, weight: Tensor, precision: Tensor,
 
 @pytest.mark.parametrize("num_latents", [1, 5, 64, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_log_prob_is_that_of_the_marginal_gaussian(kernels: ModuleType, num_latents: int, with_missing: bool) -> None:
+def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, with_missing: bool) -> None:
     words, states, value, parameters = draw(num_latents, with_missing)
     expected = torch.stack([torch.stack([collapsed(state, y, *parameters) for state in row]) for row, y in zip(states, value, strict=True)])
     torch.testing.assert_close(ops.spike_slab_log_prob(words, value, *parameters), expected, rtol=1e-9, atol=1e-9)
@@ -75,7 +63,7 @@ def test_log_prob_is_that_of_the_marginal_gaussian(kernels: ModuleType, num_late
 @pytest.mark.parametrize("num_latents", [1, 5, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("per_datum", [False, True])
-def test_moments_are_those_of_the_conditioned_gaussian(kernels: ModuleType, num_latents: int, with_missing: bool, per_datum: bool) -> None:
+def test_moments_are_those_of_the_conditioned_gaussian(kind: str, num_latents: int, with_missing: bool, per_datum: bool) -> None:
     words, states, value, parameters = draw(num_latents, with_missing)
     weights = torch.randn(NUM_DATA, NUM_STATES).double()
     weights[2, 3] = 0
@@ -90,20 +78,20 @@ def test_moments_are_those_of_the_conditioned_gaussian(kernels: ModuleType, num_
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_moments_by_dimension(kernels: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_moments_by_dimension(kind: str) -> None:
     words, _, value, parameters = draw(5, with_missing=True)
     weights = torch.rand(NUM_DATA, NUM_STATES).double()
     active, first, second = ops.spike_slab_moments(words, weights, value, *parameters, per_datum=True)
     by_dimension = torch.einsum("nd,nhi->dhi", (~value.isnan()).double(), second)
     expected = active, first, by_dimension, second.diagonal(dim1=1, dim2=2).sum(0)
-    for budget in (2**27, 2 * 8 * 25):
-        monkeypatch.setattr(spike_slab, "_BLOCK_BYTES", budget)
-        actual = ops.spike_slab_moments_by_dimension(words, weights, value, *parameters)
+    for budget in (2**28, 2 * 16 * 25):
+        with ops.memory_budget(budget):
+            actual = ops.spike_slab_moments_by_dimension(words, weights, value, *parameters)
         torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_gradients(kernels: ModuleType, with_missing: bool) -> None:
+def test_gradients(kind: str, with_missing: bool) -> None:
     words, _, value, parameters = draw(4, with_missing)
     is_seen = ~value.isnan()
     linear = torch.randn(NUM_DATA, 4).double()
@@ -115,7 +103,7 @@ def test_gradients(kernels: ModuleType, with_missing: bool) -> None:
     assert torch.autograd.gradcheck(log_prob, inputs)
 
 
-def test_shared_states_are_those_of_every_row(kernels: ModuleType) -> None:
+def test_shared_states_are_those_of_every_row(kind: str) -> None:
     _, _, value, parameters = draw(5)
     shared = StateSpace([2] * 5).enumerate().expand(NUM_DATA, -1, -1)
     actual = ops.spike_slab_log_prob(shared, value, *parameters)
@@ -143,14 +131,14 @@ def draw_many(num_data: int) -> tuple[Tensor, Tensor, list[Tensor]]:
     return words, torch.randn(num_data, NUM_OBSERVED), parameters
 
 
-def test_slabs_of_almost_no_variance(kernels: ModuleType) -> None:
+def test_slabs_of_almost_no_variance(kind: str) -> None:
     words, states, value, (weight, precision, mean, deviation) = draw(64)
     expected = torch.distributions.Normal((states * mean) @ weight.mT, precision.rsqrt()).log_prob(value.unsqueeze(1)).sum(-1)
     actual = ops.spike_slab_log_prob(words, value, weight, precision, mean, 1e-12 * deviation)
     torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_the_determinant_may_exceed_every_float(kernels: ModuleType) -> None:
+def test_the_determinant_may_exceed_every_float(kind: str) -> None:
     words = torch.full((1, 1, 1), -1)
     ones, value = torch.ones(64).double(), torch.randn(1, 64).double()
     actual = ops.spike_slab_log_prob(words, value, torch.eye(64).double(), ones, 0 * ones, 1e7 * ones)

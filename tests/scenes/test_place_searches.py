@@ -12,7 +12,8 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.models import OcclusiveComponents
-from pyro_truncated.ops.scenes import Canvas, SceneParameters, scan_places
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.scene_scan import scan_places
 from pyro_truncated.scenes import (
     PlacementMoves,
     PlacementSelection,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pyro
 import pyro.distributions as dist
@@ -14,22 +14,20 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Preselection, StateSpace, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Preselection, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.ops import combination
 from pyro_truncated.ops.combination import combine
 from pyro_truncated.search import Cosine, Projection, SearchBatch, Singletons
 from pyro_truncated.states.population import initial_population
-from tests.ops.kernels import use
 
 SPACES = {"binary": StateSpace([2] * 8), "words": StateSpace([2] * 70), "mixed": StateSpace([2, 3, 2, 1, 5, 2]), "mixture": StateSpace([6])}
 
 
-@pytest.fixture(params=["compiled", "dense"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["compiled", "vectorised"], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    use(request.param, monkeypatch)
-    monkeypatch.setattr(combination, "uses_kernels", lambda tensor: request.param == "compiled")
+    with ops.use(request.param):
+        yield request.param
 
 
 class Toy:

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace
+from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace, ops
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
 from pyro_truncated.states.population import initial_population
-from tests.ops.kernels import use
 
 EVOLUTIONARY = {
     "fitparents-randflips": {},
@@ -31,11 +30,11 @@ SEARCHES: dict[str, Callable[[], Search]] = {
 }
 
 
-@pytest.fixture(params=["compiled", "dense"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["compiled", "vectorised"], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    use(request.param, monkeypatch)
-    return request.param
+    with ops.use(request.param):
+        yield request.param
 
 
 class Toy:

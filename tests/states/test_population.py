@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyro_truncated import Population, StateSpace
+from pyro_truncated import Population, StateSpace, ops
 from pyro_truncated.states.population import initial_population, join
-from tests.ops.kernels import use
 
 
-@pytest.fixture(params=["compiled", "dense"], autouse=True)
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=["compiled", "vectorised"], autouse=True)
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every test runs on both implementations of the packed operations."""
-    use(request.param, monkeypatch)
-    return request.param
+    with ops.use(request.param):
+        yield request.param
 
 
 @pytest.fixture(params=["binary", "two words", "categorical", "mixed"])

@@ -272,7 +272,7 @@ class Proposal:
         changes = self._uniform(values.shape) < rates.unsqueeze(-1)
         step = 1 + (self._uniform(values.shape) * (self.cardinality - 1)).long().minimum((self.cardinality - 2).clamp(min=0))
         around = self.space.pack(torch.where(changes, (values + step) % self.cardinality, values))
-        independent = ops.draw_values(self.values[rows], count, self.space, generator=self.generator)
+        independent = ops.draw_values(self.values[rows], count, self.space.fields, generator=self.generator)
         return torch.where((component == len(self.rates)).unsqueeze(-1), independent, around)
 
     def _uniform(self, shape: tuple[int, ...]) -> Tensor:

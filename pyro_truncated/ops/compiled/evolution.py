@@ -1,13 +1,52 @@
 """Compiled kernels behind :mod:`pyro_truncated.ops.evolution`. Every data point has its own stream of random numbers."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
+import torch
 from numba import prange
+from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
 from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.fields import Fields
+
+
+def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.select_parents`."""
+    out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64, device="cpu")
+    _select_parents(log_joint.detach().contiguous().numpy(), by_fitness, seed, out.numpy())
+    return out
+
+
+def cross(parents: Tensor, fields: Fields, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.cross`."""
+    num_data, num_parents, num_words = parents.shape
+    out = parents.new_empty(num_data, num_parents * (num_parents - 1), num_words)
+    _cross(parents.contiguous().numpy(), fields.word.numpy(), fields.shift.numpy(), seed, out.numpy())
+    return out
+
+
+def flip_random(words: Tensor, fields: Fields, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.flip_random`."""
+    out = torch.empty_like(words, memory_format=torch.contiguous_format)
+    _flip_random(words.contiguous().numpy(), fields.rows(fields.mutable).numpy(), seed, out.numpy())
+    return out
+
+
+def flip_sparse(words: Tensor, fields: Fields, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.flip_sparse`; given the probabilities for every number of active binary latents."""
+    out = torch.empty_like(words, memory_format=torch.contiguous_format)
+    binary, others = ((fields.cardinality == 2).nonzero().squeeze(-1), (fields.cardinality > 2).nonzero().squeeze(-1))
+    mask = torch.zeros(fields.num_words, dtype=torch.int64, device="cpu").index_add_(0, fields.word[binary], 1 << fields.shift[binary])
+    tables = (fields.rows(latents).numpy() for latents in (binary, others, fields.mutable))
+    stay_other = float(torch.log1p(torch.tensor(-rate, dtype=torch.double, device="cpu")))
+    chances = torch.log1p(-switch_on).numpy(), switch_off.numpy(), stay_other
+    _flip_sparse(words.contiguous().numpy(), mask.numpy(), *tables, *chances, seed, out.numpy())
+    return out
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -62,7 +101,7 @@ def _draw(weights, threshold):
 
 
 @parallel_kernel()
-def select_parents(log_joint, by_fitness, seed, out):
+def _select_parents(log_joint, by_fitness, seed, out):
     """Successive draws without replacement, ``out`` ``(N, P)``."""
     num_data, num_states = log_joint.shape
     for n in prange(num_data):
@@ -83,7 +122,7 @@ def select_parents(log_joint, by_fitness, seed, out):
 
 
 @parallel_kernel()
-def cross(parents, word, shift, seed, out):
+def _cross(parents, word, shift, seed, out):
     """Both offspring of every pair of parents, pair after pair."""
     num_data, num_parents, num_words = parents.shape
     for n in prange(num_data):
@@ -121,7 +160,7 @@ def change_latent(state_words, word, shift, cardinality, draw):
 
 
 @parallel_kernel()
-def flip_random(words, fields, seed, out):
+def _flip_random(words, fields, seed, out):
     """Changes one latent of every state; ``fields`` are rows word, shift, cardinality of the latents that can change."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
@@ -186,7 +225,7 @@ def _walk(words, fields, log_stay, only_zeros, state, out):
 
 
 @parallel_kernel()
-def flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, seed, out):
+def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, seed, out):
     """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
     num_data, num_states, _ = words.shape
     for n in prange(num_data):

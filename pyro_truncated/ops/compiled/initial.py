@@ -1,15 +1,27 @@
 """Compiled kernel behind :mod:`pyro_truncated.ops.initial`."""
 
+from __future__ import annotations
+
 import math
 
 import numpy as np
+import torch
 from numba import prange
+from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.evolution import change_latent
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
 from pyro_truncated.ops.compiled.selection import insert, new_table
 from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.fields import Fields
+
+
+def initial_states(singletons: Tensor, others: Tensor, fields: Fields, shape: tuple[int, int], seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.initial_states`; ``others`` are the states of several active latents, if these are few, else empty."""
+    out = torch.empty(*shape, fields.num_words, dtype=torch.int64, device="cpu")
+    _initial_states(singletons.numpy(), others.numpy(), fields.rows(fields.mutable).numpy(), seed, out.numpy())
+    return out
 
 
 @njit(cache=True, nogil=True)
@@ -68,12 +80,12 @@ def _fill_sparse(fields, first, state, out):
 
 
 @njit(cache=True, nogil=True)
-def _fill(zero, singletons, others, fields, state, out):
+def _fill(singletons, others, fields, state, out):
     """The states of one data point."""
     num_states, num_words = out.shape
     num_singletons = min(len(singletons), num_states - 1)
     for w in range(num_words):
-        out[0, w] = zero[w]
+        out[0, w] = 0
     state = _fill_subset(singletons, 1, 1 + num_singletons, state, out)
     if len(others) > 0:
         _fill_subset(others, 1 + num_singletons, num_states, state, out)
@@ -82,7 +94,7 @@ def _fill(zero, singletons, others, fields, state, out):
 
 
 @parallel_kernel(cost=4)
-def initial_states(zero, singletons, others, fields, seed, out):
+def _initial_states(singletons, others, fields, seed, out):
     """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
     for n in prange(len(out)):
-        _fill(zero, singletons, others, fields, stream(seed, n), out[n])
+        _fill(singletons, others, fields, stream(seed, n), out[n])

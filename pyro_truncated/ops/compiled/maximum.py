@@ -11,26 +11,25 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.quadratic import (
-    _active,
-    _array,
-    _ever_active,
-    _gather,
-    _num_blocks,
-    _observed,
-    _padded,
-    _weighted_square,
-    _words,
-)
+from pyro_truncated.ops.compiled.square_error import weighted_square
 from pyro_truncated.ops.compiled.threads import parallel_kernel
-
-_MAX_BLOCKS = 64
+from pyro_truncated.ops.compiled.walk import (
+    MAX_BLOCKS,
+    active_latents,
+    as_array,
+    as_words,
+    count_blocks,
+    ever_active,
+    gather,
+    padded,
+    where_observed,
+)
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.maximum_error`; float64 ``(N, C)``."""
     out = value.new_empty(value.shape[0], words.shape[1], dtype=torch.float64)
-    _maximum_error(_words(words), _array(value), _array(weight.mT), _array(precision), out.numpy())
+    _maximum_error(as_words(words), as_array(value), as_array(weight.mT), as_array(precision), out.numpy())
     return out
 
 
@@ -39,11 +38,11 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     num_data, (num_observed, num_latents) = value.shape[0], weight.shape
     active = value.new_zeros(num_data, num_latents, dtype=torch.float64)
     prediction = value.new_zeros(num_data, num_observed, dtype=torch.float64)
-    num_blocks = _num_blocks(num_data, 2 * (num_latents + 1) * num_observed)
+    num_blocks = count_blocks(num_data, 2 * (num_latents + 1) * num_observed)
     # The last row counts where no latent is above zero.
     wins = value.new_zeros(num_blocks, num_latents + 1, num_observed, dtype=torch.float64)
     sums = torch.zeros_like(wins)
-    inputs = _words(words), _array(weights), _array(value), _array(weight.mT)
+    inputs = as_words(words), as_array(weights), as_array(value), as_array(weight.mT)
     _maximum_statistics(*inputs, active.numpy(), prediction.numpy(), wins.numpy(), sums.numpy())
     return active, prediction, wins.sum(0)[:-1].mT, sums.sum(0)[:-1].mT
 
@@ -62,29 +61,29 @@ def _maximum(weight, active, count, size, out):
 def _maximum_error(words, value, weight, precision, out):
     num_rows, num_candidates, num_words = words.shape
     (num_data, num_observed), num_latents = value.shape, weight.shape[0]
-    num_blocks = min(num_data, _MAX_BLOCKS)
+    num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
         index = np.empty(num_observed + 1, np.int64)
-        near_weight = np.empty((num_latents, _padded(num_observed)))
-        near_value, near_precision = np.empty(_padded(num_observed)), np.empty(_padded(num_observed))
-        residual = np.empty(_padded(num_observed))
+        near_weight = np.empty((num_latents, padded(num_observed)))
+        near_value, near_precision = np.empty(padded(num_observed)), np.empty(padded(num_observed))
+        residual = np.empty(padded(num_observed))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
-            num_used = _ever_active(words, row, union, active)
-            count = _observed(value[n], index)
-            size = _padded(count)
-            _gather(value[n], index, count, 0.0, near_value)
-            _gather(precision, index, count, 0.0, near_precision)
+            num_used = ever_active(words, row, union, active)
+            count = where_observed(value[n], index)
+            size = padded(count)
+            gather(value[n], index, count, 0.0, near_value)
+            gather(precision, index, count, 0.0, near_precision)
             for a in range(num_used):
-                _gather(weight[active[a]], index, count, 0.0, near_weight[active[a]])
+                gather(weight[active[a]], index, count, 0.0, near_weight[active[a]])
             for c in range(num_candidates):
-                num_active = _active(words, row, c, active)
+                num_active = active_latents(words, row, c, active)
                 _maximum(near_weight, active, num_active, size, residual)
                 for j in range(size):
                     residual[j] -= near_value[j]
-                out[n, c] = _weighted_square(residual, near_precision, size)
+                out[n, c] = weighted_square(residual, near_precision, size)
 
 
 @njit(cache=True, nogil=True)
@@ -115,7 +114,7 @@ def _maximum_statistics(words, weights, value, weight, total, prediction, wins, 
                 share = weights[n, c]
                 if share == 0.0:
                     continue
-                count = _active(words, n if num_rows > 1 else 0, c, active)
+                count = active_latents(words, n if num_rows > 1 else 0, c, active)
                 _winner(weight, active, count, num_observed, top, winner)
                 for a in range(count):
                     total[n, active[a]] += share

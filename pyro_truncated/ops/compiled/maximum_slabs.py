@@ -15,11 +15,10 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.quadratic import _array, _num_blocks
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
 from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
+from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, as_array, count_blocks
 
-_MAX_BLOCKS = 64
 _ROOT_HALF = math.sqrt(0.5)
 _LOG_2PI = math.log(2 * math.pi)
 _LOG_HALF = -math.log(2)
@@ -46,19 +45,19 @@ def gibbs(
     """See :func:`pyro_truncated.ops.maximum_slab_gibbs`; ``prior`` and ``start`` are those of the selected causes, ``(N, K)`` each."""
     draws = start.new_empty(len(start), sweeps, start.shape[1])
     probabilities = torch.zeros_like(start)
-    log_odds, mean, deviation = (_array(parameter) for parameter in prior)
-    parameters = _array(value), _array(weight.mT), _array(precision), log_odds, mean, deviation
-    _gibbs(*parameters, selected.contiguous().numpy(), _array(start), burn_in, seed, draws.numpy(), probabilities.numpy())
+    log_odds, mean, deviation = (as_array(parameter) for parameter in prior)
+    parameters = as_array(value), as_array(weight.mT), as_array(precision), log_odds, mean, deviation
+    _gibbs(*parameters, selected.contiguous().numpy(), as_array(start), burn_in, seed, draws.numpy(), probabilities.numpy())
     return draws, probabilities / sweeps
 
 
 def statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.maximum_slab_statistics`; sums over the draws instead of means."""
     num_observed, num_latents = weight.shape
-    num_blocks = _num_blocks(len(value), 2 * num_latents * num_observed)
+    num_blocks = count_blocks(len(value), 2 * num_latents * num_observed)
     products = value.new_zeros(num_blocks, num_latents, num_observed)
     squares, errors = torch.zeros_like(products), value.new_zeros(num_blocks, num_observed)
-    inputs = _array(value), selected.contiguous().numpy(), _array(draws), _array(weight.mT)
+    inputs = as_array(value), selected.contiguous().numpy(), as_array(draws), as_array(weight.mT)
     _statistics(*inputs, products.numpy(), squares.numpy(), errors.numpy())
     return products.sum(0).mT, squares.sum(0).mT, errors.sum(0)
 
@@ -241,7 +240,7 @@ def _offers(weight, selected, coefficients, without, others):
 def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start, burn_in, seed, draws, probabilities):
     num_data, num_observed = value.shape
     num_selected, sweeps = selected.shape[1], draws.shape[1]
-    num_blocks = min(num_data, _MAX_BLOCKS)
+    num_blocks = min(num_data, MAX_BLOCKS)
     for block in prange(num_blocks):
         others, terms = np.empty(num_observed), np.empty((4, num_observed + 1))
         order, segments = np.empty(num_observed + 1, np.int64), np.empty((4, num_observed + 2))

@@ -1,243 +1,88 @@
 """Compiled CPU kernels for scenes of occluding objects: what an object at a place says about an image is computed once for all states.
 
-Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads.
-
-Arguments that go together are tuples: ``model`` is (features ``(H, T, F)``, masks ``(H, T)``, variance, shape, nodes, weights), where
-shape holds height and width of canvas, template and grid of places, and nodes are empty if objects lie in depth order; ``memory`` is
-(slot of each object and place, slots in use, log density ratios, log likelihood ratios, their sums), and ``state`` is (objects, top edges,
-left edges, slots) of one state.
+Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads. The tuples
+``model``, ``memory`` and ``state`` are those of :mod:`pyro_truncated.ops.compiled.scene_objects`.
 """
 
-import numpy as np
-from numba import prange
+from __future__ import annotations
 
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.scene_objects import background_energy, forget, lay_out, make_memory, pixel_under
+from pyro_truncated.ops.compiled.scene_pixels import own_pixel, shared_pixels, switched_on, those_over
 from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
+from pyro_truncated.ops.compiled.walk import as_array
 
 _MAX_BLOCKS = 16
-# Masks are never so close to zero or one that what is smaller could count.
-_LOST = -60.0
 _SMALL = 1e-200
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _background_energy(image, background, variance, energy):
-    """Writes ``-log p_B(y_p)`` up to ``F / 2 log(2 pi)`` for every pixel; returns minus its sum."""
-    total = 0.0
-    shift = 0.5 * image.shape[1] * np.log(variance)
-    for p in range(image.shape[0]):
-        error = 0.0
-        for f in range(image.shape[1]):
-            error += (image[p, f] - background[f]) ** 2
-        energy[p] = 0.5 * error / variance + shift
-        total -= energy[p]
-    return total
+def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scene_log_prob`."""
+    states, model = _arguments(places, rank, scene, canvas)
+    out = torch.empty(places.shape[:2], dtype=torch.float64, device="cpu")
+    _log_prob(*states, as_array(images), *model, out.numpy())
+    return out
 
 
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _pixel(shape, top, left, i):
-    """The pixel under an entry of a template."""
-    row, column = top + i // shape[3], left + i % shape[3]
-    return (row - shape[0] * (row >= shape[0])) * shape[1] + column - shape[1] * (column >= shape[1])
+def statistics(
+    places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
+) -> tuple[Tensor, ...]:
+    """See :class:`pyro_truncated.ops.canvas.SceneStatistics`."""
+    (num_objects, num_entries, channels), num_blocks = scene.features.shape, min(max(1, len(places)), _MAX_BLOCKS)
+    shapes = (num_objects, num_entries, channels + 2), (num_objects, num_entries), (num_objects,), (channels + 2,)
+    sums = [torch.zeros(num_blocks, *shape, dtype=torch.float64, device="cpu") for shape in shapes]
+    states, model = _arguments(places, rank, scene, canvas)
+    _statistics(*states, as_array(weights), as_array(images), *model, *(total.numpy() for total in sums))
+    return tuple(total.sum(0) for total in sums)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _add_place(image, energy, h, top, left, model, memory, slot):
-    """Fills a slot: log ratios of object and background densities, and log likelihood ratios of the object alone, entry by entry."""
-    features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
-    ratio, single, total = memory[2][slot], memory[3][slot], memory[4]
-    shift = 0.5 * image.shape[1] * np.log(variance)
-    total[slot] = 0.0
-    for i in range(len(masks)):
-        p = _pixel(shape, top, left, i)
-        error = 0.0
-        for f in range(image.shape[1]):
-            error += (image[p, f] - features[i, f]) ** 2
-        g = energy[p] - 0.5 * error / variance - shift
-        ratio[i] = g
-        if g > 0.0:
-            single[i] = g + np.log(masks[i] + (1.0 - masks[i]) * np.exp(-g))
-        else:
-            single[i] = np.log(1.0 - masks[i] + masks[i] * np.exp(g))
-        total[slot] += single[i]
+def _arguments(places: Tensor, rank: Tensor | None, scene: SceneParameters, canvas: Canvas) -> tuple[Any, Any]:
+    """States and model as the kernels take them."""
+    states = places.to(torch.int32).contiguous().numpy()
+    ranks = states if rank is None else rank.to(torch.int32).contiguous().numpy()
+    nodes, weights = _quadrature(len(scene.masks)) if rank is None else (np.empty(0), np.empty(0))
+    objects = as_array(scene.features), as_array(scene.masks), float(scene.variance)
+    behind = as_array(scene.background), float(scene.background_variance)
+    return (states, ranks), (*objects, *behind, np.array(canvas.shape), nodes, weights)
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _lay_out(places, rank, image, energy, model, memory, state):
-    """Lists the objects of a state, front to back if they lie in depth order, and fills missing slots; returns their number."""
-    shape, in_depth = model[3], len(model[4]) == 0
-    slot_of, used = memory[0], memory[1]
-    found, top, left, slots = state
-    count = 0
-    for h in range(len(places)):
-        if places[h] >= 0:
-            at = count
-            while in_depth and at > 0 and rank[found[at - 1]] > rank[h]:
-                found[at] = found[at - 1]
-                at -= 1
-            found[at] = h
-            count += 1
-    for j in range(count):
-        h = found[j]
-        top[j], left[j] = places[h] // shape[5], places[h] % shape[5]
-        key = h * shape[4] * shape[5] + places[h]
-        if slot_of[key] < 0:
-            slot_of[key] = used[0]
-            used[0] += 1
-            used[used[0]] = key
-            _add_place(image, energy, h, top[j], left[j], model, memory, slot_of[key])
-        slots[j] = slot_of[key]
-    return count
+@functools.lru_cache(maxsize=4)
+def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Gauss-Legendre rules on the unit interval of 1, 2, ... nodes, up to what is exact for ``most`` objects, one behind the other."""
+    rules = [np.polynomial.legendre.leggauss(number) for number in range(1, (most + 1) // 2 + 1)]
+    return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
-@njit(cache=True, nogil=True, error_model="numpy")
-def _forget(memory):
-    """Empties the slots, for the next image."""
-    slot_of, used = memory[0], memory[1]
-    for s in range(used[0]):
-        slot_of[used[s + 1]] = -1
-    used[0] = 0
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _shared_pixels(count, shape, state, space):
-    """Lists the pixels over which several objects of a state lie, with a bit for each of these objects; returns their number.
-
-    The first array of ``space`` is zero before and after.
-    """
-    top, left = state[1], state[2]
-    cover, pixels, bits = space
-    height, width, tall, wide = shape[0], shape[1], shape[2], shape[3]
-    overlapping = np.int64(0)
-    for j in range(count):
-        for other in range(j):
-            down, right = abs(top[j] - top[other]), abs(left[j] - left[other])
-            if min(down, height - down) < tall and min(right, width - right) < wide:
-                overlapping |= (np.int64(1) << j) | (np.int64(1) << other)
-    found = 0
-    for turn in range(2):
-        for j in range(count):
-            bit = np.int64(1) << j
-            if not overlapping & bit:
-                continue
-            for down in range(top[j], top[j] + tall):
-                row = (down - height * (down >= height)) * width
-                for right in range(left[j], left[j] + wide):
-                    p = row + right - width * (right >= width)
-                    if turn == 0:
-                        cover[p] |= bit
-                        continue
-                    if cover[p] & (cover[p] - 1):
-                        pixels[found], bits[found] = p, cover[p]
-                        found += 1
-                    cover[p] = 0
-    return found
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _over(pixel, bits, count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio):
-    """Objects over a pixel: their slots and template entries, mask probabilities and log density ratios; returns their number."""
-    row, column = pixel // width, pixel % width
-    over = 0
-    for j in range(count):
-        if bits & (np.int64(1) << j):
-            down, right = row - top[j], column - left[j]
-            i = (down + height * (down < 0)) * extent + right + width * (right < 0)
-            member[over], entry[over] = slots[j], i
-            alpha[over], ratio[over] = masks[found[j], i], ratios[slots[j], i]
-            over += 1
-    return over
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _own(over, nodes, weights, alpha, ratio, share, responsibility, factor):
-    """Density ratio of a pixel under the objects over it: returns the logarithm of a factor and leaves the other in ``factor[0]``.
-
-    Prior and posterior probabilities of owning the pixel go to ``share`` and ``responsibility``.
-
-    In depth order the first object whose mask is on owns the pixel; otherwise one drawn uniformly from those whose mask is on does, by a
-    Gauss-Legendre rule that is exact for their number.
-    """
-    rest, peak = 1.0, 0.0
-    for j in range(over):
-        share[j] = alpha[j] * rest if len(nodes) == 0 else 0.0
-        rest *= 1.0 - alpha[j]
-        peak = max(peak, ratio[j])
-    if len(nodes) > 0 and over == 2:
-        share[0], share[1] = alpha[0] * (1.0 - 0.5 * alpha[1]), alpha[1] * (1.0 - 0.5 * alpha[0])
-    elif len(nodes) > 0:
-        number = (over + 1) // 2
-        for m in range(number * (number - 1) // 2, number * (number + 1) // 2):
-            product = weights[m]
-            for j in range(over):
-                product *= 1.0 - alpha[j] + alpha[j] * nodes[m]
-            for j in range(over):
-                share[j] += alpha[j] * product / (1.0 - alpha[j] + alpha[j] * nodes[m])
-    total = rest * _exp(-peak)
-    for j in range(over):
-        responsibility[j] = share[j] * _exp(ratio[j] - peak)
-        total += responsibility[j]
-    for j in range(over):
-        responsibility[j] /= total
-    factor[0] = total
-    return peak
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _exp(x):
-    """The exponential function of what is not positive; where it would be lost beside one, or is one, no call is made."""
-    if x == 0.0:
-        return 1.0
-    return np.exp(x) if x > _LOST else 0.0
-
-
-@njit(cache=True, nogil=True, error_model="numpy", inline="always")
-def _switched_on(over, nodes, weights, alpha, share, responsibility, on):
-    """Posterior probabilities that the masks of the objects over a pixel are on, after :func:`_own`."""
-    if over == 2 and len(nodes) > 0:
-        # The integral of u is one half.
-        on[0] = responsibility[0] + 0.5 * responsibility[1] * alpha[0] * alpha[1] / share[1]
-        on[1] = responsibility[1] + 0.5 * responsibility[0] * alpha[0] * alpha[1] / share[0]
-        return
-    for j in range(over):
-        on[j] = responsibility[j]
-        for front in range(j if len(nodes) == 0 else 0):
-            on[j] += alpha[j] * responsibility[front]
-    number = (over + 1) // 2 if len(nodes) > 0 else 0
-    for m in range(number * (number - 1) // 2, number * (number + 1) // 2):
-        product = weights[m] * nodes[m]
-        for j in range(over):
-            product *= 1.0 - alpha[j] + alpha[j] * nodes[m]
-        for j in range(over):
-            rest = alpha[j] * product / (1.0 - alpha[j] + alpha[j] * nodes[m])
-            for owner in range(over):
-                if owner != j:
-                    # Both masks on, and the others whatever they are.
-                    both = rest * alpha[owner] / (1.0 - alpha[owner] + alpha[owner] * nodes[m])
-                    on[j] += responsibility[owner] * both / share[owner]
-
-
-@njit(cache=True, nogil=True, error_model="numpy")
-def _make_memory(places, num_objects, num_entries, shape):
-    """Memory for images whose states are ``(n, C, H)``, and for one state of them."""
-    size, most = 1, 1
-    for n in range(places.shape[0]):
-        total = 0
-        for c in range(places.shape[1]):
-            count = 0
-            for h in range(places.shape[2]):
-                count += places[n, c, h] >= 0
-            total += count
-            most = max(most, count)
-        size = max(size, total)
-    num_keys = num_objects * shape[4] * shape[5]
-    size = min(size, num_keys)
-    ratio, single = np.empty((size, num_entries)), np.empty((size, num_entries))
-    memory = np.full(num_keys, -1, np.int32), np.zeros(size + 1, np.int64), ratio, single, np.empty(size)
-    state = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
-    numbers = np.empty(most), np.empty(most), np.empty(most), np.empty(most), np.empty(most)
-    local = np.empty(most, np.int64), np.empty(most, np.int64), numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], np.empty(1)
-    return memory, state, local
+@parallel_kernel(cost=HEAVY, error_model="numpy")
+def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
+    """Log densities ``(N, C)`` of images ``(N, D, F)`` under states: places ``(N, C, H)``, -1 for absent objects, and depth ranks."""
+    num_data, num_candidates = places.shape[:2]
+    num_blocks = min(num_data, _MAX_BLOCKS)
+    constant = 0.5 * images.shape[1] * images.shape[2] * np.log(2 * np.pi)
+    for block in prange(num_blocks):
+        low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
+        model = features, masks, variance, shape, nodes, weights
+        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        energy = np.empty(images.shape[1])
+        space = np.zeros(images.shape[1], np.int64), np.empty(images.shape[1], np.int64), np.empty(images.shape[1], np.int64)
+        for n in range(low, high):
+            base = background_energy(images[n], background, background_variance, energy) - constant
+            for c in range(num_candidates):
+                count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
+                value = base
+                for j in range(count):
+                    value += memory[4][state[3][j]]
+                out[n, c] = value + _correction(count, model, memory, state, local, space)
+            forget(memory)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -251,9 +96,11 @@ def _correction(count, model, memory, state, local, space):
     member, entry, alpha, ratio, share, responsibility, _, factor = local
     value, product = 0.0, 1.0
     pixels, bits = space[1], space[2]
-    for x in range(_shared_pixels(count, model[3], state, space)):
-        over = _over(pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio)
-        value += _own(over, nodes, weights, alpha, ratio, share, responsibility, factor)
+    for x in range(shared_pixels(count, model[3], state, space)):
+        over = those_over(
+            pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
+        )
+        value += own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
         for m in range(over):
             value -= singles[member[m], entry[m]]
         # One logarithm for many factors.
@@ -262,29 +109,6 @@ def _correction(count, model, memory, state, local, space):
             value += np.log(product)
             product = 1.0
     return value + np.log(product)
-
-
-@parallel_kernel(cost=HEAVY, error_model="numpy")
-def log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
-    """Log densities ``(N, C)`` of images ``(N, D, F)`` under states: places ``(N, C, H)``, -1 for absent objects, and depth ranks."""
-    num_data, num_candidates = places.shape[:2]
-    num_blocks = min(num_data, _MAX_BLOCKS)
-    constant = 0.5 * images.shape[1] * images.shape[2] * np.log(2 * np.pi)
-    for block in prange(num_blocks):
-        low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
-        model = features, masks, variance, shape, nodes, weights
-        memory, state, local = _make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
-        energy = np.empty(images.shape[1])
-        space = np.zeros(images.shape[1], np.int64), np.empty(images.shape[1], np.int64), np.empty(images.shape[1], np.int64)
-        for n in range(low, high):
-            base = _background_energy(images[n], background, background_variance, energy) - constant
-            for c in range(num_candidates):
-                count = _lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
-                value = base
-                for j in range(count):
-                    value += memory[4][state[3][j]]
-                out[n, c] = value + _correction(count, model, memory, state, local, space)
-            _forget(memory)
 
 
 @njit(cache=True, nogil=True, error_model="numpy")
@@ -298,10 +122,12 @@ def _collect(weight, count, model, memory, state, local, space, held, owned, swi
     pixels, bits = space[1], space[2]
     for j in range(count):
         held[slots[j]] += weight
-    for x in range(_shared_pixels(count, model[3], state, space)):
-        over = _over(pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio)
-        _own(over, nodes, weights, alpha, ratio, share, responsibility, factor)
-        _switched_on(over, nodes, weights, alpha, share, responsibility, on)
+    for x in range(shared_pixels(count, model[3], state, space)):
+        over = those_over(
+            pixels[x], bits[x], count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio
+        )
+        own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
+        switched_on(over, nodes, weights, alpha, share, responsibility, on)
         for m in range(over):
             slot, i = member[m], entry[m]
             alone = alpha[m] * np.exp(ratio[m] - singles[slot, i])
@@ -320,7 +146,7 @@ def _add_image(image, model, memory, held, owned, switched, own, sums, bits, cou
         for i in range(masks.shape[1]):
             alone = held[s] * masks[h, i] * np.exp(memory[2][s, i] - memory[3][s, i])
             share = alone + owned[s, i]
-            pixel = _pixel(shape, place // shape[5], place % shape[5], i)
+            pixel = pixel_under(shape, place // shape[5], place % shape[5], i)
             own[pixel] += share
             bits[h, i] += alone + switched[s, i]
             _add_pixel(image[pixel], share, sums[h, i])
@@ -339,7 +165,7 @@ def _add_pixel(pixel, share, sums):
 
 
 @parallel_kernel(cost=HEAVY, error_model="numpy")
-def statistics(
+def _statistics(
     places, rank, state_weights, images, features, masks, variance, background, background_variance, shape, nodes, weights,
     sums, bits, counts, rest,
 ):  # fmt: skip
@@ -349,20 +175,20 @@ def statistics(
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
         model = features, masks, variance, shape, nodes, weights
-        memory, state, local = _make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
         held, owned, switched = np.zeros(len(memory[4])), np.zeros(memory[2].shape), np.zeros(memory[2].shape)
         space = np.zeros(num_pixels, np.int64), np.empty(num_pixels, np.int64), np.empty(num_pixels, np.int64)
         energy, own = np.empty(num_pixels), np.empty(num_pixels)
         for n in range(low, high):
-            _background_energy(images[n], background, background_variance, energy)
+            background_energy(images[n], background, background_variance, energy)
             total = 0.0
             for c in range(places.shape[1]):
                 if state_weights[n, c] != 0.0:
                     total += state_weights[n, c]
-                    count = _lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
+                    count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
                     _collect(state_weights[n, c], count, model, memory, state, local, space, held, owned, switched)
             own[:] = 0.0
             _add_image(images[n], model, memory, held, owned, switched, own, sums[block], bits[block], counts[block])
             for p in range(num_pixels):
                 _add_pixel(images[n, p], total - own[p], rest[block])
-            _forget(memory)
+            forget(memory)

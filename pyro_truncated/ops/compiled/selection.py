@@ -1,9 +1,11 @@
 """Compiled kernels behind :mod:`pyro_truncated.ops.selection`: hash sets of packed states, one per data point."""
 
-from typing import Any
+from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import prange
+from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.random import STEP
@@ -11,6 +13,24 @@ from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 # Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
 ROWS_PER_TASK = 64
+
+
+def repeated(words: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.repeated`."""
+    out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
+    _distinct(words.contiguous().numpy(), out.numpy())
+    return ~out
+
+
+def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
+    """Best ``size`` distinct states, and the smallest number of distinct states that a row with too few of them has (else -1)."""
+    out_words = words.new_empty(words.shape[0], size, words.shape[2])
+    out_log_joint = log_joint.new_empty(words.shape[0], size)
+    fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
+    inputs = (tensor.contiguous().numpy() for tensor in (words, log_joint, extra_words, extra_log_joint))
+    _select_tasks(*inputs, out_words.numpy(), out_log_joint.numpy(), fewest)
+    too_few = len(fewest) > 0 and fewest.min() <= words.shape[1] + extra_words.shape[1]
+    return out_words, out_log_joint, int(fewest.min()) if too_few else -1
 
 
 @njit(cache=True, nogil=True)
@@ -175,14 +195,6 @@ def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out
         fewest[task] = _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint)
 
 
-def select_top(words: Any, log_joint: Any, extra_words: Any, extra_log_joint: Any, out_words: Any, out_log_joint: Any) -> int:
-    """Fills the outputs row by row; returns the smallest number of distinct states that a row with too few of them has, else -1."""
-    fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
-    _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint, fewest)
-    capacity = words.shape[1] + extra_words.shape[1]
-    return int(fewest.min()) if len(fewest) and fewest.min() <= capacity else -1
-
-
 @njit(cache=True, nogil=True)
 def _distinct_rows(words, first, last, out):
     num_states = words.shape[1]
@@ -193,7 +205,7 @@ def _distinct_rows(words, first, last, out):
 
 
 @parallel_kernel()
-def distinct(words, out):
+def _distinct(words, out):
     """Marks the states that equal no earlier state of their row."""
     num_data = len(words)
     for task in prange((num_data + ROWS_PER_TASK - 1) // ROWS_PER_TASK):

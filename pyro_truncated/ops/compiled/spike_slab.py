@@ -11,10 +11,9 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.quadratic import _active, _array, _ever_active, _num_blocks, _words
 from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks, ever_active
 
-_MAX_BLOCKS = 64
 _LARGE = 1e150
 
 
@@ -30,7 +29,7 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
         deviation: standard deviations of the slabs, ``(H,)``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(_words(words), _array(linear), *_gram(scaled, observed), _array(mean), _array(deviation), out.numpy())
+    _log_prob(as_words(words), as_array(linear), *_gram(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
     return out
 
 
@@ -48,10 +47,10 @@ def moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    num_blocks = num_data if per_datum else _num_blocks(num_data, num_latents**2)
+    num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
     second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = _array(linear), *_gram(scaled, observed), _array(mean), _array(deviation)
-    _moments(_words(words), _array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
+    parameters = as_array(linear), *_gram(scaled, observed), as_array(mean), as_array(deviation)
+    _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
 
@@ -60,8 +59,8 @@ def _gram(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarr
     """The dictionary by latents, which entries are observed (no rows if all are), and the Gram matrix (empty if it differs by row)."""
     scaled = scaled.detach().double()
     if observed is None:
-        return _array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), _array(scaled.mT @ scaled)
-    return _array(scaled.mT), observed.contiguous().numpy(), np.empty((0, 0))
+        return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
+    return as_array(scaled.mT), observed.contiguous().numpy(), np.empty((0, 0))
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
@@ -143,7 +142,7 @@ def _invert(factor, count):
 def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks = min(num_data, _MAX_BLOCKS)
+    num_blocks = min(num_data, MAX_BLOCKS)
     has_missing = observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
@@ -154,9 +153,9 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                _gram_of_row(scaled, observed[n], active, _ever_active(words, row, union, active), near, own)
+                _gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
-                count = _active(words, row, c, active)
+                count = active_latents(words, row, c, active)
                 out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
 
 
@@ -196,12 +195,12 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, to
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                _gram_of_row(scaled, observed[n], active, _ever_active(words, row, union, active), near, own)
+                _gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 weight = weights[n, c]
                 if weight == 0.0:
                     continue
-                count = _active(words, row, c, active)
+                count = active_latents(words, row, c, active)
                 _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
                 for a in range(count):
                     total[n, active[a]] += weight

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -13,11 +12,11 @@ import numpy as np
 import torch
 
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.forks import is_forked
 
 _SMALL = 2**14
 # The cost of kernels that are worth all threads on any arrays.
 HEAVY = _SMALL
-_is_forked = False
 
 
 def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -41,7 +40,7 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
 
         @functools.wraps(function)
         def call(*arguments: Any) -> Any:
-            if _is_forked:
+            if is_forked():
                 return serial()(*arguments)
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
@@ -67,13 +66,12 @@ def _renamed(function: Callable[..., Any]) -> Callable[..., Any]:
     return duplicate
 
 
-def _enter_child() -> None:
-    # Torch, too, would wait for threads that stayed behind; its data loaders set the same in their workers.
-    global _is_forked
-    _is_forked = True
-    if torch.get_num_threads() > 1:
-        torch.set_num_threads(1)
+def _start_threads() -> None:
+    """Starts numba's threads: this resets the number of threads of the OpenMP runtime, which torch shares, so it is put back, once."""
+    num_threads = torch.get_num_threads()
+    numba.get_num_threads()
+    torch.set_num_threads(num_threads)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_enter_child)
+if not is_forked():
+    _start_threads()

@@ -1,28 +1,65 @@
 """Compiled kernels behind :mod:`pyro_truncated.ops.values`."""
 
+from __future__ import annotations
+
 import numpy as np
-from llvmlite import ir
-from numba import prange, types
-from numba.extending import intrinsic
+import torch
+from numba import prange
+from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.random import STEP, stream, uniform
 from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.walk import trailing_zeros
+from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.vectorised import values as vectorised
+
+_TYPES = (torch.uint8, torch.int8, torch.int32, torch.int64, torch.float32, torch.float64)
 
 
-@intrinsic
-def trailing_zeros(typing_context, word):
-    """Number of zero bits below the lowest set bit of a non-zero int64, in one machine instruction."""
+def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
+    """See :func:`pyro_truncated.ops.unpack`; types that are not compiled are unpacked by torch."""
+    if dtype not in _TYPES:
+        return vectorised.unpack(words, fields, dtype)
+    rows = words.contiguous().view(-1, fields.num_words)
+    out = torch.empty(len(rows), fields.num_latents, dtype=dtype, device="cpu")
+    if fields.is_binary:
+        _unpack_bits(rows.numpy(), out.numpy())
+    else:
+        _unpack_fields(rows.numpy(), fields.word.numpy(), fields.shift.numpy(), fields.masks.numpy(), out.numpy())
+    return out.view(*words.shape[:-1], fields.num_latents)
 
-    def generate(context, builder, signature, arguments):
-        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
 
-    return types.int64(types.int64), generate
+def first_beyond(words: Tensor, beyond: int) -> int:
+    """Position of the first state, counted through all rows, whose last word has any of the given bits; -1 if there is none."""
+    return _first_beyond(words.numpy(), beyond)
+
+
+def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tensor:
+    """See :func:`pyro_truncated.ops.activation_probabilities`, of binary latents."""
+    out = torch.zeros(words.shape[0], fields.num_latents, dtype=torch.float64, device="cpu")
+    _add_weights_of_bits(words.contiguous().numpy(), weights.detach().contiguous().numpy(), out.numpy())
+    return out.to(weights.dtype)
+
+
+def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple[Tensor, int]:
+    """See :func:`pyro_truncated.ops.value_probabilities`; also how many values are none of their latents'."""
+    out = torch.zeros(len(words), fields.num_latents, fields.num_values, dtype=torch.float64, device="cpu")
+    states, shares = words.contiguous().numpy(), weights.detach().contiguous().numpy()
+    tables = (table.numpy() for table in (fields.word, fields.shift, fields.masks, fields.cardinality))
+    num_invalid = _add_weights_of_values(states, shares, *tables, out.numpy())
+    return out.to(weights.dtype), num_invalid
+
+
+def draw_values(tails: Tensor, num_samples: int, fields: Fields, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
+    out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device="cpu")
+    _draw_values(tails.numpy(), fields.word.numpy(), fields.shift.numpy(), seed, out.numpy())
+    return out
 
 
 @njit(cache=True, nogil=True)
-def first_beyond(words, beyond):
-    """Position of the first state, counted through all rows, whose last word has any of the given bits; -1 if there is none."""
+def _first_beyond(words, beyond):
     num_rows, num_states, num_words = words.shape
     for n in range(num_rows):
         for c in range(num_states):
@@ -32,7 +69,7 @@ def first_beyond(words, beyond):
 
 
 @parallel_kernel()
-def unpack_bits(words, out):
+def _unpack_bits(words, out):
     """Bits of ``words`` ``(R, W)`` as numbers ``(R, L)``, one bit per latent."""
     num_latents = out.shape[1]
     for r in prange(len(words)):
@@ -44,7 +81,7 @@ def unpack_bits(words, out):
 
 
 @parallel_kernel()
-def unpack_fields(words, word, shift, mask, out):
+def _unpack_fields(words, word, shift, mask, out):
     """Fields of ``words`` ``(R, W)`` as numbers ``(R, L)``."""
     for r in prange(len(words)):
         for h in range(len(word)):
@@ -52,7 +89,7 @@ def unpack_fields(words, word, shift, mask, out):
 
 
 @parallel_kernel()
-def add_weights_of_bits(words, weights, out):
+def _add_weights_of_bits(words, weights, out):
     """Adds each state's weight to ``out`` ``(N, L)`` wherever its bit is set."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
@@ -66,7 +103,7 @@ def add_weights_of_bits(words, weights, out):
 
 
 @parallel_kernel()
-def add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
+def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
     """Adds each state's weight to ``out`` ``(N, L, V)`` at its values; returns how many values are none of their latents'."""
     num_data, num_states, _ = words.shape
     num_invalid = 0
@@ -82,7 +119,7 @@ def add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
 
 
 @parallel_kernel()
-def draw_values(tails, word, shift, seed, out):
+def _draw_values(tails, word, shift, seed, out):
     """Independent latents by inversion: the value is the number of tail probabilities ``P(value > v)`` above a uniform number."""
     num_data, num_samples, num_words = out.shape
     for n in prange(num_data):

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from pyro_truncated.states.space import StateSpace
-
-_BLOCK_ENTRIES = 2**23
+from pyro_truncated.ops.budget import blocks_of_rows
+from pyro_truncated.ops.fields import Fields, pack
+from pyro_truncated.ops.vectorised.values import unpack
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: int) -> Tensor:
@@ -30,36 +28,36 @@ def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: 
     return order.gather(1, rank.gather(1, order).argsort(dim=1, stable=True))[:, :num_parents]
 
 
-def cross(parents: Tensor, space: StateSpace, seed: int) -> Tensor:
+def cross(parents: Tensor, fields: Fields, seed: int) -> Tensor:
     """Both offspring of every pair of parents, pair after pair."""
     device = parents.device
     generator = torch.Generator(device).manual_seed(seed)
     num_data, num_parents, num_words = parents.shape
     first, second = torch.triu_indices(num_parents, num_parents, 1, device=device)
-    cut = torch.randint(1, space.num_latents, (num_data, len(first), 1), generator=generator, device=device)
+    cut = torch.randint(1, fields.num_latents, (num_data, len(first), 1), generator=generator, device=device)
     position = torch.arange(num_words, device=device)
-    word, shift = space.word.to(device)[cut], space.shift.to(device)[cut]
+    word, shift = fields.word.to(device)[cut], fields.shift.to(device)[cut]
     tail = torch.where(position > word, -1, torch.where(position < word, 0, ~((1 << shift) - 1)))
     a, b = parents[:, first], parents[:, second]
     swapped = (a ^ b) & tail
     return torch.stack([a ^ swapped, b ^ swapped], 2).flatten(1, 2)
 
 
-def flip_random(words: Tensor, space: StateSpace, seed: int) -> Tensor:
+def flip_random(words: Tensor, fields: Fields, seed: int) -> Tensor:
     """Changes one latent of every state."""
     generator = torch.Generator(words.device).manual_seed(seed)
 
     def change(values: Tensor) -> Tensor:
-        return _one_of(space, values, generator)
+        return _one_of(fields, values, generator)
 
-    return _mutate(words, space, change, generator)
+    return _mutate(words, fields, change, generator)
 
 
-def flip_sparse(words: Tensor, space: StateSpace, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
+def flip_sparse(words: Tensor, fields: Fields, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
     """Sparsity-driven flips, given the probabilities for every number of active binary latents."""
     device = words.device
     generator = torch.Generator(device).manual_seed(seed)
-    cardinality = space.cardinality.to(device)
+    cardinality = fields.cardinality.to(device)
     binary = cardinality == 2
     switch_on, switch_off = switch_on.to(device), switch_off.to(device)
 
@@ -69,30 +67,25 @@ def flip_sparse(words: Tensor, space: StateSpace, switch_on: Tensor, switch_off:
         probability = torch.where(on, switch_off[active], switch_on[active])
         probability = torch.where(binary, probability, torch.where(cardinality > 2, rate, 0.0))
         flips = torch.rand(values.shape, generator=generator, device=device, dtype=torch.double) < probability
-        return torch.where(flips.any(-1, keepdim=True), flips, _one_of(space, values, generator))
+        return torch.where(flips.any(-1, keepdim=True), flips, _one_of(fields, values, generator))
 
-    return _mutate(words, space, change, generator)
+    return _mutate(words, fields, change, generator)
 
 
-def _one_of(space: StateSpace, values: Tensor, generator: torch.Generator) -> Tensor:
+def _one_of(fields: Fields, values: Tensor, generator: torch.Generator) -> Tensor:
     """Marks one latent of more than one value per state, ``(n, C, L)`` booleans."""
-    mutable = space.mutable.to(values.device)
+    mutable = fields.mutable.to(values.device)
     index = torch.randint(len(mutable), (*values.shape[:-1], 1), generator=generator, device=values.device)
     return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, mutable[index], True)
 
 
-def _mutate(words: Tensor, space: StateSpace, change: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
+def _mutate(words: Tensor, fields: Fields, change: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
     """Moves the latents that ``change`` marks to another of their values, all of them equally probable, in blocks of data points."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    cardinality = space.cardinality.to(words.device)
-    for rows in _blocks(words, space):
-        values = space.unpack(words[rows], torch.int64)
+    cardinality = fields.cardinality.to(words.device)
+    for rows in blocks_of_rows(len(words), 32 * words.shape[1] * fields.num_latents):
+        values = unpack(words[rows], fields, torch.int64)
         step = torch.rand(values.shape, generator=generator, device=words.device) * (cardinality - 1)
         step = 1 + torch.minimum(step.long(), (cardinality - 2).clamp(min=0))
-        out[rows] = space.pack(torch.where(change(values), (values + step) % cardinality, values))
+        out[rows] = pack(torch.where(change(values), (values + step) % cardinality, values), fields)
     return out
-
-
-def _blocks(words: Tensor, space: StateSpace) -> Iterator[slice]:
-    size = max(1, _BLOCK_ENTRIES // max(1, words.shape[1] * space.num_latents))
-    return (slice(start, start + size) for start in range(0, words.shape[0], size))

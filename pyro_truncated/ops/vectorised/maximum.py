@@ -1,18 +1,19 @@
-"""Vectorised superpositions by maximum for any device."""
+"""Superpositions by maximum in plain torch, for any device."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.quadratic import _blocks
+from pyro_truncated.ops.unpacked import largest
+from pyro_truncated.ops.vectorised.blocks import blocks_of_states
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.maximum_error`."""
     value, weight, precision = value.double().unsqueeze(1), weight.double(), precision.double()
     errors = []
-    for _, states in _blocks(words, weight.shape[1], weight.numel(), torch.float64):
+    for _, states in blocks_of_states(words, weight.shape[1], weight.numel(), torch.float64):
         residual = torch.where(value.isnan(), 0.0, value - largest(states, weight))
         errors.append(residual.square() @ precision)
     return torch.cat(errors, 1)
@@ -27,7 +28,7 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     wins, sums = torch.zeros_like(weight), torch.zeros_like(weight)
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
     latents = torch.arange(num_latents, device=weight.device)
-    for where, states in _blocks(words, num_latents, weight.numel(), torch.float64):
+    for where, states in blocks_of_states(words, num_latents, weight.numel(), torch.float64):
         share = weights[:, where].double()
         active += (share.unsqueeze(-1) * states).sum(1)
         terms = weight * states.unsqueeze(-2)
@@ -39,8 +40,3 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
         wins += (is_observed.unsqueeze(-1) * per_datum).sum(0)
         sums += (data.unsqueeze(-1) * per_datum).sum(0)
     return active, prediction, wins, sums
-
-
-def largest(states: Tensor, weight: Tensor) -> Tensor:
-    """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
-    return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)

@@ -7,18 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.vectorised.piecewise import maximum_segments
+from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.ops.piecewise import maximum_segments
 
-_BLOCK_ENTRIES = 2**24
 # A cause that is on must not look as if it were off.
 _SMALLEST = 1e-300
 
 
 def gibbs(
     value: Tensor,
-    elements: Tensor,
+    weight: Tensor,
     precision: Tensor,
     prior: Sequence[Tensor],
+    selected: Tensor,
     start: Tensor,
     burn_in: int,
     sweeps: int,
@@ -28,9 +29,10 @@ def gibbs(
 
     Args:
         value: data, ``(N, D)``.
-        elements: dictionary elements of the selected causes, ``(N, K, D)``.
+        weight: dictionary, ``(D, H)``.
         precision: inverse noise variances, ``(D,)``.
-        prior: their prior log odds, and means and standard deviations of their slabs, ``(N, K)`` each.
+        prior: prior log odds of the selected causes, and means and standard deviations of their slabs, ``(N, K)`` each.
+        selected: the selected causes, ``(N, K)``.
         start: their coefficients, ``(N, K)``.
         burn_in: sweeps before the first one kept.
         sweeps: sweeps kept.
@@ -42,7 +44,7 @@ def gibbs(
     """
     generator = torch.Generator(value.device).manual_seed(seed)
     coefficients, rows = start.clone(), torch.arange(len(value), device=value.device)
-    log_odds, mean, deviation = prior
+    (log_odds, mean, deviation), elements = prior, weight.mT[selected]
     draws, total = [], torch.zeros_like(start)
     for sweep in range(burn_in + sweeps):
         order = torch.rand(start.shape, generator=generator, device=value.device).argsort(1)
@@ -76,7 +78,7 @@ def statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tensor) -
     # One place more, for the dimensions that no cause wins.
     products = value.new_zeros(num_observed, num_latents + 1)
     squares, errors = torch.zeros_like(products), value.new_zeros(num_observed)
-    rows = max(1, _BLOCK_ENTRIES // (draws.shape[1] * draws.shape[2] * num_observed))
+    rows = rows_per_block(16 * draws.shape[1] * draws.shape[2] * num_observed)
     blocks = (tensor.split(rows) for tensor in (value, selected, draws))
     for data, chosen, coefficients in zip(*blocks, strict=True):
         offers = coefficients.unsqueeze(-1) * weight.mT[chosen].unsqueeze(1)

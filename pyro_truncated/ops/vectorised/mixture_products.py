@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.budget import rows_per_block
+
 Factors = tuple[Tensor, ...]
 
 
-def products(factors: Factors, num_sharp: int, summed: bool, memory_budget: int = 2**28) -> Tensor:
+def products(factors: Factors, num_sharp: int, summed: bool) -> Tensor:
     """See :func:`pyro_truncated.ops.mixture_products.mixture_products`; ``(N, P)``, or ``(P,)`` if ``summed``."""
     del num_sharp  # A constant part of weight zero costs nothing extra here.
     out = factors[0].new_zeros(*(() if summed else (len(factors[0]),)), factors[4].shape[1])
-    for rows, columns, block in _blocks(factors, memory_budget):
+    for rows, columns, block in _blocks(factors):
         found = _factor(block)[0].prod(0)
         if summed:
             out[columns] += found.sum(0)
@@ -23,22 +25,22 @@ def products(factors: Factors, num_sharp: int, summed: bool, memory_budget: int 
     return out
 
 
-def gradients(factors: Factors, num_sharp: int, weight: Tensor, memory_budget: int = 2**28) -> tuple[Tensor, ...]:
+def gradients(factors: Factors, num_sharp: int, weight: Tensor) -> tuple[Tensor, ...]:
     """Gradients of ``sum(weight * products)`` in all seven factors; a weight ``(P,)`` stands for all rows."""
     del num_sharp
     found = tuple(torch.zeros_like(factor) for factor in factors)
     weight = weight.reshape(-1, weight.shape[-1])
-    for rows, columns, block in _blocks(factors, memory_budget):
+    for rows, columns, block in _blocks(factors):
         part = _gradients(block, weight[rows if len(weight) > 1 else slice(None), columns])
         for index, value in enumerate(part):
             found[index][rows if index < 4 else slice(None), columns if index >= 4 else slice(None)] += value
     return found
 
 
-def _blocks(factors: Factors, memory_budget: int) -> Iterator[tuple[slice, slice, Factors]]:
+def _blocks(factors: Factors) -> Iterator[tuple[slice, slice, Factors]]:
     """Rows and columns whose ``(Q, rows, columns)`` temporaries fit the budget, and the factors restricted to them."""
     (num_rows, num_dims), num_columns = factors[0].shape, factors[4].shape[1]
-    entries = max(1, memory_budget // (8 * factors[0].element_size() * max(1, num_dims)))
+    entries = rows_per_block(8 * factors[0].element_size() * max(1, num_dims))
     width = min(num_columns, entries)
     height = max(1, entries // max(1, width))
     for row in range(0, num_rows, height):

@@ -9,66 +9,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_BLOCK_BYTES = 2**27
+from pyro_truncated.ops.budget import blocks_of_rows
+from pyro_truncated.ops.canvas import Canvas, SceneParameters
+from pyro_truncated.ops.unpacked import normal_log_density
+
 _TINY = 1e-300
 
 
-def _rows_per_block(places: Tensor, images: Tensor) -> int:
-    per_row = 8 * 8 * places.shape[1] * places.shape[2] * images.shape[1]
-    return max(1, _BLOCK_BYTES // max(1, per_row))
-
-
-def log_prob(
-    places: Tensor,
-    rank: Tensor | None,
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    pixels: Tensor,
-) -> Tensor:
+def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities ``(N, C)``; see :func:`pyro_truncated.ops.scenes.scene_log_prob`. Differentiable by torch itself."""
-    step = _rows_per_block(places, images)
+    images, (features, masks, variance, background, background_variance) = images.double(), _doubles(scene)
     blocks = []
-    for rows in (slice(start, start + step) for start in range(0, max(1, len(places)), step)):
+    for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
         ranks = None if rank is None else rank[rows]
-        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, pixels)
+        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas.pixels)
         share, rest = _shares(alpha, ranks)
         blocks.append(behind.sum(-1, keepdim=True) + _mixture(share, rest, ratio).sum(-1))
     return torch.cat(blocks)
 
 
 def statistics(
-    places: Tensor,
-    rank: Tensor | None,
-    weights: Tensor,
-    images: Tensor,
-    features: Tensor,
-    masks: Tensor,
-    variance: Tensor,
-    background: Tensor,
-    background_variance: Tensor,
-    pixels: Tensor,
+    places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :class:`pyro_truncated.ops.scenes.SceneStatistics`."""
+    """See :class:`pyro_truncated.ops.canvas.SceneStatistics`."""
+    images, weights, (features, masks, variance, background, background_variance) = images.double(), weights.double(), _doubles(scene)
     (num_objects, num_entries), channels = masks.shape, images.shape[-1]
     owned = images.new_zeros(num_objects, num_entries, channels + 2)
     on, present = images.new_zeros(num_objects, num_entries), images.new_zeros(num_objects)
     rest_sums = images.new_zeros(channels + 2)
-    step = _rows_per_block(places, images)
-    for rows in (slice(start, start + step) for start in range(0, len(places), step)):
+    for rows in blocks_of_rows(len(places), _bytes_per_row(places, images)):
         image, ranks = images[rows], None if rank is None else rank[rows]
         behind = normal_log_density(image, background, background_variance)
-        alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, pixels)
+        alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, canvas.pixels)
         share, rest = _shares(alpha, ranks)
         density = _mixture(share, rest, ratio)
         weight = weights[rows, :, None, None]
         responsibility = share * (ratio - density.unsqueeze(2)).exp()
         switched = _switched_on(alpha, (ratio - density.unsqueeze(2)).exp(), share, ranks)
-        under = pixels.to(places.device)[places[rows].clamp(min=0).long()]
+        under = canvas.pixels.to(places.device)[places[rows].clamp(min=0).long()]
         colours = torch.cat([torch.ones_like(image[..., :1]), image, image.square().sum(-1, keepdim=True)], -1)
         here = (places[rows] >= 0).unsqueeze(-1)
         shares = (weight * responsibility).gather(3, under) * here
@@ -79,29 +58,6 @@ def statistics(
         left = weights[rows].sum(1, keepdim=True) - (weight * responsibility).sum((1, 2))
         rest_sums += torch.einsum("np,npf->f", left, colours)
     return owned, on, present, rest_sums
-
-
-def scan(
-    images: Tensor, energy: Tensor, features: Tensor, masks: Tensor, variance: Tensor, logits: Tensor, used: Tensor, pixels: Tensor
-) -> Tensor:
-    """See :func:`pyro_truncated.ops.scenes.scan_places`; ``energy`` is ``-log p_0``, ``logits`` hold the objects' constants."""
-    pixels = pixels.to(images.device)
-    out = images.new_empty(len(images), len(features), len(pixels), dtype=torch.float32)
-    step = max(1, _BLOCK_BYTES // (16 * pixels.numel() * images.shape[-1]))
-    for start in range(0, len(images), step):
-        rows = slice(start, start + step)
-        under, behind = images[rows][:, pixels].double(), energy[rows][:, pixels]
-        for h, (feature, mask) in enumerate(zip(features.double(), masks.double(), strict=True)):
-            ratio = behind + logits[h] - 0.5 * (under - feature).square().sum(-1) / variance
-            terms = torch.log1p(-mask) + torch.nn.functional.softplus(ratio)
-            out[rows, h] = (terms * used[h]).sum(-1).float()
-    return out
-
-
-def normal_log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
-    """Log density of an isotropic normal distribution over the last dimension."""
-    error = (value - mean).square().sum(-1)
-    return -0.5 * (error / variance + value.shape[-1] * (2 * math.pi * variance).log())
 
 
 def _layers(
@@ -160,3 +116,12 @@ def _rule(num_objects: int) -> list[tuple[float, float]]:
     """Nodes and weights of a Gauss-Legendre rule on the unit interval that is exact for so many objects."""
     nodes, weights = np.polynomial.legendre.leggauss((num_objects + 1) // 2)
     return [(float(node + 1) / 2, float(weight) / 2) for node, weight in zip(nodes, weights, strict=True)]
+
+
+def _doubles(scene: SceneParameters) -> SceneParameters:
+    return SceneParameters(*(tensor.double() for tensor in scene))
+
+
+def _bytes_per_row(places: Tensor, images: Tensor) -> int:
+    """Of sixteen tensors with a number per state, object and pixel."""
+    return 16 * 8 * places.shape[1] * places.shape[2] * images.shape[1]

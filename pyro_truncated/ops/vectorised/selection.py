@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.words import take
+
 
 def repeated(words: Tensor) -> Tensor:
     """Marks the states ``(N, C)`` that equal an earlier state of their row."""
@@ -12,7 +14,7 @@ def repeated(words: Tensor) -> Tensor:
     # Stable sorts by one word after the other leave equal states side by side, the earliest first.
     for word in words.unbind(-1):
         order = order.gather(1, word.gather(1, order).argsort(dim=1, stable=True))
-    ordered = words.gather(1, order.unsqueeze(-1).expand_as(words))
+    ordered = take(words, order)
     equal = torch.zeros_like(order, dtype=torch.bool)
     equal[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]).all(-1)
     return torch.empty_like(equal).scatter_(1, order, equal)
@@ -30,4 +32,4 @@ def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_
     order = log_joint.argsort(dim=1, descending=True, stable=True)
     order = order.gather(1, surplus.gather(1, order).byte().argsort(dim=1, stable=True))
     chosen = order[:, :size].sort(dim=1).values
-    return words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, words.shape[-1])), log_joint.gather(1, chosen), -1
+    return take(words, chosen), log_joint.gather(1, chosen), -1

@@ -1,0 +1,55 @@
+"""One memory budget for all temporaries: whoever works in blocks asks here how large they may be."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+DEFAULT_BUDGET = 2**28
+_budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
+
+
+@contextlib.contextmanager
+def memory_budget(num_bytes: int | None) -> Iterator[None]:
+    """A context in which the temporaries of a block take about so many bytes at most, whatever else runs in other threads and tasks.
+
+    Results differ by rounding only: sums are taken block by block.
+
+    Args:
+        num_bytes: the budget; ``None`` leaves it as it is. The default outside of any context is 2**28, 256 MiB.
+
+    Raises:
+        ValueError: if it is not positive.
+    """
+    if num_bytes is None:
+        yield
+        return
+    if num_bytes < 1:
+        raise ValueError(f"a memory budget must be a positive number of bytes; got {num_bytes}")
+    token = _budget.set(num_bytes)
+    try:
+        yield
+    finally:
+        _budget.reset(token)
+
+
+def current_budget() -> int:
+    """Bytes that the temporaries of one block may take, in this thread and task."""
+    return _budget.get()
+
+
+def rows_per_block(bytes_per_row: int, num_bytes: int | None = None) -> int:
+    """How many rows the temporaries of a block may hold: as many as fit the budget, and at least one.
+
+    Args:
+        bytes_per_row: bytes of all temporaries of a row.
+        num_bytes: the budget; default: the one in force.
+    """
+    return max(1, (_budget.get() if num_bytes is None else num_bytes) // max(1, bytes_per_row))
+
+
+def blocks_of_rows(num_rows: int, bytes_per_row: int) -> Iterator[slice]:
+    """Slices of successive rows that fit the budget, see :func:`rows_per_block`; none if there are no rows."""
+    size = rows_per_block(bytes_per_row)
+    return (slice(start, start + size) for start in range(0, num_rows, size))

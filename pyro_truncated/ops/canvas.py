@@ -1,0 +1,109 @@
+"""What scenes of objects are made of: sizes, objects and background, and the sums that M-steps need."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Canvas:
+    """Sizes of images and templates, and where templates may lie.
+
+    Attributes:
+        height: rows of an image.
+        width: columns of an image.
+        template_height: rows of a template.
+        template_width: columns of a template.
+        wrap: whether a template that leaves the canvas on one side comes back on the other; otherwise it lies inside.
+
+    Raises:
+        ValueError: if a size is not positive or templates are larger than images.
+    """
+
+    height: int
+    width: int
+    template_height: int
+    template_width: int
+    wrap: bool = True
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.template_height <= self.height and 1 <= self.template_width <= self.width):
+            raise ValueError(
+                f"templates of {self.template_height} x {self.template_width} pixels do not fit on a canvas of {self.height} x {self.width}"
+            )
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the grid of places."""
+        if self.wrap:
+            return self.height, self.width
+        return self.height - self.template_height + 1, self.width - self.template_width + 1
+
+    @property
+    def num_places(self) -> int:
+        """Number of places ``L``."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def num_pixels(self) -> int:
+        """Number of pixels of an image, ``D``."""
+        return self.height * self.width
+
+    @property
+    def num_entries(self) -> int:
+        """Number of pixels of a template, ``T``."""
+        return self.template_height * self.template_width
+
+    @functools.cached_property
+    def pixels(self) -> Tensor:
+        """Index of the pixel under each template entry at each place, ``(L, T)`` int64."""
+        row, column = (torch.arange(size, device="cpu") for size in self.grid)
+        down, right = (torch.arange(size, device="cpu") for size in (self.template_height, self.template_width))
+        rows = (row[:, None, None, None] + down[:, None]) % self.height
+        columns = (column[:, None, None] + right) % self.width
+        return (rows * self.width + columns).reshape(self.num_places, self.num_entries)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Height and width of the canvas, the template and the grid."""
+        return self.height, self.width, self.template_height, self.template_width, *self.grid
+
+
+class SceneParameters(NamedTuple):
+    r"""Objects and background.
+
+    Attributes:
+        features: colours of the objects :math:`w`, ``(H, T, F)``.
+        masks: mask probabilities :math:`\alpha` in (0, 1), ``(H, T)``.
+        variance: :math:`\sigma^2`, a scalar.
+        background: mean colour of the background, ``(F,)``.
+        background_variance: variance of the background, a scalar.
+    """
+
+    features: Tensor
+    masks: Tensor
+    variance: Tensor
+    background: Tensor
+    background_variance: Tensor
+
+
+class SceneStatistics(NamedTuple):
+    r"""Who owns the pixels: sums over data points and states with weights :math:`w_{nc}`, float64.
+
+    Attributes:
+        owned: of the probability that the object owns the pixel under an entry, times one, the colours and the squared colours of the
+            pixel, ``(H, T, F + 2)``.
+        on: of the probability that a mask is on, ``(H, T)``.
+        present: over the states with the object, ``(H,)``.
+        background: of the probability that nothing owns a pixel, times one, the colours and the squared colours, ``(F + 2,)``.
+    """
+
+    owned: Tensor
+    on: Tensor
+    present: Tensor
+    background: Tensor

@@ -1,0 +1,173 @@
+"""Compiled CPU kernels for noisy-OR likelihoods of packed binary states.
+
+As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.walk import (
+    MAX_BLOCKS,
+    active_latents,
+    add_to_rows,
+    as_array,
+    as_words,
+    count_blocks,
+    ever_active,
+    gather,
+    padded,
+)
+
+# A sum over many factors' logarithms takes one logarithm per group of factors; a group's product below _TINY may have lost bits.
+_GROUP = 32
+_TINY = 1e-290
+
+
+def noisy_or_log_prob(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.noisy_or_log_prob`; float64 ``(N, C)``."""
+    complement, leak_complement = as_array(log_complement.mT), as_array(log_leak_complement)
+    out = value.new_empty(value.shape[0], words.shape[1], dtype=torch.float64)
+    weight, leak = -np.expm1(complement), -np.expm1(leak_complement)
+    _noisy_or_log_prob(as_words(words), as_array(value), as_array(linear), complement, weight, leak_complement, leak, out.numpy())
+    return out
+
+
+def noisy_or_statistics(
+    words: Tensor, weights: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.noisy_or_statistics`."""
+    num_data, (num_observed, num_latents) = value.shape[0], log_complement.shape
+    first = value.new_zeros(num_data, num_latents, dtype=torch.float64)
+    num_blocks = count_blocks(num_data, (num_latents + 1) * num_observed)
+    # The last row belongs to the leak: a latent that is always on.
+    ratio = value.new_zeros(num_blocks, num_latents + 1, num_observed, dtype=torch.float64)
+    weight, leak = -np.expm1(as_array(log_complement.mT)), -np.expm1(as_array(log_leak_complement))
+    _noisy_or_statistics(as_words(words), as_array(weights), as_array(value), weight, leak, first.numpy(), ratio.numpy())
+    ratio = ratio.sum(0).mT
+    return first, ratio[:, :-1], ratio[:, -1]
+
+
+@njit(cache=True, nogil=True)
+def _where(row, wanted, index):
+    """Positions at which ``row`` equals ``wanted``; returns how many."""
+    count = 0
+    for d in range(row.shape[0]):
+        index[count] = d
+        count += row[d] == wanted
+    return count
+
+
+@njit(cache=True, nogil=True, fastmath={"contract"})
+def _noisy_or(leak, weight, active, count, size, probability):
+    """``probability[j] = 1 - (1 - leak[j]) prod_h (1 - weight[h, j])`` over the active latents, summed from positive terms only.
+
+    Small probabilities so keep their precision.
+    """
+    for j in range(size):
+        probability[j] = leak[j]
+    for a in range(count):
+        row = weight[active[a]]
+        for j in range(size):
+            probability[j] += row[j] * (1.0 - probability[j])
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc"})
+def _sum_log(factors, size):
+    total = 0.0
+    for start in range(0, size, _GROUP):
+        stop = min(start + _GROUP, size)
+        product = 1.0
+        for j in range(start, stop):
+            product *= factors[j]
+        if product > _TINY:
+            total += np.log(product)
+        else:
+            for j in range(start, stop):
+                total += np.log(factors[j])
+    return total
+
+
+@parallel_kernel(cost=4)
+def _noisy_or_log_prob(words, value, linear, log_complement, weight, log_leak_complement, leak, out):
+    num_rows, num_candidates, num_words = words.shape
+    (num_data, num_observed), num_latents = value.shape, weight.shape[0]
+    num_blocks = min(num_data, MAX_BLOCKS)
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        index = np.empty(num_observed + 1, np.int64)
+        base = np.empty(num_latents)
+        near_weight = np.empty((num_latents, padded(num_observed)))
+        near_leak = np.empty(padded(num_observed))
+        probability = np.empty(padded(num_observed))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            num_used = ever_active(words, row, union, active)
+            # Pixels that are off contribute a term linear in the state.
+            count = _where(value[n], 0.0, index)
+            offset = 0.0
+            for j in range(count):
+                offset += log_leak_complement[index[j]]
+            for a in range(num_used):
+                h = active[a]
+                base[h] = linear[n, h]
+                for j in range(count):
+                    base[h] += log_complement[h, index[j]]
+            count = _where(value[n], 1.0, index)
+            gather(leak, index, count, 1.0, near_leak)
+            for a in range(num_used):
+                gather(weight[active[a]], index, count, 1.0, near_weight[active[a]])
+            for c in range(num_candidates):
+                num_active = active_latents(words, row, c, active)
+                energy = offset
+                for a in range(num_active):
+                    energy += base[active[a]]
+                _noisy_or(near_leak, near_weight, active, num_active, padded(count), probability)
+                out[n, c] = energy + _sum_log(probability, padded(count))
+
+
+# Dividing by the probability of an impossible observation gives infinity, not an exception.
+@parallel_kernel(cost=4, error_model="numpy")
+def _noisy_or_statistics(words, weights, value, weight, leak, first, ratio):
+    num_rows, num_candidates, num_words = words.shape
+    (num_data, num_observed), num_latents = value.shape, weight.shape[0]
+    num_blocks = ratio.shape[0]
+    for block in prange(num_blocks):
+        active, used = np.empty(64 * num_words + 1, np.int64), np.empty(64 * num_words + 1, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        index = np.empty(num_observed + 1, np.int64)
+        near_weight = np.empty((num_latents + 1, padded(num_observed)))
+        near_ratio = np.empty((num_latents + 1, padded(num_observed)))
+        near_leak = np.empty(padded(num_observed))
+        probability = np.empty(padded(num_observed))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            num_used = ever_active(words, row, union, used)
+            count = _where(value[n], 1.0, index)
+            size = padded(count)
+            gather(leak, index, count, 1.0, near_leak)
+            for a in range(num_used):
+                gather(weight[used[a]], index, count, 1.0, near_weight[used[a]])
+            used[num_used] = num_latents
+            for a in range(num_used + 1):
+                near_ratio[used[a], :size] = 0.0
+            for c in range(num_candidates):
+                if weights[n, c] == 0.0:
+                    continue
+                num_active = active_latents(words, row, c, active)
+                _noisy_or(near_leak, near_weight, active, num_active, size, probability)
+                for j in range(size):
+                    probability[j] = weights[n, c] / probability[j]
+                for a in range(num_active):
+                    first[n, active[a]] += weights[n, c]
+                active[num_active] = num_latents
+                add_to_rows(near_ratio, active, num_active + 1, probability, size)
+            for a in range(num_used + 1):
+                for j in range(count):
+                    ratio[block, used[a], index[j]] += near_ratio[used[a], j]

@@ -1,0 +1,101 @@
+"""What compiled kernels share that walk over the active latents of packed states: bits, padded rows, blocks of data points."""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+from torch import Tensor
+
+from pyro_truncated.ops.budget import current_budget
+from pyro_truncated.ops.compiled.compilation import njit
+
+# Data points are split into blocks whose number does not depend on that of the threads, so sums come out the same however many there are.
+MAX_BLOCKS = 64
+# Rows are padded to whole vector registers, so the compiler's inner loops have no scalar remainder.
+_LANES = 8
+
+
+def as_words(words: Tensor) -> np.ndarray:
+    """Packed states as a kernel takes them; states shared by all data points (an expanded tensor) stay one row."""
+    shared = words.shape[0] > 1 and words.stride(0) == 0
+    return (words[:1] if shared else words).contiguous().numpy()
+
+
+def as_array(tensor: Tensor) -> np.ndarray:
+    """The tensor's values in float64."""
+    return tensor.detach().double().contiguous().numpy()
+
+
+def count_blocks(num_data: int, accumulator_size: int) -> int:
+    """How many blocks each get an accumulator of so many numbers: as many as fit a small part of the memory budget, at least four."""
+    most = current_budget() // 32 // (8 * accumulator_size)
+    return max(1, min(num_data, MAX_BLOCKS, max(4, most)))
+
+
+@intrinsic
+def trailing_zeros(typing_context, word):
+    """Number of zero bits below the lowest set bit of a non-zero int64, in one machine instruction."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.cttz(arguments[0], ir.Constant(ir.IntType(1), 0))
+
+    return types.int64(types.int64), generate
+
+
+@njit(cache=True, nogil=True)
+def active_latents(words, n, c, active):
+    """Writes the indices of the set bits of state ``c`` of row ``n`` into ``active``, in ascending order; returns how many there are."""
+    count = 0
+    for w in range(words.shape[2]):
+        word = words[n, c, w]
+        while word != 0:
+            active[count] = 64 * w + trailing_zeros(word)
+            word &= word - 1
+            count += 1
+    return count
+
+
+@njit(cache=True, nogil=True)
+def ever_active(words, n, union, active):
+    """Like :func:`active_latents` for the union of all states of row ``n``; ``union`` is scratch ``(1, 1, W)``."""
+    union[:] = 0
+    for c in range(words.shape[1]):
+        for w in range(words.shape[2]):
+            union[0, 0, w] |= words[n, c, w]
+    return active_latents(union, 0, 0, active)
+
+
+@njit(cache=True, nogil=True)
+def padded(count):
+    """The number of entries of whole vectors that hold so many."""
+    return (count + _LANES - 1) // _LANES * _LANES
+
+
+@njit(cache=True, nogil=True)
+def gather(row, index, count, padding, out):
+    """Copies ``row[index[:count]]`` to the front of ``out`` and pads it to whole vectors."""
+    for j in range(count):
+        out[j] = row[index[j]]
+    for j in range(count, padded(count)):
+        out[j] = padding
+
+
+@njit(cache=True, nogil=True)
+def add_to_rows(table, rows, num_rows, addend, size):
+    """Adds a vector to some rows of a table."""
+    for a in range(num_rows):
+        row = table[rows[a]]
+        for j in range(size):
+            row[j] += addend[j]
+
+
+@njit(cache=True, nogil=True)
+def where_observed(row, index):
+    """Writes the positions of entries that are not NaN into ``index``, one longer than the row; returns how many there are."""
+    count = 0
+    for d in range(row.shape[0]):
+        index[count] = d
+        count += not np.isnan(row[d])
+    return count

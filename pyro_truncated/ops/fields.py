@@ -1,0 +1,102 @@
+"""Where latents lie in packed states."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.budget import rows_per_block
+
+WORD_BITS = 64
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fields:
+    """The bits of a packed state that belong to each latent: all that operations on states know of a state space.
+
+    Attributes:
+        word: word of each latent's field, ``(L,)`` int64, on the CPU as all others.
+        shift: lowest bit of each latent's field in its word, ``(L,)``.
+        bits: width of each latent's field, ``(L,)``.
+        cardinality: number of values of each latent, ``(L,)``.
+    """
+
+    word: Tensor
+    shift: Tensor
+    bits: Tensor
+    cardinality: Tensor
+
+    @functools.cached_property
+    def num_latents(self) -> int:
+        """Number of latents ``L``."""
+        return len(self.word)
+
+    @functools.cached_property
+    def num_words(self) -> int:
+        """Number of words ``W`` of a state."""
+        return int(self.word[-1]) + 1
+
+    @functools.cached_property
+    def num_values(self) -> int:
+        """The largest number of values of a latent, ``V``."""
+        return int(self.cardinality.max())
+
+    @functools.cached_property
+    def size(self) -> int:
+        """Number of states, a Python integer of any size."""
+        return math.prod(self.cardinality.tolist())
+
+    @functools.cached_property
+    def is_binary(self) -> bool:
+        """Whether every latent has two values."""
+        return bool((self.cardinality == 2).all())
+
+    @functools.cached_property
+    def mutable(self) -> Tensor:
+        """Positions of the latents of more than one value, int64."""
+        return (self.cardinality > 1).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def masks(self) -> Tensor:
+        """The lowest bits, as many as each latent's field has, ``(L,)`` int64."""
+        return (1 << self.bits) - 1
+
+    def rows(self, latents: Tensor) -> Tensor:
+        """Word, shift and cardinality of some latents, ``(3, M)``, as compiled kernels take them."""
+        return torch.stack([self.word[latents], self.shift[latents], self.cardinality[latents]])
+
+
+def pack(values: Tensor, fields: Fields) -> Tensor:
+    """Packs integer (or boolean) values ``(..., L)`` into words ``(..., W)`` of type int64.
+
+    Raises:
+        ValueError: if the last dimension is not the number of latents or a value lies outside its latent's range.
+    """
+    if values.shape[-1:] != (fields.num_latents,):
+        raise ValueError(f"values must end in a dimension of {fields.num_latents} latents; got shape {tuple(values.shape)}")
+    rows = values.reshape(-1, fields.num_latents)
+    words = torch.zeros(len(rows), fields.num_words, dtype=torch.int64, device=values.device)
+    cardinality, shift, word = (t.to(values.device) for t in (fields.cardinality, fields.shift, fields.word))
+    # In blocks, because eight bytes per value, and as many for their place, are many times what the packed states need.
+    size = rows_per_block(32 * fields.num_latents)
+    for start in range(0, len(rows), size):
+        block = rows[start : start + size].long()
+        if bool(((block < 0) | (block >= cardinality)).any()):
+            raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
+        # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
+        words[start : start + size].index_add_(1, word, block << shift)
+    return words.view(*values.shape[:-1], fields.num_words)
+
+
+def enumerate_states(fields: Fields, device: torch.device | str | None = None) -> Tensor:
+    """All states as words ``(size, W)``, the first latent varying fastest."""
+    rest = torch.arange(fields.size, device=device)
+    words = torch.zeros(fields.size, fields.num_words, dtype=torch.int64, device=device)
+    for word, shift, cardinality in zip(fields.word.tolist(), fields.shift.tolist(), fields.cardinality.tolist(), strict=True):
+        words[:, word] += (rest % cardinality) << shift
+        rest = rest // cardinality
+    return words

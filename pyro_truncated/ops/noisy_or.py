@@ -1,0 +1,100 @@
+"""Likelihoods of packed binary states under a noisy-OR, and what M-steps need of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.words import check_likelihood, check_weights
+
+
+def noisy_or_log_prob(
+    words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor | None = None
+) -> Tensor:
+    r"""Log probability of binary observations under a noisy-OR of the active latents.
+
+    .. math:: \log p(y_n \mid s) = \sum_d y_{nd} \log(1 - e^{\ell_d}) + (1 - y_{nd})\,\ell_d, \qquad
+        \ell_d = \log(1 - w_{0d}) + \sum_h s_h \log(1 - W_{dh}) = \log p(y_d = 0 \mid s).
+
+    An observation that is impossible under a state (:math:`y_d = 1`, :math:`\ell_d = 0`) gives exactly minus infinity. Differentiable once
+    in the parameters and in ``linear``. On the CPU a state costs a few multiplications per active latent and pixel that is on, and one
+    logarithm per 32 such pixels.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        value: observations in {0, 1}, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        log_complement: :math:`\log(1 - W)`, ``(D, H)``.
+        log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
+        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
+
+    Returns:
+        Log probabilities ``(N, C)`` of the type of ``log_complement``.
+
+    Raises:
+        ValueError: if the shapes do not fit or an observation is neither 0, 1 nor NaN.
+    """
+    _check_noisy_or(words, value, log_complement, log_leak_complement)
+    if linear is None:
+        linear = log_complement.new_zeros(1, log_complement.shape[1]).expand(len(value), -1)
+    elif linear.shape != (len(value), log_complement.shape[1]):
+        raise ValueError(f"linear must have shape (N, H) = {(len(value), log_complement.shape[1])}; got {tuple(linear.shape)}")
+    return _NoisyOrLogProb.apply(words, value, log_complement, log_leak_complement, linear)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def noisy_or_statistics(
+    words: Tensor, weights: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Expected causes of the pixels that are on, the sums an EM step and the gradient of :func:`noisy_or_log_prob` are made of.
+
+    With :math:`N_d(s) = 1 - e^{\ell_d(s)}` and weights :math:`w_{nc}`: the first moments :math:`\sum_c w_{nc} s`, the ratios
+    :math:`R_{dh} = \sum_n y_{nd} \sum_c w_{nc}\, s_h / N_d(s)`, and the same ratios of the leak,
+    :math:`\sum_n y_{nd} \sum_c w_{nc} / N_d(s)`.
+    States of weight zero are skipped, whatever they imply.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        weights: weights of the states, ``(N, C)``.
+        value: observations in {0, 1} or NaN where missing, ``(N, D)``.
+        log_complement: :math:`\log(1 - W)`, ``(D, H)``.
+        log_leak_complement: :math:`\log(1 - w_0)`, ``(D,)``.
+
+    Returns:
+        First moments ``(N, H)``, ratios ``(D, H)`` and ratios of the leak ``(D,)``, all float64.
+
+    Raises:
+        ValueError: if the shapes do not fit or an observation is neither 0, 1 nor NaN.
+    """
+    check_weights(words, weights)
+    _check_noisy_or(words, value, log_complement, log_leak_complement)
+    return backend("noisy_or", words).noisy_or_statistics(words, weights, value, log_complement, log_leak_complement)  # type: ignore[no-any-return]
+
+
+class _NoisyOrLogProb(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
+        ctx.save_for_backward(words, value, log_complement, log_leak_complement)
+        ctx.linear_type = linear.dtype
+        ctx.kernels = backend("noisy_or", words)
+        result = ctx.kernels.noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
+        return result.to(log_complement.dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
+        words, value, log_complement, log_leak_complement = ctx.saved_tensors
+        # d/dl of y log(1 - e^l) + (1 - y) l is 1 - y / N with N = 1 - e^l.
+        first, ratio, leak_ratio = ctx.kernels.noisy_or_statistics(words, grad, value, log_complement, log_leak_complement)
+        is_observed = (~value.isnan()).double()
+        grad_weight = is_observed.mT @ first - ratio
+        grad_leak = is_observed.mT @ grad.double().sum(1) - leak_ratio
+        return None, None, grad_weight.to(log_complement.dtype), grad_leak.to(log_leak_complement.dtype), first.to(ctx.linear_type)
+
+
+def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
+    check_likelihood(words, value, log_complement, log_leak_complement)
+    if not bool(((value == 0) | (value == 1) | value.isnan()).all()):
+        raise ValueError("observations of a noisy-OR must be 0, 1 or, where missing, NaN")

@@ -1,0 +1,73 @@
+"""What the likelihoods are made of, for states that are not packed: plain torch on any device, differentiable as often as one likes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def product(matrix: Tensor, vectors: Tensor) -> Tensor:
+    """Matrix ``(*batch, D, H)`` times vectors ``(*batch, H)``; one large product if all vectors share the matrix."""
+    return vectors @ matrix.mT if matrix.dim() == 2 else (matrix @ vectors.unsqueeze(-1)).squeeze(-1)
+
+
+def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
+    """``log p(y_d = 0 | s)`` of states ``(..., H)``; a weight of one (log complement minus infinity) acts only where its latent is on."""
+    is_certain = log_complement.isneginf()
+    result = log_leak_complement + product(log_complement.masked_fill(is_certain, 0.0), states)
+    if not bool(is_certain.any()):
+        return result
+    return result.masked_fill(product(is_certain.to(states.dtype), states) > 0, -torch.inf)
+
+
+def log1mexp(x: Tensor) -> Tensor:
+    r""":math:`\log(1 - e^x)` for :math:`x \le 0`, accurate at both ends; ``-inf``, with gradient zero, at 0."""
+    is_zero, is_near = x == 0, x > -0.6931471805599453
+    # Near zero 1 - e^x comes from expm1; far from zero the logarithm of a number close to one comes from log1p. Each branch sees
+    # harmless inputs where it is not taken, or its gradient there would turn into NaN.
+    near = torch.where(is_near & ~is_zero, x, -0.5).expm1().neg().log()
+    far = torch.where(is_near, -1.0, x).exp().neg().log1p()
+    return torch.where(is_near, near, far).masked_fill(is_zero, -torch.inf)
+
+
+def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Integrates out slabs :math:`z = \mu + \tau \odot e` with standard normal :math:`e`.
+
+    With :math:`t = b \odot \tau`, :math:`m = b \odot \mu` and the precision :math:`M = I + \mathrm{diag}(t)\, G\, \mathrm{diag}(t)` of the
+    posterior :math:`\mathcal N(M^{-1} u, M^{-1})` of :math:`e`, where :math:`u = t \odot (a - G m)`, the log density is
+
+    .. math:: m^\top a - \tfrac12 m^\top G m + \tfrac12 u^\top M^{-1} u - \tfrac12 \log |M|
+
+    plus terms that do not depend on the state. Nothing is divided by the slabs' variances, and latents that are off keep their prior.
+
+    Args:
+        states: indicators :math:`b`, ``(*batch, H)``.
+        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
+        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
+        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
+        deviation: standard deviations of the slabs :math:`\tau`, ``(*batch, H)``.
+
+    Returns:
+        The log density ``(*batch)``, the Cholesky factor of :math:`M` ``(*batch, H, H)``, and :math:`M^{-1} u` ``(*batch, H)``.
+    """
+    amplitude, spread = states * mean, states * deviation
+    field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
+    identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky(identity + spread.unsqueeze(-1) * gram * spread.unsqueeze(-2))
+    target = spread * field
+    solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
+    energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return energy, factor, solution
+
+
+def largest(states: Tensor, weight: Tensor) -> Tensor:
+    """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
+    return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)
+
+
+def normal_log_density(value: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log density of an isotropic normal distribution over the last dimension."""
+    error = (value - mean).square().sum(-1)
+    return -0.5 * (error / variance + value.shape[-1] * (2 * math.pi * variance).log())

@@ -1,0 +1,26 @@
+"""States unpacked a block at a time, under the memory budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.ops.vectorised.values import unpack_bits
+
+
+def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of candidates: where they are, and their states ``(N, c, H)``; at least one block, empty if need be.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        num_latents: number of binary latents ``H``.
+        width: a block holds a few tensors ``(N, c, max(H, width))``.
+        dtype: of the states.
+    """
+    size = rows_per_block(8 * words.shape[0] * max(num_latents, width))
+    for start in range(0, max(1, words.shape[1]), size):
+        where = slice(start, start + size)
+        yield where, unpack_bits(words[:, where], num_latents, dtype)

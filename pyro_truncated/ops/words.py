@@ -1,0 +1,97 @@
+"""What all operations on packed states share: what they accept, how states are chosen, and where randomness comes from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.fields import WORD_BITS
+
+
+def draw_seed(generator: torch.Generator | None = None) -> int:
+    """A random 63-bit integer from the generator (default: torch's global one) that seeds the stream of one operator call."""
+    device = "cpu" if generator is None else generator.device
+    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
+
+
+def take(words: Tensor, positions: Tensor) -> Tensor:
+    """The states of each data point at the given positions.
+
+    Args:
+        words: packed states ``(N, S, W)``, or anything else that has a row per state.
+        positions: which ones, ``(N, K)`` int64.
+
+    Returns:
+        ``(N, K, W)``.
+    """
+    return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+
+
+def check_words(name: str, words: Tensor) -> None:
+    """Refuses anything that is not ``(N, C, W)`` int64.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if words.dim() != 3 or words.dtype != torch.int64:
+        raise ValueError(f"{name} must be packed states (N, C, W) of type int64; got shape {tuple(words.shape)} of type {words.dtype}")
+
+
+def check_bits(words: Tensor, num_latents: int) -> None:
+    """Refuses states ``(N, C, W)`` that are not made of ``num_latents`` binary latents: kernels use set bits as positions of latents.
+
+    Raises:
+        ValueError: if the number of words is another, or bits are set beyond those of the last latent.
+    """
+    num_words = (num_latents + WORD_BITS - 1) // WORD_BITS
+    if words.shape[-1] != num_words:
+        raise ValueError(f"a state of {num_latents} binary latents fills {num_words} words; got words of shape {tuple(words.shape)}")
+    used = num_latents - WORD_BITS * (num_words - 1)
+    if used == WORD_BITS:
+        return
+    # States shared by all data points (an expanded tensor) are looked at once.
+    rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
+    first = backend("values", rows).first_beyond(rows, -1 << used)
+    if first >= 0:
+        raise ValueError(
+            f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
+            "it belongs to another state space"
+        )
+
+
+def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:
+    """The shape ``(N, M)`` of a matrix that has a row for each row of words.
+
+    Raises:
+        ValueError: if words are no packed states, or the matrix has another number of rows.
+    """
+    if words.dtype != torch.int64 or words.dim() != 3:
+        raise ValueError(f"words must be int64 of shape (N, C, W); got {words.dtype} of shape {tuple(words.shape)}")
+    if companion.dim() != 2 or len(companion) != len(words):
+        raise ValueError(f"{name} must have one row for each of the {len(words)} rows of words; got shape {tuple(companion.shape)}")
+    return companion.shape[0], companion.shape[1]
+
+
+def check_weights(words: Tensor, weights: Tensor) -> None:
+    """Refuses weights that are not ``(N, C)``, one per state.
+
+    Raises:
+        ValueError: naming both shapes.
+    """
+    check_rows(words, weights, "weights (N, C)")
+    if weights.shape != words.shape[:2]:
+        raise ValueError(f"weights must have shape {tuple(words.shape[:2])}, one per state; got {tuple(weights.shape)}")
+
+
+def check_likelihood(words: Tensor, value: Tensor, weight: Tensor, offset: Tensor) -> None:
+    """Refuses states, observations ``(N, D)``, a dictionary ``(D, H)`` and a vector ``(D,)`` that do not fit each other.
+
+    Raises:
+        ValueError: naming what does not fit.
+    """
+    _, num_observed = check_rows(words, value, "value (N, D)")
+    if weight.dim() != 2 or len(weight) != num_observed or offset.shape != (num_observed,):
+        expected = f"(D, H) and (D,) with D={num_observed}"
+        raise ValueError(f"parameters must have shapes {expected}; got {tuple(weight.shape)} and {tuple(offset.shape)}")
+    check_bits(words, weight.shape[1])
