@@ -13,7 +13,7 @@ import torch
 from pyro.infer.inspect import get_dependencies
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.runtime import _PYRO_STACK, effectful
 from pyro.poutine.trace_messenger import TraceMessenger
 
 from pyro_truncated.program.call import Call
@@ -84,9 +84,29 @@ def _later(trace: poutine.Trace, names: set[str]) -> set[str]:
     return set(sites[min(map(sites.index, names)) :]) - names
 
 
-def plates_around(own: Container[str]) -> list[Any]:
-    """The vectorised plates that are open and not the model's own: those of parallel particles and predictive draws."""
-    return [handler for handler in _PYRO_STACK if isinstance(handler, pyro.plate) and handler.dim is not None and handler.name not in own]
+class _OpenPlates(Messenger):
+    """Effect handler that answers which plates a site would lie in."""
+
+    def _pyro_post_open_plates(self, msg: Any) -> None:
+        # Every plate adds itself to every message.
+        msg["value"] = msg["cond_indep_stack"]
+
+
+@effectful(type="open_plates")
+def _open_plates() -> tuple[Any, ...]:
+    return ()
+
+
+def plates_around(own: Container[str], site: str | None = None) -> list[Any]:
+    """The vectorised plates, as their frames, that are open and not the model's own: those of parallel particles and predictive draws.
+
+    Args:
+        own: names of the model's plates.
+        site: the site that asks, where block handlers around may hide some and expose others.
+    """
+    with _OpenPlates():
+        frames: tuple[Any, ...] = _open_plates(name=site)
+    return [frame for frame in frames if frame.vectorized and frame.name not in own]
 
 
 def recorded_values(names: Collection[str], own: Container[str], depth: int) -> dict[str, Any]:
@@ -99,7 +119,8 @@ def recorded_values(names: Collection[str], own: Container[str], depth: int) -> 
             it moved to the left of all.
     """
     found: dict[str, Any] = {}
-    outer = [plate.dim for plate in plates_around(own) if plate.dim >= -depth]
+    outer = [plate.dim for plate in plates_around(own, next(iter(names), None)) if plate.dim >= -depth]
+    # Traces record in silence: no message asks them for what they hold, so that Pyro's private stack of handlers has to.
     for handler in _PYRO_STACK:
         if isinstance(handler, TraceMessenger):
             nodes: dict[str, Any] = {name: handler.trace.nodes[name] for name in names if name in handler.trace.nodes}

@@ -33,7 +33,10 @@ def isolated() -> Iterator[None]:
 
 @contextmanager
 def free_plate_dims() -> Iterator[None]:
-    """Lets plates take the dimensions they would take if no plate were open (parallel predictive draws open one, say)."""
+    """Lets plates take the dimensions they would take if no plate were open (parallel predictive draws open one, say).
+
+    Plates ask one private allocator for their dimensions, which no handler can stand in for, so that it is set aside here.
+    """
     held, _DIM_ALLOCATOR._stack = _DIM_ALLOCATOR._stack, []
     try:
         yield
