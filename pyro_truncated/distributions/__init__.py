@@ -28,7 +28,7 @@ __all__ = [
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).
 _ELSEWHERE = {
-    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior", "GivenActiveSet"), "pyro_truncated.gp.active_sets.likelihoods"),
+    **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior", "GivenActiveSet"), "pyro_truncated.gp.active_sets.distributions"),
     **dict.fromkeys(("DepthOrder", "OccludedScene", "Positions"), "pyro_truncated.scenes.occlusion"),
 }
 

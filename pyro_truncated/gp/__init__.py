@@ -1,7 +1,8 @@
 """Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
-from pyro_truncated.gp.active_sets.active_set import ActiveSet, JitterWarning
-from pyro_truncated.gp.active_sets.splits import ChosenSplits, Split, StratifiedSplits, UniformSplits, growing
+from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.splits import Split, UniformSplits, growing
+from pyro_truncated.gp.cholesky import JitterWarning
 from pyro_truncated.gp.data_kernels import (
     CountKernel,
     DataKernel,
@@ -23,25 +24,27 @@ from pyro_truncated.gp.data_kernels import (
     weisfeiler_lehman,
 )
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
+from pyro_truncated.gp.likelihoods import StudentT
+from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.subset import (
     AllNoiseWarning,
     CholQRSearch,
     ExchangeSearch,
-    GreedyVarianceSearch,
     InducingSubset,
-    InformativeVectorSearch,
-    KMeansSearch,
-    RandomSearch,
-    StudentT,
     SubsetGPRegression,
     SubsetSearch,
     SubsetSparseGPRegression,
     SubsetVariationalGP,
-    TitsiasSearch,
 )
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
+from pyro_truncated.gp.subset.published import (
+    GreedyVarianceSearch,
+    InformativeVectorSearch,
+    KMeansSearch,
+    RandomSearch,
+    TitsiasSearch,
+)
 from pyro_truncated.gp.uncertain.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
 from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_form, psi_statistics
 
@@ -49,7 +52,6 @@ __all__ = [
     "ActiveSet",
     "AllNoiseWarning",
     "CholQRSearch",
-    "ChosenSplits",
     "CountKernel",
     "DataKernel",
     "DenseCovariance",
@@ -81,8 +83,6 @@ __all__ = [
     "Sampling",
     "SpikeSlabInputs",
     "Split",
-    "StratifiedSplits",
-    "StreamingRegression",
     "StudentT",
     "SubsetGPRegression",
     "SubsetSearch",

@@ -19,9 +19,10 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.cholesky import stable_cholesky
+
 # 1 - |V_n|^2 of a data point that alone determines its prediction is zero but for rounding.
 _SMALLEST_SHARE = 1e-12
-_JITTERS = (0.0, 1e-10, 1e-8, 1e-6, 1e-4)
 
 
 class NoisyCovariance(abc.ABC):
@@ -153,79 +154,9 @@ class LowRankCovariance(NoisyCovariance):
         return scaled.square().sum() - explained
 
 
-class StreamingRegression:
-    r"""Low-rank Gaussian process regression whose data come, and whose targets change, a minibatch at a time.
-
-    In terms of features :math:`\phi` (rows of a factor :math:`L`), the process is linear regression with standard normal weights. Two
-    sums over the data, :math:`B = I + \sum_n \phi_n\phi_n^\top / \lambda_n` and :math:`M = \sum_n \phi_n R_n / \lambda_n`, determine
-    all predictions; the data need not be kept.
-
-    Args:
-        num_features: number of features ``Q``.
-        num_outputs: number of outputs ``P``.
-        dtype: floating point type.
-        device: where the sums live.
-    """
-
-    def __init__(
-        self, num_features: int, num_outputs: int, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None
-    ) -> None:
-        self.precision = torch.eye(num_features, dtype=dtype, device=device)
-        self.moment = torch.zeros(num_features, num_outputs, dtype=dtype, device=device)
-
-    def add(self, features: Tensor, targets: Tensor, noise: Tensor) -> None:
-        """New data points: features ``(n, Q)``, targets ``(n, P)``, noise variance (a scalar or ``(n,)``)."""
-        scaled = _over(features, noise)
-        self.precision = self.precision + scaled.mT @ features
-        self.moment = self.moment + scaled.mT @ targets
-
-    def replace(self, features: Tensor, old: Tensor, new: Tensor, noise: Tensor) -> None:
-        """New targets ``(n, P)`` in the place of the old ones for data points that were added before."""
-        self.moment = self.moment + _over(features, noise).mT @ (new - old)
-
-    def predict(self, features: Tensor) -> Tensor:
-        r"""Means :math:`\phi^\top B^{-1} M`, ``(m, P)``, at features ``(m, Q)``."""
-        return features @ self._solve(self.moment)
-
-    def leave_one_out(self, features: Tensor, targets: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        r"""Predictions for data points that were added, with these targets, each from all data but itself.
-
-        .. math:: \hat R_n = R_n - \frac{R_n - \phi_n^\top B^{-1} M}{1 - \phi_n^\top B^{-1} \phi_n / \lambda_n}
-
-        Returns:
-            Means ``(n, P)`` and variances ``(n,)``, noise included.
-        """
-        leverage = (features * self._solve(features.mT).mT).sum(-1) / noise
-        share = (1 - leverage).clamp(min=_SMALLEST_SHARE)
-        return targets - (targets - self.predict(features)) / share.unsqueeze(-1), noise / share
-
-    def _solve(self, columns: Tensor) -> Tensor:
-        return torch.cholesky_solve(columns, torch.linalg.cholesky(self.precision))
-
-
 def compress(targets: Tensor) -> Tensor:
     r"""A matrix of at most ``N`` columns with the same :math:`R R^\top` as the targets ``(N, P)``, all that a marginal likelihood needs."""
     if targets.shape[1] <= targets.shape[0]:
         return targets
     triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
     return triangle.mT
-
-
-def stable_cholesky(matrix: Tensor) -> Tensor:
-    """Cholesky factor of a positive semi-definite matrix; only if rounding makes that fail, of one with a slightly larger diagonal.
-
-    Raises:
-        ValueError: if no small addition helps, so that the matrix is no covariance matrix.
-    """
-    mean = matrix.detach().diagonal().mean()
-    for jitter in _JITTERS:
-        lifted = matrix if not jitter else matrix + torch.diag_embed((jitter * mean).expand(len(matrix)))
-        factor, info = torch.linalg.cholesky_ex(lifted)
-        if not int(info) and bool(factor.isfinite().all()):
-            found: Tensor = factor
-            return found
-    raise ValueError(f"the covariance matrix is not positive definite (mean of its diagonal: {float(mean):.3g}); check inputs and kernel")
-
-
-def _over(features: Tensor, noise: Tensor) -> Tensor:
-    return features / noise.expand(len(features)).unsqueeze(-1)

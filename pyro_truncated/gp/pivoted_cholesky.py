@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset.objective import independent_cholesky
+from pyro_truncated.gp.cholesky import independent_cholesky
+from pyro_truncated.gp.kernels.evaluation import Covariance
 from pyro_truncated.utils.counts import check_count
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13
 # Kernels copy their inputs in every call: with many dimensions, columns of likely next pivots are computed along with one that is due.
 _DIMENSIONS_PER_COLUMN, _MOST_COLUMNS = 64, 16
-
-
-class Covariance(Protocol):
-    """A covariance function, called as the kernels of :mod:`pyro.contrib.gp.kernels` are."""
-
-    def __call__(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances ``(N, M)`` of inputs ``(N, D)`` and ``(M, D)`` (default: with each other), or their diagonal ``(N,)``."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,26 +80,58 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     max_rank = check_count("max_rank", max_rank)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative; got {tolerance}")
-    residual = kernel(inputs, diag=True).clone()
-    enough, rounding = tolerance * residual.sum(), _ROUNDING * residual.max()
-    factor = residual.new_zeros(len(inputs), min(max_rank, len(inputs)))
+    ahead = min(max(1, inputs.shape[1] // _DIMENSIONS_PER_COLUMN), _MOST_COLUMNS)
+    prior = kernel(inputs, diag=True)
+    floor = (_ROUNDING * prior.max()).expand(len(prior))
+    return greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=tolerance * prior.sum(), ahead=ahead)
+
+
+def greedy_cholesky(
+    prior: Tensor,
+    columns: Callable[[Tensor], Tensor],
+    max_rank: int,
+    floor: Tensor,
+    *,
+    noise: float = 0.0,
+    enough: float | Tensor = 0.0,
+    ahead: int = 1,
+) -> PivotedCholesky:
+    """The factor by pivots of largest variance, each given (noisy) function values at those before, of a matrix given by its columns.
+
+    Args:
+        prior: the diagonal ``(N,)``.
+        columns: columns ``(N, b)`` of the matrix at positions ``(b,)``.
+        max_rank: largest number of pivots.
+        floor: variances ``(N,)`` at which an input is no pivot any more, because it depends on others.
+        noise: variance of noise in what is known at the pivots; without any, their variance vanishes.
+        enough: sum of variances at which it ends.
+        ahead: columns of likely next pivots that are computed along with one that is due.
+    """
+    residual = prior.clone()
+    factor = residual.new_zeros(len(residual), min(max_rank, len(residual)))
+    free = torch.ones_like(residual, dtype=torch.bool)
     pivots: list[int] = []
-    columns: dict[int, Tensor] = {}
-    ahead = min(max(1, inputs.shape[1] // _DIMENSIONS_PER_COLUMN), _MOST_COLUMNS, factor.shape[1])
-    while len(pivots) < factor.shape[1] and residual.sum() > enough and residual.max() > rounding:
-        rank, pivot = len(pivots), int(residual.argmax())
-        if pivot not in columns:
-            due = [pivot, *(other for other in residual.topk(ahead).indices.tolist() if other != pivot)][:ahead]
-            columns = dict(zip(due, kernel(inputs, inputs[due]).unbind(1), strict=True))
-        column = columns[pivot] - factor[:, :rank] @ factor[pivot, :rank]
-        # Rounding must not touch what is known: earlier pivots are explained, and the pivot's variance is the remaining one.
-        column[pivots] = 0.0
+    ready: dict[int, Tensor] = {}
+    while len(pivots) < factor.shape[1] and residual.sum() > enough:
+        left = torch.where(free & (residual > floor), residual, -torch.inf)
+        rank, pivot = len(pivots), int(left.argmax())
+        if not bool(left[pivot] > 0):
+            break
+        if pivot not in ready:
+            due = [pivot, *(other for other in left.topk(min(ahead, len(left))).indices.tolist() if other != pivot)][:ahead]
+            ready = dict(zip(due, columns(torch.tensor(due, device=prior.device)).unbind(1), strict=True))
+        column = ready[pivot] - factor[:, :rank] @ factor[pivot, :rank]
+        # Rounding must not touch what is known: the pivot's variance is the remaining one, and without noise earlier ones are explained.
+        if not noise:
+            column[pivots] = 0.0
         column[pivot] = residual[pivot]
-        factor[:, rank] = column / residual[pivot].sqrt()
+        factor[:, rank] = column / (residual[pivot] + noise).sqrt()
         residual = (residual - factor[:, rank] ** 2).clamp(min=0.0)
         pivots.append(pivot)
-        residual[pivots] = 0.0
-    chosen = torch.tensor(pivots, dtype=torch.int64, device=inputs.device)
+        free[pivot] = False
+        if not noise:
+            residual[pivots] = 0.0
+    chosen = torch.tensor(pivots, dtype=torch.int64, device=prior.device)
     return PivotedCholesky(factor[:, : len(pivots)].contiguous(), chosen, residual)
 
 

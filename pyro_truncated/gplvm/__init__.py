@@ -13,7 +13,7 @@ from pyro_truncated.gplvm.spike_slab.fitting import (
     switch_moves,
     update_switches,
 )
-from pyro_truncated.gplvm.spike_slab.inducing import InducingPosterior, Prediction
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior, Prediction
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.initialization import initialize
 from pyro_truncated.gplvm.spike_slab.latents_to_arviz import latents_to_arviz

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.k_means import k_means
+
 
 def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
     """Inputs for a :class:`PlaceRegression` in which images are alike where they show the same colours at about the same place.
@@ -48,9 +50,4 @@ def _palette(pixels: Tensor, number: int, most: int = 20_000, steps: int = 15) -
     colours = colours[:: max(1, len(colours) // most)]
     # From dark to bright, so that no draw is needed.
     centres = colours[colours.sum(-1).argsort()][(torch.arange(number) * (len(colours) - 1)) // max(1, number - 1)]
-    for _ in range(steps):
-        nearest = torch.cdist(colours, centres).argmin(1)
-        counts = torch.bincount(nearest, minlength=number).clamp(min=1).unsqueeze(-1)
-        sums = torch.zeros_like(centres).index_add_(0, nearest, colours)
-        centres = torch.where(torch.bincount(nearest, minlength=number).unsqueeze(-1) > 0, sums / counts, centres)
-    return torch.cat([background.unsqueeze(0), centres])
+    return torch.cat([background.unsqueeze(0), k_means(colours, centres, steps)])

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.gp import CholQRSearch, ExchangeSearch, smooth_rbf
 from pyro_truncated.gp.subset.objective import SubsetProblem
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch, random_subset
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, random_subset
 
 pytestmark = pytest.mark.benchmark
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from pyro_truncated.gp import DenseCovariance, LowRankCovariance, NoisyCovariance, StreamingRegression
-from pyro_truncated.gp.noisy_covariance import compress, stable_cholesky
+from pyro_truncated.gp import DenseCovariance, LowRankCovariance, NoisyCovariance
+from pyro_truncated.gp.noisy_covariance import compress
 
 N, Q, P = 25, 6, 4
 EXACT = {"rtol": 0, "atol": 1e-8}
@@ -92,50 +92,3 @@ def test_a_factor_of_full_rank_is_exact() -> None:
     full = LowRankCovariance(torch.linalg.cholesky(kernel_matrix + 1e-13 * torch.eye(N, dtype=torch.float64)), noise[0])
     for found, expected in zip(full.leave_one_out(targets), dense.leave_one_out(targets), strict=True):
         torch.testing.assert_close(found, expected, **EXACT)
-
-
-@pytest.mark.parametrize("name", ["low rank", "uneven"])
-class TestStreaming:
-    def test_batches_equal_all_at_once(self, name: str) -> None:
-        covariance, _, noise = problem(name)
-        assert isinstance(covariance, LowRankCovariance)
-        features, targets = covariance.factor, torch.rand(N, P, dtype=torch.float64)
-        stream = StreamingRegression(Q, P)
-        for rows in torch.arange(N).split(7):
-            stream.add(features[rows], targets[rows], noise[rows])
-        mean, variance = covariance.leave_one_out(targets)
-        found_mean, found_variance = stream.leave_one_out(features[3:9], targets[3:9], noise[3:9])
-        torch.testing.assert_close(found_mean, mean[3:9], **EXACT)
-        torch.testing.assert_close(found_variance, variance[3:9], **EXACT)
-        new = torch.randn(5, Q, dtype=torch.float64)
-        torch.testing.assert_close(stream.predict(new), new @ features.mT @ covariance.solve(targets), **EXACT)
-
-    def test_targets_change_a_batch_at_a_time(self, name: str) -> None:
-        covariance, _, noise = problem(name)
-        assert isinstance(covariance, LowRankCovariance)
-        features, targets = covariance.factor, torch.rand(N, P, dtype=torch.float64)
-        stream = StreamingRegression(Q, P)
-        stream.add(features, targets, noise)
-        changed = targets.clone()
-        changed[5:12] = torch.rand(7, P, dtype=torch.float64)
-        stream.replace(features[5:12], targets[5:12], changed[5:12], noise[5:12])
-        mean, _ = stream.leave_one_out(features, changed, noise)
-        torch.testing.assert_close(mean, covariance.leave_one_out(changed)[0], **EXACT)
-
-
-class TestStableCholesky:
-    def test_nothing_is_added_where_nothing_needs_to_be(self) -> None:
-        factor = torch.randn(N, N, dtype=torch.float64).tril()
-        matrix = factor @ factor.mT + torch.eye(N, dtype=torch.float64)
-        assert torch.equal(stable_cholesky(matrix), torch.linalg.cholesky(matrix))
-
-    def test_singular_matrices_are_lifted_a_little(self) -> None:
-        vector = torch.randn(N, 2, dtype=torch.float64)
-        matrix = vector @ vector.mT
-        found = stable_cholesky(matrix)
-        torch.testing.assert_close(found @ found.mT, matrix, rtol=0, atol=1e-6)
-
-    def test_no_covariance(self) -> None:
-        for matrix in (-torch.eye(3), torch.full((3, 3), torch.nan)):
-            with pytest.raises(ValueError, match="the covariance matrix is not positive definite"):
-                stable_cholesky(matrix)

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.gp import LeaveOneOutRegression
-from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, covariance
+from pyro_truncated.gp.kernels.evaluation import covariance_at
+from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box
 
 N, P = 30, 4
 EXACT = {"rtol": 0, "atol": 1e-8}
@@ -243,7 +244,7 @@ def test_works_where_gradients_are_off(data: tuple[Tensor, Tensor]) -> None:
 def test_covariance_at_other_parameters(data: tuple[Tensor, Tensor]) -> None:
     regression = LeaveOneOutRegression(data[0], "linear")
     (name,) = [name for name in regression.parameters if name != NOISE]
-    k = covariance(regression.kernel, {name: torch.tensor(2.0, dtype=torch.float64).log()})
+    k = covariance_at(regression.kernel, {name: torch.tensor(2.0, dtype=torch.float64).log()})
     torch.testing.assert_close(k(regression.inputs), 2 * regression.inputs @ regression.inputs.mT)
 
 
@@ -283,7 +284,7 @@ def test_kernels_leave_the_parameter_store_as_it_is():
     """SVI asks the parameters that a step has read for their unconstrained values after a search has evaluated kernels."""
     weight = pyro.param("weight", torch.ones(2))
     kernel = kernels.RBF(3)
-    covariance(kernel, {"variance_unconstrained": torch.zeros(()), "lengthscale_unconstrained": torch.zeros(())})(torch.randn(4, 3))
+    covariance_at(kernel, {"variance_unconstrained": torch.zeros(()), "lengthscale_unconstrained": torch.zeros(())})(torch.randn(4, 3))
     assert weight.unconstrained() is weight
     assert list(pyro.get_param_store().keys()) == ["weight"]
 

@@ -9,9 +9,7 @@ import torch
 from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp.active_sets.splits import (
-    ChosenSplits,
     Split,
-    StratifiedSplits,
     UniformSplits,
     growing,
     least_variance,
@@ -36,20 +34,6 @@ def test_uniform_epoch_is_a_partition(generator):
     assert all(len(split.active) == 2 for split in splits)
 
 
-def test_stratified_sets_are_proportional_and_even(generator):
-    """5000 draws: every inclusion probability is A / N within five standard errors, false alarms below 2e-5."""
-    strata = torch.tensor([0] * 5 + [1] * 10 + [2] * 15)[torch.randperm(30, generator=generator)]
-    splits = StratifiedSplits(strata, 15, 6, generator)
-    counts = torch.zeros(30)
-    for _ in range(5000):
-        active = splits.draw(6)
-        assert torch.equal(strata[active].bincount(minlength=3), torch.tensor([1, 2, 3]))
-        counts[active] += 1
-    assert float((counts / 5000 - 0.2).abs().max()) < 5 * (0.2 * 0.8 / 5000) ** 0.5
-    for split in splits.epoch():
-        assert len(set(split.indices.tolist())) == 15
-
-
 def left(kernel, latents, active, noise):
     """Mean predictive variance of the function given these points, by dense inverses."""
     with torch.no_grad():
@@ -66,18 +50,6 @@ def test_least_variance_takes_the_best_point_at_every_step(generator):
         others = [n for n in range(30) if n not in chosen[:step]]
         assert point == min(others, key=lambda n: left(kernel, latents, [*chosen[:step], n], 0.05))
     assert len(set(least_variance(kernel, latents, 30).tolist())) == 30
-
-
-def test_chosen_sets_explain_more_than_random_ones(generator):
-    latents = torch.randn(200, 2, dtype=torch.float64, generator=generator)
-    kernel = kernels.RBF(2, lengthscale=torch.tensor(0.5)).double()
-    splits = ChosenSplits(200, 60, 20, kernel=kernel, latents=lambda i: latents[i], generator=generator)
-    random = [left(kernel, latents, torch.randperm(200, generator=generator)[:20], 1e-2) for _ in range(200)]
-    found = list(splits.epoch())
-    assert len(found) == 4
-    for split in found:
-        assert len(set(split.indices.tolist())) == 60
-        assert left(kernel, latents, split.active, 1e-2) < sorted(random)[10]
 
 
 def test_pivots_fill_up_where_latents_repeat():
@@ -101,8 +73,6 @@ def test_impossible_sizes_are_refused():
         UniformSplits(10, 5, 6)
     with pytest.raises(ValueError, match="none stands for"):
         UniformSplits(10, 5, 5)
-    with pytest.raises(ValueError, match="at least 1 candidate"):
-        ChosenSplits(10, 5, 2, kernel=kernels.RBF(1), latents=lambda i: i, pool=0.5)
     with pytest.raises(ValueError, match="the number of candidates"):
         least_variance(kernels.RBF(1), torch.zeros(3, 1), 4)
     with pytest.raises(ValueError, match="sizes must satisfy"):
@@ -116,11 +86,6 @@ def test_rest_is_even_given_the_active_set(generator):
         split = Split(torch.tensor(order[:3]), 1)
         counts[split.active, split.rest] += 1
     assert torch.equal(counts, 12 * (1 - torch.eye(5)))
-
-
-def test_stratified_sets_are_not_empty():
-    with pytest.raises(ValueError, match="got num_active 0"):
-        StratifiedSplits(torch.zeros(10, dtype=torch.int64), 5, 0)
 
 
 def test_default_noise_of_least_variance_follows_the_scale_of_the_kernel(generator):

@@ -9,117 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Callable
 
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-# The least noise, relative to the prior variance, at which a factor has digits left to trust; measured for 400 points on a plane.
-_NOISE_FLOOR = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 1e-2}
-_ESCALATION = (0.0, 1.0, 10.0, 100.0, 1000.0)
-
-
-class JitterWarning(UserWarning):
-    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised."""
-
-
-def squared_distances(X: Tensor, Z: Tensor) -> Tensor:
-    """Squared Euclidean distances ``(*batch, N, M)`` of rows, accumulated in float64, where the expanded square keeps its digits."""
-    centre = Z.detach().double().mean(-2, keepdim=True)
-    X64, Z64 = X.double() - centre, Z.double() - centre
-    squares = X64.square().sum(-1).unsqueeze(-1) - 2 * X64 @ Z64.mT + Z64.square().sum(-1).unsqueeze(-2)
-    return squares.clamp(min=0.0).to(X.dtype)
-
-
-def _profile(kernel: kernels.Kernel) -> Callable[[Tensor], Tensor] | None:
-    """A stationary kernel as a function of the squared scaled distance, if it is one that is known."""
-    # By the exact type: a subclass may compute something else.
-    return _PROFILES.get(type(kernel))
-
-
-def _root(squares: Tensor) -> Tensor:
-    # At distance zero the root has no derivative, but the squared distance has one, which is zero.
-    positive = squares > 0
-    return torch.where(positive, torch.where(positive, squares, 1.0).sqrt(), 0.0)
-
-
-_PROFILES: dict[type, Callable[[Tensor], Tensor]] = {
-    kernels.RBF: lambda r2: (-0.5 * r2).exp(),
-    kernels.Exponential: lambda r2: (-_root(r2)).exp(),
-    kernels.Matern32: lambda r2: (1 + _root(3 * r2)) * (-_root(3 * r2)).exp(),
-    kernels.Matern52: lambda r2: (1 + _root(5 * r2) + 5 / 3 * r2) * (-_root(5 * r2)).exp(),
-}
-
-
-def covariance(kernel: kernels.Kernel, X: Tensor, Z: Tensor) -> Tensor:
-    """Kernel matrix ``(*batch, N, M)`` of latents ``(*batch, N, Q)`` and ``(*batch, M, Q)``.
-
-    Distances of the RBF and Matérn kernels of :mod:`pyro.contrib.gp` are taken in float64, others come from the kernel itself.
-    """
-    profile = _profile(kernel)
-    if profile is not None:
-        dims = list(kernel.active_dims)
-        scaled: Tensor = profile(squared_distances(X[..., dims] / kernel.lengthscale, Z[..., dims] / kernel.lengthscale))
-        matrix: Tensor = kernel.variance * scaled
-        return matrix
-    if X.dim() == 2 and Z.dim() == 2:
-        found: Tensor = kernel(X, Z)
-        return found
-    batch = torch.broadcast_shapes(X.shape[:-2], Z.shape[:-2])
-    rows, columns = (T.expand(batch + T.shape[-2:]).flatten(0, -3) for T in (X, Z))
-    many: Tensor = torch.func.vmap(lambda a, b: kernel(a, b))(rows, columns)
-    return many.reshape(batch + many.shape[-2:])
-
-
-def prior_variance(kernel: kernels.Kernel, X: Tensor) -> Tensor:
-    """Prior variances ``(*batch, N)`` of the function at latents ``(*batch, N, Q)``."""
-    if _profile(kernel) is not None:
-        constant: Tensor = kernel.variance
-        return constant.expand(X.shape[:-1])
-    found: Tensor = kernel(X.reshape(-1, X.shape[-1]), diag=True)
-    return found.reshape(X.shape[:-1])
-
-
-def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
-    r"""Cholesky factor of :math:`K + \sigma^2 I`, and the share of the mean prior variance that had to be added to the noise.
-
-    Nothing is added where the noise is above the floor of the floating point type (1e-5 of the mean prior variance in float32, 1e-10 in
-    float64) and the factorisation succeeds. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
-
-    Args:
-        covariance: kernel matrix ``(*batch, A, A)``.
-        noise: noise variance, a scalar.
-
-    Warns:
-        JitterWarning: if something was added.
-
-    Raises:
-        ValueError: if no addition helps, or the matrix holds NaN or infinity.
-    """
-    if not covariance.shape[-1]:
-        return covariance, 0.0
-    level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
-    floor = _NOISE_FLOOR.get(covariance.dtype, 1e-5)
-    missing = max(0.0, floor - float(noise.detach().max() / level))
-    for factor in _ESCALATION:
-        jitter = missing + factor * floor
-        lifted = covariance + torch.diag_embed((noise + jitter * level).expand(covariance.shape[:-1]))
-        cholesky, info = torch.linalg.cholesky_ex(lifted)
-        if not bool(info.any()) and bool(cholesky.detach().sum().isfinite()):
-            if jitter:
-                warnings.warn(
-                    f"the covariance of {covariance.shape[-1]} points is nearly singular in {covariance.dtype}: {jitter:.1g} of the prior "
-                    "variance was added to the noise of the active set. Use float64, or a larger noise.",
-                    JitterWarning,
-                    stacklevel=2,
-                )
-            return cholesky, jitter
-    raise ValueError(
-        f"the covariance matrix of {covariance.shape[-1]} points cannot be factorised (mean prior variance {float(level):.3g}, noise "
-        f"{float(noise.detach().max()):.3g}); check latents and kernel for NaN and infinity"
-    )
+from pyro_truncated.gp.cholesky import factorize
+from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 
 
 @dataclasses.dataclass(frozen=True)

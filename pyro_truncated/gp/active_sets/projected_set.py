@@ -8,7 +8,8 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.active_set import covariance, factorize, prior_variance
+from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky, stable_cholesky
+from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,12 +66,12 @@ class ProjectedSet:
         self.kernel, self.latents = kernel, statistics.latents
         self.noise = torch.as_tensor(noise).reshape(())
         prior = covariance(kernel, self.latents.double(), self.latents.double())
-        outer, _ = factorize(prior, 1e-8 * prior.diagonal().mean())
+        outer = inducing_cholesky(prior, FINE_JITTER)
         identity = torch.eye(len(outer), dtype=torch.float64, device=outer.device)
         # Everything is expressed in features L^-1 k_U*, in which the weights are well-conditioned; K_UU itself is not.
         self._whiten = torch.linalg.solve_triangular(outer, identity, upper=False)
         gram = self._whiten @ statistics.gram @ self._whiten.mT / self.noise.double()
-        inner, _ = factorize((gram + gram.mT) / 2, torch.ones((), dtype=torch.float64, device=gram.device))
+        inner = stable_cholesky(identity + (gram + gram.mT) / 2)
         moment = self._whiten @ statistics.moment / self.noise.double()
         self._shrink = torch.linalg.solve_triangular(inner, identity, upper=False)
         self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)

@@ -10,7 +10,7 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.active_set import covariance, prior_variance
+from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.gp.pivoted_cholesky import pivoted_cholesky
 from pyro_truncated.utils.counts import check_count, check_counts
 
@@ -109,14 +109,6 @@ class Splits(abc.ABC):
     def _permutation(self, size: int) -> Tensor:
         return torch.randperm(size, generator=self.generator)
 
-    def _with_rest(self, active: Tensor) -> Split:
-        """A minibatch of these active points and others drawn evenly from what is left."""
-        left = torch.ones(self.num_data, dtype=torch.bool)
-        left[active] = False
-        others = left.nonzero().squeeze(-1)
-        rest = others[self._permutation(len(others))[: self.batch_size - len(active)]]
-        return Split(torch.cat([active, rest]), len(active))
-
 
 class UniformSplits(Splits):
     """Uniformly random active sets, as in the paper: an epoch is a random partition of the data, the first points of a part are active.
@@ -129,78 +121,6 @@ class UniformSplits(Splits):
         order, size = self._permutation(self.num_data), self._size(number)
         for part in order.split(self.batch_size):
             yield Split(part if len(part) > 2 * size else torch.cat([part, order[: self.batch_size - len(part)]]), size)
-
-
-class StratifiedSplits(Splits):
-    """Active sets that hold every stratum (class, cluster) in proportion, up to one point, each data point with the same probability.
-
-    Args:
-        strata: stratum ``(N,)`` of each data point, integers.
-        batch_size: data points per minibatch.
-        num_active: size of the active set, or a function of the epoch.
-        generator: source of the randomness.
-    """
-
-    def __init__(self, strata: Tensor, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
-        super().__init__(len(strata), batch_size, num_active, generator)
-        if self._size(0) < 1:
-            raise ValueError("a stratified active set must hold a point at least; got num_active 0")
-        self.strata = strata.cpu()
-
-    def epoch(self, number: int = 0) -> Iterator[Split]:
-        """As many minibatches as cover the data once in number."""
-        for _ in range(-(-self.num_data // self.batch_size)):
-            yield self._with_rest(self.draw(self._size(number)))
-
-    def draw(self, size: int) -> Tensor:
-        """An active set: every ``N / size``-th data point in an order by stratum that is random within strata and in its start."""
-        order = self._permutation(self.num_data)
-        order = order[self.strata[order].argsort(stable=True)]
-        start = torch.rand((), generator=self.generator, dtype=torch.float64)
-        places = ((start + torch.arange(size, dtype=torch.float64)) * (self.num_data / size)).long().clamp(max=self.num_data - 1)
-        return order[places]
-
-
-class ChosenSplits(Splits):
-    """Active sets chosen out of a random pool by a criterion, anew for every minibatch.
-
-    Args:
-        num_data: number of data points.
-        batch_size: data points per minibatch.
-        num_active: size of the active set, or a function of the epoch.
-        kernel: the kernel whose value in ``choose`` counts at the time.
-        latents: called with positions ``(P,)``, returns the present latents ``(P, Q)`` of these data points.
-        choose: called as ``choose(kernel, latents, size)``, returns positions among these latents; default :func:`least_variance`.
-        pool: candidates per active point.
-        generator: source of the randomness.
-    """
-
-    def __init__(
-        self,
-        num_data: int,
-        batch_size: int,
-        num_active: Schedule,
-        *,
-        kernel: Kernel,
-        latents: Callable[[Tensor], Tensor],
-        choose: Choose | None = None,
-        pool: float = 3.0,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        super().__init__(num_data, batch_size, num_active, generator)
-        if pool < 1:
-            raise ValueError(f"pool must be at least 1 candidate per active point; got {pool}")
-        self.kernel, self.latents, self.pool = kernel, latents, pool
-        self.choose = least_variance if choose is None else choose
-
-    def epoch(self, number: int = 0) -> Iterator[Split]:
-        """As many minibatches as cover the data once in number."""
-        size = self._size(number)
-        for _ in range(-(-self.num_data // self.batch_size)):
-            candidates = self._permutation(self.num_data)[: min(self.num_data, round(self.pool * size))]
-            with torch.no_grad():
-                chosen = self.choose(self.kernel, self.latents(candidates), size)
-            yield self._with_rest(candidates[chosen.cpu()])
 
 
 def pivots(kernel: Kernel, latents: Tensor, size: int) -> Tensor:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from pyro import poutine
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
+from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.own_store import empty_store
 
 
 class InputKernel(DataKernel):
@@ -84,30 +83,11 @@ class PyroKernel(InputKernel):
 
     def between(self, first: Tensor, second: Tensor) -> Tensor:
         """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
-        return self._evaluate(first, second)
+        return evaluate(self.kernel, first, second)
 
     def variances(self, points: Tensor) -> Tensor:
         """Variances ``(a,)`` of points ``(a, D)``."""
-        return self._evaluate(points, diag=True)
-
-    def _evaluate(self, *points: Tensor, diag: bool = False) -> Tensor:
-        if poutine.runtime.am_i_wrapped():
-            # Inside a model: parameters may be random, and belong to the store.
-            return self._covariances(*points, diag=diag)
-        with poutine.block(), empty_store():
-            return self._covariances(*points, diag=diag)
-
-    def _covariances(self, *points: Tensor, diag: bool) -> Tensor:
-        kernel: Any = self.kernel
-        if type(self.kernel) is kernels.RBF and not diag:
-            # What a call of the kernel enters: random parameters are drawn once.
-            with kernel._pyro_context:
-                lengthscale, variance = kernel.lengthscale, kernel.variance
-            if not variance.dim() and lengthscale.dim() < 2:
-                first, second = (kernel._slice_input(some) for some in points)
-                return squared_exponential(first, second, lengthscale, variance)
-        found: Tensor = kernel(*points, diag=diag)
-        return found
+        return evaluate(self.kernel, points, diag=True)
 
 
 class GPyTorchKernel(InputKernel):
@@ -148,30 +128,6 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     spread = points.std(0, correction=0)
     lengthscale = 2 * dim**0.5 * torch.where(spread > 0, spread, torch.ones_like(spread))
     return PyroKernel(kernels.RBF(dim, points.new_ones(()), lengthscale), points)
-
-
-def squared_exponential(first: Tensor, second: Tensor, lengthscale: Tensor, variance: Tensor) -> Tensor:
-    r"""The squared exponential kernel in one product of matrices and one exponential.
-
-    With inputs divided by the length-scales, :math:`\log k(x, z) = x^\top z - \frac12 |x|^2 - \frac12 |z|^2 + \log v` is an inner product
-    of vectors of two more dimensions. Pyro's own way makes several more passes over all pairs, forwards and backwards.
-
-    Args:
-        first: inputs ``(a, D)``.
-        second: inputs ``(b, D)``.
-        lengthscale: one for all dimensions, or ``(D,)``.
-        variance: :math:`v`, a scalar.
-
-    Returns:
-        Covariances ``(a, b)``.
-    """
-    # Distances do not depend on the origin; rounding errors do.
-    centre = second.detach().mean(0)
-    x, z = (first - centre) / lengthscale, (second - centre) / lengthscale
-    x_size, z_size = -0.5 * x.square().sum(1, keepdim=True), -0.5 * z.square().sum(1, keepdim=True)
-    left = torch.cat([x, x_size, torch.ones_like(x_size)], 1)
-    right = torch.cat([z, torch.ones_like(z_size), z_size + variance.log()], 1)
-    return (left @ right.mT).exp()
 
 
 def _describe(value: Any) -> str:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 
-import pyro
-import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
+from pyro_truncated.gp.kernels.evaluation import outside_of_programs
 
 _MOST_INPUTS = 100
 # Relative to the largest covariance; single precision loses most of its digits in differences of squares.
@@ -34,7 +33,7 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
     """Looks at the covariances of the first of some inputs ``(N, D)``, 100 at most, as :func:`check_data_kernel` does."""
     inputs = inputs.detach()[:_MOST_INPUTS]
     # A copy, outside of Pyro's parameter store: a kernel that was called could become part of no other module.
-    with poutine.block(), pyro.get_param_store().scope():
+    with outside_of_programs():
         copied = copy.deepcopy(kernel)
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 

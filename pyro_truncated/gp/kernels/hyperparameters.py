@@ -7,13 +7,11 @@ import functools
 import math
 from collections.abc import Callable
 
-import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.gp.pivoted_cholesky import Covariance
-from pyro_truncated.utils.own_store import empty_store
+from pyro_truncated.gp.optimization import minimize
 
 Parameters = dict[str, Tensor]
 NOISE = "noise"
@@ -49,20 +47,6 @@ def make_kernel(kernel: str | kernels.Kernel, inputs: Tensor) -> kernels.Kernel:
     if kernel not in make:
         raise ValueError(f"kernel must be one of {', '.join(map(repr, make))}, or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
     return make[kernel]()
-
-
-def covariance(kernel: kernels.Kernel, parameters: Parameters) -> Covariance:
-    """The kernel as a function of inputs at other parameters, differentiable in these; Pyro's parameter store stays as it is."""
-
-    def evaluate(X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
-        """Covariances of inputs, or their diagonal, at the parameters given."""
-        # Kernels register their parameters by names such as "variance", which a model may use as well.
-        with poutine.block(), empty_store():
-            kernel_parameters = {name: value for name, value in parameters.items() if name != NOISE}
-            found: Tensor = torch.func.functional_call(kernel, kernel_parameters, (X, Z), {"diag": diag})
-        return found
-
-    return evaluate
 
 
 def parameters_of(kernel: kernels.Kernel, noise: Tensor) -> Parameters:
@@ -110,26 +94,20 @@ def maximize(
     Returns:
         The parameters and their objective; those of the start if nothing better, or nothing finite, was found.
     """
+    with torch.no_grad():
+        before = float(objective(start))
+    free = {name: value.detach().clone().requires_grad_() for name, value in box.free(start).items()}
+
+    def loss() -> Tensor:
+        value = -objective(box.constrain(free))
+        value.backward()
+        return value
+
     with torch.enable_grad():
-        free = {name: value.detach().clone().requires_grad_() for name, value in box.free(start).items()}
-        optimizer = torch.optim.LBFGS(list(free.values()), max_iter=steps, tolerance_change=tolerance, line_search_fn="strong_wolfe")
-
-        def closure() -> Tensor:
-            optimizer.zero_grad()
-            loss = -objective(box.constrain(free))
-            loss.backward()
-            return loss
-
-        with torch.no_grad():
-            before = float(objective(start))
-        try:
-            optimizer.step(closure)
-            with torch.no_grad():
-                found = {name: value.detach() for name, value in box.constrain(free).items()}
-                after = float(objective(found))
-        except ValueError:  # a covariance matrix that could not be factorised
-            return start, before
-    return (found, after) if after > before and math.isfinite(after) else (start, before)
+        found = minimize(loss, list(free.values()), max_iterations=steps, tolerance=tolerance)
+    if not -found.value > before:
+        return start, before
+    return {name: value.detach() for name, value in box.constrain(free).items()}, -found.value
 
 
 def _median_distance(inputs: Tensor, most: int = 500) -> Tensor:

@@ -13,8 +13,9 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset.objective import DEPENDENT, SubsetProblem, check_index, independent_cholesky
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
+from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
 from pyro_truncated.utils.counts import check_counts
 
 

@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_gains
+from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _REFACTOR_EVERY = 500
@@ -81,8 +83,8 @@ class ExchangeSearch(SubsetSearch):
             drawn = draw(factors.candidates().double(), min(256, self.candidates_per_input * wanted), generator)
             if not len(drawn):
                 return
-            pool = factors.pool(drawn)
-            places, _ = factors.choose(pool, wanted)
+            pool = CandidatePool(factors, drawn)
+            places, _ = pool.choose(wanted)
             if not len(places) or not factors.append(drawn[places], pool.residuals[:, places]):
                 return
 
@@ -111,12 +113,12 @@ class ExchangeSearch(SubsetSearch):
         ranked = self._ranked(factors, generator)
         if not len(ranked):
             return 0, value
-        pool = factors.pool(ranked)
-        places, _ = factors.choose(pool, block)
+        pool = CandidatePool(factors, ranked)
+        places, _ = pool.choose(block)
         count = factors.append(ranked[places], pool.residuals[:, places])
         while count:
             grown = factors.value()
-            dropped, costs = factors.removal_plan(count)
+            dropped, costs = removal_plan(factors, count)
             # Dropping only inputs that were just added is no exchange.
             if grown + float(costs.sum()) < value - _RELATIVE_GAIN * abs(value) and bool((dropped < size).any()):
                 fresh = int((dropped >= size).sum())
@@ -133,7 +135,7 @@ class ExchangeSearch(SubsetSearch):
         pivots = draw(factors.residual * allowed, self.information_pivots, generator)
         if not len(pivots):
             return pivots
-        gains = factors.approximate_gains(pivots)
+        gains = approximate_gains(factors, pivots)
         return gains.topk(min(self.pool, int(allowed.sum()))).indices
 
     def _swap_singles(self, factors: ExchangeFactors, value: float, budget: Budget, generator: torch.Generator | None) -> float:
@@ -144,7 +146,7 @@ class ExchangeSearch(SubsetSearch):
             if not bool(untried.any()):
                 return value
             budget.attempts += 1
-            place = torch.where(untried, factors.removal_costs(), torch.inf).argmin()
+            place = torch.where(untried, removal_costs(factors), torch.inf).argmin()
             member = int(factors.index[place])
             tried.add(member)
             factors.move_to_end(place[None])
@@ -171,6 +173,6 @@ class ExchangeSearch(SubsetSearch):
         ranked = self._ranked(factors, generator)
         if not len(ranked):
             return None
-        gains = factors.gains(factors.pool(ranked))
+        gains = CandidatePool(factors, ranked).gains()
         best = gains.argmax()
         return ranked[best : best + 1] if factors.value() - float(gains[best]) < value - _RELATIVE_GAIN * abs(value) else None

@@ -12,78 +12,20 @@ so that only the kernel itself is differentiated automatically, a block of rows 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.noisy_covariance import LowRankCovariance
-from pyro_truncated.gp.subset.objective import SubsetProblem, independent_cholesky
+from pyro_truncated.gp.subset.basis import Basis
+from pyro_truncated.gp.subset.objective import SubsetProblem
 
 # Noise below this share of the targets' variance is rounding error.
 NOISE_FLOOR = 1e-6
 _CHUNK = 2**24
-
-
-class Basis:
-    """Inducing inputs from the training inputs: covariances with them.
-
-    Args:
-        kernel: the kernel.
-        index: their positions ``(m,)``.
-    """
-
-    def __init__(self, kernel: DataKernel, index: Tensor) -> None:
-        self.kernel = kernel
-        self.index = index
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-    def columns(self, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
-        return self.kernel.columns(self.index, rows).double()
-
-    def square(self) -> Tensor:
-        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
-        return self.kernel.columns(self.index, self.index).double()
-
-    def cross(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, m)`` of new inputs, in float64."""
-        return self.kernel.cross(new, self.index).double()
-
-
-class FreeBasis(Basis):
-    """Inducing inputs anywhere in the input space.
-
-    Args:
-        kernel: a kernel of numeric inputs.
-        inputs: the inducing inputs ``(m, D)``.
-    """
-
-    kernel: InputKernel
-
-    def __init__(self, kernel: InputKernel, inputs: Tensor) -> None:
-        self.kernel = kernel
-        self.inputs = inputs
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def columns(self, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
-        points = self.kernel.inputs if rows is None else self.kernel.inputs[rows]
-        return self.kernel.between(points, self.inputs).double()
-
-    def square(self) -> Tensor:
-        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
-        return self.kernel.between(self.inputs, self.inputs).double()
-
-    def cross(self, new: Any) -> Tensor:
-        """Covariances ``(n_new, m)`` of new inputs, in float64."""
-        return self.kernel.between(new.to(self.kernel.inputs), self.inputs).double()
 
 
 def noise_of(log_noise: Tensor) -> Tensor:
@@ -198,60 +140,3 @@ def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, tra
 
 def _blocks(n: int, m: int) -> Iterator[Tensor]:
     yield from torch.arange(n).split(max(1, _CHUNK // max(1, m)))
-
-
-class OutOfTimeError(Exception):
-    """Ends an optimiser in the middle of a line search."""
-
-
-def minimize(
-    evaluate: Callable[[], float],
-    parameters: Sequence[Tensor],
-    max_evaluations: int,
-    is_spent: Callable[[], bool] = lambda: False,
-    on_better: Callable[[float], None] = lambda value: None,
-) -> float:
-    """L-BFGS that ends at the best parameters it has seen.
-
-    Args:
-        evaluate: returns the value and adds its gradient to the parameters; NaN where there is none.
-        parameters: leaves, changed in place.
-        max_evaluations: most evaluations.
-        is_spent: asked before each evaluation but the first whether to stop.
-        on_better: called with each new best value.
-
-    Returns:
-        The smallest value seen; the parameters are those it was seen at. NaN if the first one is.
-    """
-    if not parameters:
-        return evaluate()
-    best, kept, count = math.inf, [p.detach().clone() for p in parameters], 0
-    optimizer = torch.optim.LBFGS(list(parameters), max_iter=max_evaluations, max_eval=max_evaluations, line_search_fn="strong_wolfe")
-
-    def closure() -> float:
-        nonlocal best, kept, count
-        if count >= max_evaluations or (count and is_spent()):
-            raise OutOfTimeError
-        count += 1
-        optimizer.zero_grad()
-        value = evaluate()
-        slopes = [p.grad for p in parameters if p.grad is not None]
-        if not math.isfinite(value) or not all(bool(slope.isfinite().all()) for slope in slopes):
-            # A wall for the line search: far above, and flat.
-            optimizer.zero_grad()
-            return best + 10 * (abs(best) + 1) if math.isfinite(best) else value
-        if value < best:
-            best, kept = value, [p.detach().clone() for p in parameters]
-            on_better(value)
-        return value
-
-    try:
-        optimizer.step(closure)
-    except OutOfTimeError:
-        pass
-    finally:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
-        optimizer.zero_grad()
-    return best if math.isfinite(best) else math.nan

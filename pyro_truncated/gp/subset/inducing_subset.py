@@ -9,13 +9,13 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.subset.basis import Basis
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.gradient import Basis
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
-from pyro_truncated.gp.subset.posterior import SparsePosterior
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch
+from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 

@@ -9,43 +9,18 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky
 from pyro_truncated.gp.data_kernels.validity import check_kernel
-from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, covariance, make_kernel, maximize, parameters_of
-from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, stable_cholesky
-from pyro_truncated.gp.pivoted_cholesky import Covariance, PivotedCholesky, cholesky_at, pivoted_cholesky
-from pyro_truncated.gp.subset.exchange import ExchangeSearch
-from pyro_truncated.gp.subset.objective import SubsetProblem
-from pyro_truncated.gp.subset.row_sample import sample_rows
-from pyro_truncated.gp.subset.search import Budget
+from pyro_truncated.gp.kernels.evaluation import Covariance, covariance_at
+from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, make_kernel, maximize, parameters_of
+from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress
+from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
+from pyro_truncated.gp.subset.target_pivots import pivots_for
 from pyro_truncated.utils.counts import check_count
 
 # Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
 _CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
-_FIT_JITTER = 1e-8
-# Of more data, pivots are chosen from a random sample.
-_MOST_CANDIDATES = 20_000
-_EXCHANGES = 20
 _PIVOTS = "pivots"
-
-
-class _Columns:
-    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
-
-    def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
-        self.kernel, self.inputs = kernel, inputs
-
-    def diag(self) -> Tensor:
-        """Prior variances ``(n,)``."""
-        return self.kernel(self.inputs, diag=True)
-
-    def columns(self, index: Tensor) -> Tensor:
-        """Covariances ``(n, m)`` with some of the data."""
-        return self.kernel(self.inputs, self.inputs[index])
-
-    def cross(self, new: Tensor, index: Tensor) -> Tensor:
-        """Covariances ``(k, m)`` of new inputs with some of the data."""
-        return self.kernel(new, self.inputs[index])
 
 
 class LeaveOneOutRegression:
@@ -206,7 +181,7 @@ class LeaveOneOutRegression:
         known = self._targets if targets is None else self._checked(targets)
         if known is None:
             raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
-        points, k = self.standardize(new_inputs), covariance(self.kernel, self.parameters)
+        points, k = self.standardize(new_inputs), self._covariance(self.parameters)
         prior = k(points, diag=True)
         if self.factorization is None:
             cross = k(points, self.inputs)
@@ -225,7 +200,7 @@ class LeaveOneOutRegression:
         """
         if self.factorization is None:
             raise ValueError("an exact regression (rank=None) has no finite features")
-        k = covariance(self.kernel, self.parameters)
+        k = self._covariance(self.parameters)
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -252,7 +227,7 @@ class LeaveOneOutRegression:
         """The incomplete Cholesky factor of the kernel matrix at the current parameters, ``None`` if the regression is exact."""
         if self.rank is None:
             return None
-        k = covariance(self.kernel, self.parameters)
+        k = self._covariance(self.parameters)
         if self._chosen is None:
             return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance)
         return cholesky_at(k, self.inputs, self._chosen)
@@ -262,7 +237,7 @@ class LeaveOneOutRegression:
     def covariance(self) -> NoisyCovariance:
         """The covariance matrix of the noisy targets at the current parameters, factorised."""
         if self.factorization is None:
-            return DenseCovariance(covariance(self.kernel, self.parameters)(self.inputs), self.noise)
+            return DenseCovariance(self._covariance(self.parameters)(self.inputs), self.noise)
         noise = self.noise + self.factorization.residual if self.fitc else self.noise
         return LowRankCovariance(self.factorization.factor, noise)
 
@@ -270,16 +245,8 @@ class LeaveOneOutRegression:
     def _choose_pivots(self, targets: Tensor) -> None:
         """Goes on from the pivots chosen before, if any, at the current parameters."""
         assert self.rank is not None
-        kernel = as_data_kernel(_Columns(covariance(self.kernel, self.parameters), self.inputs))
-        rank, known = (
-            min(self.rank, len(self.inputs)),
-            self.inputs.new_zeros(0, dtype=torch.int64) if self._chosen is None else self._chosen,
-        )
-        sample = sample_rows(kernel, targets, known, max(_MOST_CANDIDATES, 4 * rank), self.generator)
-        problem = SubsetProblem(sample.kernel, sample.targets, float(self.noise))
-        start = sample.inducing if len(known) else None
-        found = ExchangeSearch().improve(problem, rank, start, Budget(max_attempts=_EXCHANGES), self.generator)
-        self._chosen = sample.among_all(found)
+        kernel = self._covariance(self.parameters)
+        self._chosen = pivots_for(kernel, self.inputs, targets, float(self.noise), self.rank, self._chosen, self.generator)
         self._forget_factors()
 
     @torch.no_grad()
@@ -290,20 +257,22 @@ class LeaveOneOutRegression:
             value.copy_(parameters[name])
         self._forget_factors()
 
+    def _covariance(self, parameters: Parameters) -> Covariance:
+        """The kernel at some parameters, those of :meth:`fit` included, as a function of standardised inputs."""
+        return covariance_at(self.kernel, {name: value for name, value in parameters.items() if name != NOISE})
+
     def _forget_factors(self) -> None:
         for outdated in ("factorization", "covariance"):
             self.__dict__.pop(outdated, None)
 
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
         """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
-        k, noise = covariance(self.kernel, parameters), parameters[NOISE].exp()
+        k, noise = self._covariance(parameters), parameters[NOISE].exp()
         if self.factorization is None:
             return DenseCovariance(k(inputs), noise).log_likelihood(targets, outputs)
         pivots = self.inputs[self.factorization.pivots]
-        square = k(pivots)
-        # At other parameters than those it was chosen for, the pivots' matrix may be singular. The jitter keeps this a bound.
-        square = square + torch.diag_embed(_FIT_JITTER * square.diagonal().mean().expand(len(square)))
-        factor = torch.linalg.solve_triangular(stable_cholesky(square), k(pivots, inputs), upper=False).mT
+        # At other parameters than those they were chosen for, the pivots' matrix may be singular.
+        factor = torch.linalg.solve_triangular(inducing_cholesky(k(pivots), FINE_JITTER), k(pivots, inputs), upper=False).mT
         missing = (k(inputs, diag=True) - factor.square().sum(-1)).clamp(min=0.0)
         if self.fitc:
             return LowRankCovariance(factor, noise + missing).log_likelihood(targets, outputs)

@@ -24,8 +24,6 @@ from torch import Tensor
 from pyro_truncated.gp.data_kernels import DataKernel
 
 OBJECTIVES = ("vfe", "pp")
-# An input whose variance, given the inducing inputs, is below this share of its prior variance adds nothing but rounding errors.
-DEPENDENT = 1e-8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,36 +88,6 @@ class SubsetProblem:
         log_noise = torch.tensor(self.noise, dtype=factor.dtype, device=factor.device).log()
         complexity = self.num_outputs * ((self.num_data - len(factor)) * log_noise + 2 * factor.diagonal().log().sum())
         return 0.5 * (data + complexity + self.trace_weight * residual)
-
-
-def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
-    r"""Cholesky factor of a covariance matrix without the rows that depend on earlier ones: a mask instead of jitter.
-
-    Args:
-        matrix: ``(m, m)``, positive semi-definite.
-        prior: variances ``(m,)`` that conditional ones are compared with; default: the diagonal.
-        tolerance: a row is left out if its variance given those kept before is below this share of its prior variance.
-
-    Returns:
-        Positions kept, ascending, ``(k,)``, and the lower triangular factor of their block ``(k, k)``.
-    """
-    floor = tolerance * (matrix.diagonal() if prior is None else prior)
-    factor, info = torch.linalg.cholesky_ex(matrix)
-    if not int(info) and bool((factor.diagonal().square() > floor).all()):
-        return torch.arange(len(matrix), device=matrix.device), factor
-    kept: list[int] = []
-    rows = torch.zeros_like(matrix)
-    left = matrix.diagonal().clone()
-    for i in range(len(matrix)):
-        if not float(left[i]) > float(floor[i]):
-            continue
-        k = len(kept)
-        column = (matrix[:, i] - rows[:, :k] @ rows[i, :k]) / left[i].sqrt()
-        rows[:, k] = column
-        left = left - column.square()
-        kept.append(i)
-    chosen = torch.tensor(kept, dtype=torch.int64, device=matrix.device)
-    return chosen, rows[chosen][:, : len(kept)].tril()
 
 
 def check_index(index: Tensor, num_data: int) -> Tensor:

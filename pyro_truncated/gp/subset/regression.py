@@ -15,13 +15,15 @@ from tqdm.auto import tqdm
 
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.subset.basis import Basis, FreeBasis
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, Basis, FreeBasis, backward, minimize, noise_of
+from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objective import OBJECTIVES, SubsetProblem, check_index
-from pyro_truncated.gp.subset.posterior import SparsePosterior
 from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch
+from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _EXPLAINED_BY_NOISE = 0.02
@@ -249,9 +251,9 @@ class SubsetGPRegression(torch.nn.Module):
                     Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective
                 ),
                 self._hyper_parameters(),
-                plan.hyper_evaluations,
-                lambda: seconds_left() <= 0,
-            )
+                max_evaluations=plan.hyper_evaluations,
+                is_spent=lambda: seconds_left() <= 0,
+            ).value
             if sample.rows is not None:
                 # What some rows liked has to prove itself on all.
                 value = self._value_of_all(index)
@@ -290,10 +292,10 @@ class SubsetGPRegression(torch.nn.Module):
         value = minimize(
             lambda: backward(FreeBasis(kernel, inputs), self.targets, self.log_noise, self.objective),
             [*self._hyper_parameters(), inputs],
-            evaluations,
-            is_spent,
-            lambda value: note("polish", value),
-        )
+            max_evaluations=evaluations,
+            is_spent=is_spent,
+            on_better=lambda value: note("polish", value),
+        ).value
         self.objective_value = value
 
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

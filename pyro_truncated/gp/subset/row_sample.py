@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, RestrictedKernel
-from pyro_truncated.gp.subset.search import random_subset
+from pyro_truncated.gp.subset.subset_search import random_subset
 
 
 class RowSample(NamedTuple):

@@ -16,11 +16,11 @@ from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
 from torch import Tensor
 
+from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, as_data_kernel, positive_parameter
-from pyro_truncated.gp.noisy_covariance import stable_cholesky
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objective import check_index
-from pyro_truncated.gp.subset.search import SubsetSearch
+from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.own_store import empty_store
@@ -64,9 +64,7 @@ class SubsetModel(UniqueModule, Parameterized):
     def _factor(self) -> Tensor:
         """Cholesky factor ``(m, m)`` of the inducing inputs' covariance matrix."""
         square = self.kernel.columns(self.index, self.index)
-        jitter = self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device)
-        factor: Tensor = torch.linalg.cholesky(square + jitter)
-        return factor
+        return stable_cholesky(square + self.jitter * torch.eye(len(square), dtype=square.dtype, device=square.device))
 
     def _set_index(self, found: Tensor) -> bool:
         """Takes a new subset; positions that were missing are kept from the old one. Says whether it is another set."""
@@ -123,7 +121,7 @@ class SubsetSparseGPRegression(SubsetModel):
         index: Tensor | None = None,
         noise: float = 0.5,
         approx: str = "VFE",
-        jitter: float = 1e-6,
+        jitter: float = INDUCING_JITTER,
     ) -> None:
         super().__init__(kernel, y, num_inducing, index, jitter)
         if approx not in ("VFE", "DTC"):
@@ -231,7 +229,7 @@ class SubsetVariationalGP(SubsetModel):
         index: Tensor | None = None,
         latent_shape: Sequence[int] | None = None,
         batch_size: int | None = None,
-        jitter: float = 1e-6,
+        jitter: float = INDUCING_JITTER,
     ) -> None:
         super().__init__(kernel, y, num_inducing, index, jitter)
         if batch_size is not None and not 1 <= batch_size <= y.shape[-1]:
@@ -369,32 +367,6 @@ class SubsetVariationalGP(SubsetModel):
         half = torch.linalg.solve_triangular(C, covariance, upper=False)
         inner = torch.linalg.solve_triangular(C, half.mT, upper=False)
         inner = (inner + inner.mT) / 2 + self.jitter * torch.eye(len(new), dtype=inner.dtype, device=inner.device)
-        flat = torch.stack([stable_cholesky(block) for block in inner.reshape(-1, len(new), len(new))])
         self.u_loc.copy_(loc)
-        self.u_scale_tril = flat.reshape(self.u_scale_tril.shape)
+        self.u_scale_tril = stable_cholesky(inner)
         return True
-
-
-class StudentT(Likelihood):
-    r"""Targets with heavy-tailed noise: :math:`y \sim \mathrm{StudentT}(\nu, f, s)`.
-
-    Args:
-        df: degrees of freedom :math:`\nu` to start from.
-        scale: scale :math:`s` to start from.
-        dtype: floating point type of both.
-    """
-
-    def __init__(self, df: float = 4.0, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        freedom: Any = PyroParam(torch.tensor(df, dtype=dtype), constraints.greater_than(1.0))
-        self.df: Tensor = freedom
-        self.scale: Tensor = positive_parameter(scale, torch.zeros((), dtype=dtype))
-
-    def forward(self, f_loc: Tensor, f_var: Tensor, y: Tensor | None = None) -> Tensor:
-        """Draws ``y`` given means and variances of the latent function, by one draw of the function."""
-        f = dist.Normal(f_loc, f_var.sqrt())()
-        density = dist.StudentT(self.df, f, self.scale)
-        if y is not None:
-            density = density.expand_by(y.shape[: -f.dim()]).to_event(y.dim())
-        found: Tensor = pyro.sample(self._pyro_get_fullname("y"), density, obs=y)
-        return found

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import NamedTuple
 
-import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs, default_expectation
 from pyro_truncated.ops.mixture_products import mixture_products
-from pyro_truncated.utils.own_store import empty_store
 
 _BUDGET = 2**27
 
@@ -92,20 +90,6 @@ def _(kernel: kernels.RBF, inputs: SpikeSlabInputs, inducing: Tensor, per_datum:
     position = torch.zeros(num_inducing, num_inducing, dtype=torch.long, device=inducing.device)
     position[rows, columns] = position[columns, rows] = torch.arange(len(rows), device=inducing.device)
     return PsiStatistics(amplitude.expand(len(inputs)), psi1, pairs[..., position])
-
-
-def covariance_of(kernel: kernels.Kernel, *points: Tensor, diag: bool = False) -> Tensor:
-    """A kernel's matrix, or its diagonal, at the parameters of this very object.
-
-    Calling a kernel outside of any Pyro program would read parameters of its names from Pyro's store, where another model may have
-    left some.
-    """
-    with contextlib.ExitStack() as stack:
-        if not kernel._pyro_context.active:
-            stack.enter_context(poutine.block())
-            stack.enter_context(empty_store())
-        found: Tensor = kernel(*points, diag=diag)
-    return found
 
 
 def _value(kernel: kernels.Kernel, name: str) -> Tensor:
@@ -240,9 +224,9 @@ def _by_nodes(
             dims = torch.tensor(kernel.active_dims, device=points.device)
             points = points.new_zeros(*points.shape[:2], num_dims).index_copy(2, dims, points)
         flat = points.reshape(-1, num_dims)
-        cross = covariance_of(kernel, flat, inducing).reshape(*points.shape[:2], -1)
+        cross = evaluate(kernel, flat, inducing).reshape(*points.shape[:2], -1)
         weights = nodes.weights
-        psi0 = (weights * covariance_of(kernel, flat, diag=True).reshape(points.shape[:2])).sum(0)
+        psi0 = (weights * evaluate(kernel, flat, diag=True).reshape(points.shape[:2])).sum(0)
         psi1 = torch.einsum("sn,snm->nm", weights, cross)
         psi2 = torch.einsum("snm,snk->nmk" if per_datum else "snm,snk->mk", weights.unsqueeze(-1) * cross, cross)
         found.append(PsiStatistics(psi0, psi1, psi2))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.likelihoods import ActiveSetGaussianProcess, ActiveSetPosterior
+from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets.splits import Choose, Split
 from pyro_truncated.gplvm.decoders.kept_points import keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor

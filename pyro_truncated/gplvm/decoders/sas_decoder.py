@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributions import constraints
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.likelihoods import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
 from pyro_truncated.gp.active_sets.splits import Choose, Split, least_variance, split_weights
 from pyro_truncated.gp.data_kernels.validity import check_kernel

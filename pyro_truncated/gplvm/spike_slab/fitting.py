@@ -13,11 +13,11 @@ import torch
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
+from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.counts import check_count
 
-_LARGE = 1e12
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
 _SURE = 12.0
@@ -50,39 +50,22 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
         reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
         steps -= max(1, taken)
         gain, bound = reached - bound, reached
-        if gain <= tolerance * size:
+        if not gain > tolerance * size:
             break
     return bound
 
 
 def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
     """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
-    best, values = math.inf, [p.detach().clone() for p in parameters]
-    optimizer = torch.optim.LBFGS(
-        parameters, max_iter=steps, history_size=20, tolerance_change=tolerance / 10, tolerance_grad=1e-8, line_search_fn="strong_wolfe"
-    )
 
-    def closure() -> Tensor:
-        nonlocal best, values
-        model.zero_grad()
-        try:
-            loss = -model.bound(y) / size
-        except torch.linalg.LinAlgError:  # type: ignore[attr-defined]  # a step so long that a matrix cannot be factorised
-            return torch.tensor(_LARGE, dtype=torch.float64)
-        loss.backward()
-        for parameter in parameters:
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.contiguous()
-        if float(loss.detach()) < best:
-            best, values = float(loss.detach()), [p.detach().clone() for p in parameters]
-        return loss.detach()
+    def loss() -> Tensor:
+        value = -model.bound(y) / size
+        value.backward()
+        return value
 
-    optimizer.step(closure)
-    with torch.no_grad():
-        for parameter, value in zip(parameters, values, strict=True):
-            parameter.copy_(value)
+    found = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
     model.zero_grad()
-    return -best * size, int(optimizer.state[parameters[0]]["n_iter"])
+    return -found.value * size, found.iterations
 
 
 def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
-from pyro_truncated.gplvm.spike_slab.inducing import Observations, Prediction, predict
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.counts import check_count
 
@@ -208,22 +209,18 @@ class Posterior:
         return found
 
 
-def _maximize(objective: object, loc: Tensor, log_scale: Tensor, steps: int, tolerance: float) -> tuple[Tensor, Tensor]:
+def _maximize(
+    objective: Callable[[Tensor, Tensor], Tensor], loc: Tensor, log_scale: Tensor, steps: int, tolerance: float
+) -> tuple[Tensor, Tensor]:
     """Raises a sum over data points that do not interact."""
     leaves = [loc.clone().requires_grad_(), log_scale.clone().requires_grad_()]
-    size = len(loc)
-    optimizer = torch.optim.LBFGS(
-        leaves, max_iter=steps, history_size=10, tolerance_change=tolerance, tolerance_grad=1e-9, line_search_fn="strong_wolfe"
-    )
 
-    def closure() -> Tensor:
-        optimizer.zero_grad()
+    def loss() -> Tensor:
         with torch.enable_grad():
-            loss: Tensor = -objective(*leaves) / size  # type: ignore[operator]
-        leaves_grad = torch.autograd.grad(loss, leaves)
-        for leaf, gradient in zip(leaves, leaves_grad, strict=True):
-            leaf.grad = gradient
-        return loss.detach()
+            value = -objective(*leaves) / len(loc)
+        for leaf, slope in zip(leaves, torch.autograd.grad(value, leaves), strict=True):
+            leaf.grad = slope
+        return value
 
-    optimizer.step(closure)
+    minimize(loss, leaves, max_iterations=steps, tolerance=tolerance, gradient_tolerance=1e-9, memory=10)
     return leaves[0].detach(), leaves[1].detach()

@@ -16,10 +16,10 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
-from pyro_truncated.gp.uncertain.psi_statistics import covariance_of
-from pyro_truncated.gplvm.spike_slab.inducing import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.latents_to_arviz import latents_to_arviz
 from pyro_truncated.gplvm.spike_slab.view import View, kernel_weights, make_kernel
 from pyro_truncated.utils.arrays import takes_arrays
@@ -193,7 +193,7 @@ class SpikeSlabMRD(UniqueModule):
             return self.bound_at(views, slice(None))
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
             assert index is not None
-            return self.bound_at(views, index)
+        return self.bound_at(views, index)
 
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
         """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
@@ -282,10 +282,10 @@ class SpikeSlabMRD(UniqueModule):
     def _observe(c: int, view: View, x: Tensor, whitened: Tensor, y: Tensor | None) -> Tensor:
         # Left of the data there may be dimensions of samples, which kernels do not know of.
         flat = x.reshape(-1, x.shape[-1])
-        cross = torch.linalg.solve_triangular(view.cholesky(), covariance_of(view.kernel, view.inducing, flat).double(), upper=False)
+        cross = torch.linalg.solve_triangular(view.cholesky(), evaluate(view.kernel, view.inducing, flat).double(), upper=False)
         cross = cross.mT.reshape(*x.shape[:-1], -1)
         mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
-        left = covariance_of(view.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
+        left = evaluate(view.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
         noise = view.noise.double()
         if y is None:
             spread = (noise + left.clamp(min=0)).sqrt().unsqueeze(-1)

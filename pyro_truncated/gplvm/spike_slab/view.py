@@ -11,14 +11,20 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.gp.cholesky import inducing_cholesky
 from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
-from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, covariance_of, psi_statistics
-from pyro_truncated.gplvm.spike_slab.inducing import InducingPosterior, Observations, collapsed, divergence, expected_log_likelihood
+from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, psi_statistics
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
+    InducingPosterior,
+    Observations,
+    collapsed,
+    divergence,
+    expected_log_likelihood,
+)
 from pyro_truncated.utils.parameters import UniqueModule
-
-JITTER = 1e-6
 
 
 class View(UniqueModule):
@@ -83,10 +89,7 @@ class View(UniqueModule):
 
         The addition is noise on the inducing variables, which leaves the bound a bound.
         """
-        covariance = covariance_of(self.kernel, self.inducing).double()
-        jitter = JITTER * covariance.diagonal().mean()
-        factor: Tensor = torch.linalg.cholesky(covariance + torch.diag_embed(jitter.expand(len(covariance))))
-        return factor
+        return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
 
     def observations(self, y: Tensor) -> Observations:
         """Outputs ``(N, D)`` less the centre."""

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from pyro_truncated.gp.data_kernels.features import FunctionKernel
-from pyro_truncated.gp.subset.baselines import (
+from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
+from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.exchange_gains import CandidatePool
+from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.published.baselines import (
     GreedyVarianceSearch,
     InformativeVectorSearch,
     KMeansSearch,
     RandomSearch,
     TitsiasSearch,
-    k_means,
 )
-from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.objective import SubsetProblem
-from pyro_truncated.gp.subset.search import Budget
+from pyro_truncated.gp.subset.subset_search import Budget
 from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
 
 
@@ -47,7 +47,7 @@ def test_costs(objective):
     assert value == pytest.approx(dense_objective(K, problem.targets, 0.02, index, objective), abs=1e-9)
     candidates = torch.tensor([j for j in range(120) if j not in index])
     exact = ExchangeFactors(problem, 20, index)
-    gains = exact.gains(exact.pool(candidates))
+    gains = CandidatePool(exact, candidates).gains()
     found = torch.tensor([factors.decrease(int(j)) for j in candidates], dtype=K.dtype)
     torch.testing.assert_close(found, gains, rtol=0, atol=1e-9)
     approximate = factors.approximate_decreases(factors.partial_cholesky(candidates))
@@ -129,14 +129,6 @@ def test_greedy_variance(search, noise):
         variance = (K - K[:, known] @ torch.linalg.solve(block, K[known])).diagonal().clone()
         variance[known] = -1
         assert int(variance.argmax()) == int(found[k])
-
-
-def test_k_means_finds_separate_clusters():
-    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
-    points = centres.repeat(20, 1) + 0.1 * torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
-    runs = (k_means(points, 3, generator=torch.Generator().manual_seed(seed)) for seed in range(5))
-    # A random start may put two centres into one cluster; of five, one does not.
-    assert min(float(torch.cdist(centres, found).min(1).values.max()) for found in runs) < 0.2
 
 
 def test_k_means_needs_numbers():

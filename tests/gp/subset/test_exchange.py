@@ -7,11 +7,14 @@ import itertools
 import pytest
 import torch
 
+from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.data_kernels.features import FunctionKernel
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.objective import SubsetProblem, independent_cholesky
-from pyro_truncated.gp.subset.search import Budget, draw
+from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_gains
+from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
+from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.subset_search import Budget, draw
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
 
@@ -41,7 +44,7 @@ class TestExactChanges:
         problem, index, K = problem_and_index(objective, H)
         factors = ExchangeFactors(problem, 20, index)
         candidates = others(index, 120)
-        gains = factors.gains(factors.pool(candidates))
+        gains = CandidatePool(factors, candidates).gains()
         before = factors.value()
         expected = [before - dense_objective(K, problem.targets, 0.02, torch.cat([index, j[None]]), objective) for j in candidates]
         torch.testing.assert_close(gains, torch.tensor(expected, dtype=gains.dtype), rtol=0, atol=1e-9)
@@ -55,12 +58,12 @@ class TestExactChanges:
         expected = [
             dense_objective(K, problem.targets, 0.02, torch.cat([index[:i], index[i + 1 :]]), objective) - before for i in range(20)
         ]
-        torch.testing.assert_close(factors.removal_costs(), torch.tensor(expected, dtype=K.dtype), rtol=0, atol=1e-9)
+        torch.testing.assert_close(removal_costs(factors), torch.tensor(expected, dtype=K.dtype), rtol=0, atol=1e-9)
 
     def test_removal_plan_is_greedy_and_exact(self, objective, H):
         problem, index, K = problem_and_index(objective, H)
         factors = ExchangeFactors(problem, 20, index)
-        places, costs = factors.removal_plan(4)
+        places, costs = removal_plan(factors, 4)
         left, value = index.tolist(), factors.value()
         for place, cost in zip(places.tolist(), costs.tolist(), strict=True):
             tried = {
@@ -76,8 +79,8 @@ class TestExactChanges:
         problem, index, K = problem_and_index(objective, H)
         factors = ExchangeFactors(problem, 30, index)
         candidates = others(index, 120)[:25]
-        pool = factors.pool(candidates)
-        places, gains = factors.choose(pool, 4)
+        pool = CandidatePool(factors, candidates)
+        places, gains = pool.choose(4)
         members, value = index, factors.value()
         for place, gain in zip(places.tolist(), gains.tolist(), strict=True):
             tried = {
@@ -97,8 +100,8 @@ class TestExactChanges:
         problem, index, _ = problem_and_index(objective, H, lengthscale=0.4)
         factors = ExchangeFactors(problem, 20, index)
         candidates = others(index, 120)
-        approximate = factors.approximate_gains(candidates)
-        torch.testing.assert_close(approximate[candidates], factors.gains(factors.pool(candidates)), rtol=0, atol=1e-9)
+        approximate = approximate_gains(factors, candidates)
+        torch.testing.assert_close(approximate[candidates], CandidatePool(factors, candidates).gains(), rtol=0, atol=1e-9)
         assert bool((approximate[index] == -torch.inf).all())
 
 
@@ -140,7 +143,7 @@ def test_duplicates_are_masked():
     assert factors.index.tolist() == [0, 1, 2]
     assert not factors.candidates()[[60, 61, 62]].any()
     assert factors.append(torch.tensor([5, 65])) == 1
-    assert factors.gains(factors.pool(torch.tensor([60])))[0] == -torch.inf
+    assert CandidatePool(factors, torch.tensor([60])).gains()[0] == -torch.inf
     found = ExchangeSearch().improve(problem, 20, None, Budget(max_attempts=20))
     assert len(found) == 20
     assert len(X[found].unique(dim=0)) == 20

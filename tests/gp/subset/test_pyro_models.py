@@ -14,7 +14,8 @@ from pyro.optim import Adam, ClippedAdam
 
 from pyro_truncated.gp.data_kernels.features import CountKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
-from pyro_truncated.gp.subset.sparse_model import StudentT, SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp.likelihoods import StudentT
+from pyro_truncated.gp.subset.sparse_model import SubsetSparseGPRegression, SubsetVariationalGP
 from tests.gp.subset.subset_reference import toy
 
 INDEX = torch.arange(0, 60, 6)

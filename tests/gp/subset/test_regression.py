@@ -15,12 +15,13 @@ from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
 from pyro_truncated.gp.subset import gradient as evidence
-from pyro_truncated.gp.subset.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
-from pyro_truncated.gp.subset.gradient import Basis, FreeBasis, backward, minimize, noise_of
+from pyro_truncated.gp.subset.basis import Basis, FreeBasis
+from pyro_truncated.gp.subset.gradient import backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
-from pyro_truncated.gp.subset.posterior import SparsePosterior
+from pyro_truncated.gp.subset.published.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
 from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
 from pyro_truncated.gp.subset.row_sample import sample_rows
+from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
 LOG_2PI = math.log(2 * math.pi)
@@ -423,21 +424,3 @@ class TestRegression:
             SubsetGPRegression(kernel, y, 5).fit(max_rows=4)
         with pytest.raises(RuntimeError, match="call fit"):
             SubsetGPRegression(kernel, y, 5).predict(X)
-
-
-def test_minimize_keeps_the_best_and_survives_nan():
-    x = torch.tensor([3.0], dtype=torch.float64, requires_grad=True)
-
-    def evaluate() -> float:
-        if x.item() < 0.5:
-            return math.nan
-        value = (x - 0.6) ** 2
-        value.sum().backward()
-        return value.item()
-
-    seen: list[float] = []
-    assert minimize(evaluate, [x], 30, on_better=seen.append) == min(seen) < 1e-2
-    assert (x.item() - 0.6) ** 2 == pytest.approx(min(seen))
-    y = torch.tensor([1.0], requires_grad=True)
-    assert math.isnan(minimize(lambda: math.nan, [y], 5))
-    assert y.item() == 1.0

@@ -49,7 +49,7 @@ from pyro_truncated.gp import (
     smooth_rbf,
     weisfeiler_lehman,
 )
-from pyro_truncated.gp.subset.baselines import k_means
+from pyro_truncated.ops.k_means import k_means
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -291,7 +291,8 @@ def gpytorch_sgpr(split: Split, m: int, seconds: float, generator: torch.Generat
             self.mean_module = gpytorch.means.ZeroMean()
             base = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=X.shape[1]))
             base.outputscale, base.base_kernel.lengthscale = 1.0, 2 * X.shape[1] ** 0.5
-            self.covar_module = gpytorch.kernels.InducingPointKernel(base, k_means(X, m, generator=generator), likelihood)
+            inducing = k_means(X, X[torch.randperm(len(X), generator=generator)[:m]])
+            self.covar_module = gpytorch.kernels.InducingPointKernel(base, inducing, likelihood)
 
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))

@@ -10,8 +10,10 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob, covariance, factorize, prior_variance
+from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
 from pyro_truncated.gp.active_sets.splits import split_weights
+from pyro_truncated.gp.cholesky import factorize
+from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.missing import or_missing
 
 

@@ -1,14 +1,18 @@
-"""Other ways to choose inducing inputs, for comparison and for starts."""
+"""Published ways to choose inducing inputs, for comparison."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.cholesky import DEPENDENT
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
+from pyro_truncated.gp.pivoted_cholesky import greedy_cholesky
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.objective import DEPENDENT, SubsetProblem
-from pyro_truncated.gp.subset.search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.gp.subset.exchange_gains import CandidatePool
+from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.utils.counts import check_count
 
 
@@ -47,8 +51,8 @@ class TitsiasSearch(SubsetSearch):
             drawn = draw(factors.candidates().double(), self.candidates, generator)
             if not len(drawn):
                 break
-            pool = factors.pool(drawn)
-            best = factors.gains(pool).argmax()
+            pool = CandidatePool(factors, drawn)
+            best = pool.gains().argmax()
             if not factors.append(drawn[best][None], pool.residuals[:, best, None]):
                 break
             budget.attempts += 1
@@ -108,25 +112,12 @@ class KMeansSearch(SubsetSearch):
         if index is not None:
             return index
         inputs = _inputs_of(problem.kernel)
-        centres = k_means(inputs, num_inducing, self.iterations, generator)
+        start = inputs[random_subset(len(inputs), num_inducing, generator, inputs.device)]
+        centres = k_means(inputs, start, self.iterations)
         found = torch.cdist(centres, inputs).argmin(1).unique()
         left = torch.ones(problem.num_data, device=found.device, dtype=torch.float64)
         left[found] = 0.0
         return torch.cat([found, draw(left, num_inducing - len(found), generator)])
-
-
-def k_means(inputs: Tensor, num: int, iterations: int = 20, generator: torch.Generator | None = None) -> Tensor:
-    """Centres ``(num, D)`` of clusters of inputs ``(n, D)`` by Lloyd's algorithm from a random start."""
-    centres = inputs[random_subset(len(inputs), num, generator, inputs.device)].clone()
-    for _ in range(iterations):
-        nearest = torch.cdist(inputs, centres).argmin(1)
-        size = torch.bincount(nearest, minlength=len(centres)).to(inputs)
-        total = torch.zeros_like(centres).index_add_(0, nearest, inputs)
-        moved = torch.where(size[:, None] > 0, total / size.clamp(min=1)[:, None], centres)
-        if torch.equal(moved, centres):
-            break
-        centres = moved
-    return centres
 
 
 def _inputs_of(kernel: DataKernel) -> Tensor:
@@ -141,17 +132,4 @@ def _inputs_of(kernel: DataKernel) -> Tensor:
 def _greedy(problem: SubsetProblem, num: int, noise: float) -> Tensor:
     """Inputs of largest variance given (noisy) function values at those before, one after the other."""
     prior = problem.diag()
-    variance = prior.clone()
-    factor = prior.new_zeros(len(prior), min(num, len(prior)))
-    allowed = torch.ones(len(prior), dtype=torch.bool, device=prior.device)
-    chosen: list[int] = []
-    for k in range(factor.shape[1]):
-        pivot = int(torch.where(allowed, variance, -torch.inf).argmax())
-        if not float(variance[pivot]) > DEPENDENT * float(prior[pivot]):
-            break
-        chosen.append(pivot)
-        allowed[pivot] = False
-        column = problem.columns(torch.tensor([pivot], device=prior.device)).squeeze(1) - factor[:, :k] @ factor[pivot, :k]
-        factor[:, k] = column / (noise + variance[pivot]).sqrt()
-        variance = (variance - factor[:, k].square()).clamp(min=0.0)
-    return torch.tensor(chosen, dtype=torch.int64, device=prior.device)
+    return greedy_cholesky(prior, problem.columns, num, DEPENDENT * prior, noise=noise).pivots

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.noisy_covariance import LowRankCovariance
-from pyro_truncated.gp.subset.gradient import Basis
-from pyro_truncated.gp.subset.objective import independent_cholesky
+from pyro_truncated.gp.subset.basis import Basis
 
 
 class SparsePosterior:

@@ -1,0 +1,157 @@
+"""Cholesky factors of covariance matrices that are nearly singular: one policy, and all its constants.
+
+Inputs close to each other make a covariance matrix singular but for rounding. What is done about it depends on what the matrix is for:
+
+- ``K + noise``: :func:`factorize` raises the noise to where the floating point type has digits left, and warns: that is another model.
+- A matrix that only rounding can have made indefinite: :func:`stable_cholesky` adds nothing unless it has to, and then as little as helps.
+- Inducing inputs while kernels or inputs are being learned: :func:`inducing_cholesky` adds the same share always, which keeps an objective
+  smooth, and a bound a bound.
+- Inputs that may be left out: :func:`independent_cholesky` leaves out those that depend on others.
+
+Matrices ``I + A`` with a positive semi-definite ``A`` need none of this: where their factorisation fails no digits are left to save.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+# Shares of the mean variance: the least at which a factor has digits left to trust (measured for 400 points on a plane), and the most
+# that is added for rounding's sake; whatever needs more is no covariance matrix.
+_ADDITIONS = {torch.float64: (1e-10, 1e-4), torch.float32: (1e-5, 1e-2), torch.float16: (1e-2, 10.0), torch.bfloat16: (1e-2, 10.0)}
+# A share of the mean variance that makes the factor of inducing inputs exist wherever an optimiser may look.
+INDUCING_JITTER = 1e-6
+# And one that is enough in float64 where inducing inputs are some of the data and parameters stay in a box.
+FINE_JITTER = 1e-8
+# An input whose variance, given others, is below this share of its prior variance adds nothing but rounding errors to them.
+DEPENDENT = 1e-8
+
+
+class JitterWarning(UserWarning):
+    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised."""
+
+
+class NotPositiveDefiniteError(ValueError):
+    """A matrix is no covariance matrix, by more than rounding."""
+
+
+def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
+    r"""Cholesky factor of :math:`K + \sigma^2 I`, and the share of the mean prior variance that had to be added to the noise.
+
+    Nothing is added where the noise is above the floor of the floating point type (1e-5 of the mean prior variance in float32, 1e-10 in
+    float64) and the factorisation succeeds. Otherwise the noise is raised to the floor, and further by powers of ten if need be.
+
+    Args:
+        covariance: kernel matrix ``(*batch, A, A)``.
+        noise: noise variance, a scalar.
+
+    Warns:
+        JitterWarning: if something was added.
+
+    Raises:
+        NotPositiveDefiniteError: if no small addition helps, or the matrix holds NaN or infinity.
+    """
+    if not covariance.shape[-1]:
+        return covariance, 0.0
+    level = covariance.detach().diagonal(dim1=-2, dim2=-1).mean()
+    floor, _ = _additions(covariance.dtype)
+    missing = max(0.0, floor - float(noise.detach().max() / level))
+    found = _first_factor(_lifted(covariance, noise), level, missing)
+    if found is None:
+        raise NotPositiveDefiniteError(
+            f"the covariance matrix of {covariance.shape[-1]} points cannot be factorised (mean prior variance {float(level):.3g}, noise "
+            f"{float(noise.detach().max()):.3g}); check latents and kernel for NaN and infinity"
+        )
+    if found[1]:
+        warnings.warn(
+            f"the covariance of {covariance.shape[-1]} points is nearly singular in {covariance.dtype}: {found[1]:.1g} of the prior "
+            "variance was added to the noise of the active set. Use float64, or a larger noise.",
+            JitterWarning,
+            stacklevel=2,
+        )
+    return found
+
+
+def stable_cholesky(matrix: Tensor) -> Tensor:
+    """Cholesky factor of a positive semi-definite matrix; only if rounding makes that fail, of one with a slightly larger diagonal.
+
+    Args:
+        matrix: ``(*batch, m, m)``.
+
+    Raises:
+        NotPositiveDefiniteError: if no small addition helps, so that the matrix is no covariance matrix.
+    """
+    level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean()
+    found = _first_factor(matrix, level)
+    if found is None:
+        raise NotPositiveDefiniteError(
+            f"the covariance matrix is not positive definite (mean of its diagonal: {float(level):.3g}); check inputs and kernel"
+        )
+    return found[0]
+
+
+def inducing_cholesky(matrix: Tensor, jitter: float = INDUCING_JITTER) -> Tensor:
+    """Cholesky factor of the covariance matrix ``(m, m)`` of inducing inputs, with a share of the mean variance on its diagonal.
+
+    The addition is noise on the inducing variables, so that a lower bound stays one.
+    """
+    return stable_cholesky(_lifted(matrix, jitter * matrix.diagonal().mean()))
+
+
+def independent_cholesky(matrix: Tensor, prior: Tensor | None = None, tolerance: float = DEPENDENT) -> tuple[Tensor, Tensor]:
+    r"""Cholesky factor of a covariance matrix without the rows that depend on earlier ones: a mask instead of jitter.
+
+    Args:
+        matrix: ``(m, m)``, positive semi-definite.
+        prior: variances ``(m,)`` that conditional ones are compared with; default: the diagonal.
+        tolerance: a row is left out if its variance given those kept before is below this share of its prior variance.
+
+    Returns:
+        Positions kept, ascending, ``(k,)``, and the lower triangular factor of their block ``(k, k)``.
+    """
+    floor = tolerance * (matrix.diagonal() if prior is None else prior)
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    if not int(info) and bool((factor.diagonal().square() > floor).all()):
+        return torch.arange(len(matrix), device=matrix.device), factor
+    kept: list[int] = []
+    rows = torch.zeros_like(matrix)
+    left = matrix.diagonal().clone()
+    for i in range(len(matrix)):
+        if not float(left[i]) > float(floor[i]):
+            continue
+        k = len(kept)
+        column = (matrix[:, i] - rows[:, :k] @ rows[i, :k]) / left[i].sqrt()
+        rows[:, k] = column
+        left = left - column.square()
+        kept.append(i)
+    chosen = torch.tensor(kept, dtype=torch.int64, device=matrix.device)
+    return chosen, rows[chosen][:, : len(kept)].tril()
+
+
+def _first_factor(matrix: Tensor, level: Tensor, least: float = 0.0) -> tuple[Tensor, float] | None:
+    """The factor of a matrix with the least addition that makes it exist, and this addition as a share of a level."""
+    for addition in _ladder(matrix.dtype):
+        share = least + addition
+        factor, info = torch.linalg.cholesky_ex(_lifted(matrix, share * level) if share else matrix)
+        if not bool(info.any()) and bool(factor.detach().sum().isfinite()):
+            return factor, share
+    return None
+
+
+def _ladder(dtype: torch.dtype) -> Iterator[float]:
+    yield 0.0
+    share, most = _additions(dtype)
+    while share <= 1.5 * most:
+        yield share
+        share *= 10
+
+
+def _additions(dtype: torch.dtype) -> tuple[float, float]:
+    return _ADDITIONS.get(dtype, _ADDITIONS[torch.float32])
+
+
+def _lifted(matrix: Tensor, amount: Tensor) -> Tensor:
+    return matrix + torch.diag_embed(amount.expand(matrix.shape[:-1]))

@@ -1,0 +1,68 @@
+"""Inducing inputs of a sparse regression, from the training inputs or anywhere: covariances with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+
+
+class Basis:
+    """Inducing inputs from the training inputs: covariances with them.
+
+    Args:
+        kernel: the kernel.
+        index: their positions ``(m,)``.
+    """
+
+    def __init__(self, kernel: DataKernel, index: Tensor) -> None:
+        self.kernel = kernel
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def columns(self, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
+        return self.kernel.columns(self.index, rows).double()
+
+    def square(self) -> Tensor:
+        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
+        return self.kernel.columns(self.index, self.index).double()
+
+    def cross(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, m)`` of new inputs, in float64."""
+        return self.kernel.cross(new, self.index).double()
+
+
+class FreeBasis(Basis):
+    """Inducing inputs anywhere in the input space.
+
+    Args:
+        kernel: a kernel of numeric inputs.
+        inputs: the inducing inputs ``(m, D)``.
+    """
+
+    kernel: InputKernel
+
+    def __init__(self, kernel: InputKernel, inputs: Tensor) -> None:
+        self.kernel = kernel
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def columns(self, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
+        points = self.kernel.inputs if rows is None else self.kernel.inputs[rows]
+        return self.kernel.between(points, self.inputs).double()
+
+    def square(self) -> Tensor:
+        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
+        return self.kernel.between(self.inputs, self.inputs).double()
+
+    def cross(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, m)`` of new inputs, in float64."""
+        return self.kernel.between(new.to(self.kernel.inputs), self.inputs).double()
