@@ -96,7 +96,7 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
             "with a conditional, log joints depend on its draws; compare free energies with a collapsed model instead"
         )
     guide.setup(*args, **kwargs)
-    return guide.log_joint_of(*args, values={**guide._values_from_siblings(args, kwargs), **(values or {})}, **kwargs)
+    return guide.log_joint_of(*args, values={**guide.other_values(args, kwargs), **(values or {})}, **kwargs)
 
 
 def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:

@@ -92,8 +92,8 @@ def test_a_part_of_a_saved_population_is_none():
     guide = AutoTruncated(case.model, 2)
     guide.refresh_(*case.args)
     state = guide.state_dict()
-    del state["words"]
-    with pytest.raises(RuntimeError, match=r'Missing key.*"words"'):
+    del state["populations.words"]
+    with pytest.raises(RuntimeError, match=r'Missing key.*"populations.words"'):
         AutoTruncated(case.model, 2).load_state_dict(state)
     AutoTruncated(case.model, 2).load_state_dict({})
 

@@ -23,6 +23,8 @@ from pyro.poutine.runtime import _PYRO_STACK
 from torch import Tensor
 
 from pyro_truncated.guide.averaging import average_over_draws, average_stored
+from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.plates import (
     SharedPlates,
     model_plates,
@@ -31,10 +33,9 @@ from pyro_truncated.guide.plates import (
     refuse_subsampled_latents,
     share_plates,
 )
-from pyro_truncated.guide.posterior import TruncatedPosterior
-from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.guide.siblings import Siblings, refuse_subsampling, refuse_uncovered, with_subsamples
-from pyro_truncated.guide.store import Init
+from pyro_truncated.guide.store import NOT_SET_UP, PopulationStore
+from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.program import inspection
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional, Scoring
@@ -46,8 +47,9 @@ from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.program.sites import sample_nodes, trim
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import check_choice, scoring_for
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count, naming_empty_plates
 from pyro_truncated.utils.isolation import free_plate_dims, isolated, spare_random_numbers
 from pyro_truncated.utils.representation import power_of_ten
@@ -62,7 +64,7 @@ class Searching(Messenger):
         self.search, self.steps, self.done = search, steps, False
 
 
-class AutoTruncated(TruncatedPosterior, AutoGuide):
+class AutoTruncated(AutoGuide):
     r"""Guide whose distribution over the discrete latents is the model's posterior, cut down to a population of states and renormalised.
 
     For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
@@ -104,11 +106,17 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
 
+    Attributes:
+        populations: where the states of all data points are kept.
+        num_draws: how many draws of the latents of other guides are averaged over, where there are any; 1 for a single one.
+
     Raises:
         ValueError: on the first call, if there is no discrete site, a count has no bound, or the initial states are misshapen or repeat.
         NotImplementedError: on the first call, if a discrete site lies in a sequential plate of which the model takes a subsample, or if
             sites are sampled for some states only.
     """
+
+    num_draws: int = 50
 
     def __init__(
         self,
@@ -129,7 +137,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         memory_budget = check_count("memory_budget (in bytes)", memory_budget, 2**20)
         check_choice(vectorize)
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
-        self.num_states = num_states
+        self.populations = PopulationStore(num_states)
         self.max_count = max_count
         self.vectorize = vectorize
         self._scoring: Scoring = "together"
@@ -139,13 +147,52 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         # Neither may become a submodule: their parameters belong to the model or to other guides.
         self._conditional = (conditional,)
         self._layout: Layout | None = None
-        self._seen = SeenData()
         self._last_call: Call | None = None
-        # As of which revision the stored log joints of which data points are averages over draws of other guides.
-        self._averages: tuple[int, Tensor] | None = None
-        self.revision = 0
         # Guides of the list that this one was inferred from, see infer.
         self._inherited: Siblings | None = None
+
+    # --- what the guide holds ---
+
+    @property
+    def layout(self) -> Layout:
+        """The discrete sites and the data plates."""
+        if self._layout is None:
+            raise RuntimeError(NOT_SET_UP)
+        return self._layout
+
+    @property
+    def space(self) -> StateSpace:
+        """The space of one data point's states."""
+        return self.layout.space
+
+    @property
+    def num_states(self) -> int:
+        """States per data point, ``S``; from the first call on not more than there are in the space."""
+        return self.populations.num_states
+
+    @property
+    def words(self) -> Tensor:
+        """The packed states of all data points, ``(N, S, num_words)``."""
+        return self.populations.words
+
+    @property
+    def log_joint(self) -> Tensor:
+        """The log joints ``(N, S)`` of all data points, of when they were last scored; NaN if never."""
+        return self.populations.log_joint
+
+    @property
+    def revision(self) -> int:
+        """Counts the changes of the populations and their log joints."""
+        return self.populations.revision
+
+    @property
+    def index_name(self) -> str:
+        """Name of the auxiliary index site."""
+        return "_".join([*self.layout.sites, "index"])
+
+    def population(self, indices: Tensor | None = None) -> Population:
+        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
+        return self.populations.population(indices)
 
     # --- set-up ---
 
@@ -179,10 +226,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             with ordinary_tensors():
                 with spare_random_numbers(), free_plate_dims():
                     device = self._inspect(args, kwargs)
-                if "words" in self._buffers:
-                    self._check_loaded()
-                else:
-                    self._create_populations(device)
+                self.populations.start_(self.layout, self._init, device)
         except BaseException:
             # The next call must not take this guide for one that is ready.
             self.prototype_trace, self._layout = None, None
@@ -255,7 +299,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         found = model_plates(self.model, guide_list._prototype_frames, args, kwargs)
         if self._layout is not None:
             size = math.prod(found[name].size for name in self.layout.plates if name in found)
-            if "words" in self._buffers and size != len(self.words) and not self._are_all_observed(args, kwargs):
+            if self.populations.is_filled and size != len(self.words) and not self._are_all_observed(args, kwargs):
                 raise self._other_data(size)
             refuse_subsampled_latents(guide_list, {name: found[name] for name in self.layout.plates if name in found})
         return list(found.values())
@@ -274,6 +318,18 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         finally:
             self._model, self.master = model, master
         return {**state, "_conditional": (None,), "_init": None, "_last_call": None, "_inherited": None}
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        problem = _old_layout(state_dict, prefix)
+        if problem is not None:
+            error_msgs = args[-1]
+            error_msgs.append(problem)
+            return
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
+        """Why what a state dict says of a guide does not fit this one; of one that has not seen its model, as far as can be told."""
+        return _old_layout(state_dict, prefix) or self.populations.mismatch(state_dict, f"{prefix}populations.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AutoTruncated:
         duplicate = self.__class__.__new__(self.__class__)
@@ -305,57 +361,63 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         """Whether Pyro's own ELBOs can run the model on many states at once; otherwise they enumerate them one after the other."""
         return self._is_enumerable
 
-    def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
-        """A scorer of states for the data points that the model selects when called with these arguments.
+    def batch_of(self, *args: Any, **kwargs: Any) -> Batch:
+        """The populations of the data points that the model selects when called with these arguments, with a scorer of their states.
 
         Raises:
             ValueError: if the model's data plate differs in size from the guide's populations, its subsample is out of range, or the
                 populations are on another device than the model.
             NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
         """
+        return self.batch(Call(self.model, args, kwargs), self._own_subsamples(args, kwargs))
+
+    def log_joint_of(self, *args: Any, values: Mapping[str, Any] | None = None, **kwargs: Any) -> LogJoint:
+        """A scorer of states for the data points that the model selects when called with these arguments.
+
+        Args:
+            *args: the model's positional arguments.
+            values: other latents, and subsamples of plates, by name; default: as the model draws them.
+            **kwargs: the model's keyword arguments.
+
+        Raises:
+            ValueError: see :meth:`batch_of`.
+            NotImplementedError: see :meth:`batch_of`.
+        """
+        return self.batch(Call(self.model, args, kwargs), values).scorer
+
+    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
+        """The batch of a call of the model, with other latents and subsamples of plates given by name; see :meth:`batch_of`."""
         if torch._C._get_tracing_state():
             raise NotImplementedError(
                 "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
             )
-        self.setup(*args, **kwargs)
+        self.setup(*call.args, **call.kwargs)
         uncovered = [name for name in self.layout.other_latents if name not in (values or {})]
         if uncovered and self.conditional is None:
             warnings.warn(
                 f"no guide covers the latents {uncovered}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
                 "AutoGuideList, or give it a conditional.",
-                stacklevel=2,
+                stacklevel=3,
             )
-        log_joint = LogJoint(
-            Call(self.model, args, kwargs),
+        scorer = LogJoint(
+            call,
             self.layout,
             values=values,
             conditional=self.conditional,
             memory_budget=self.memory_budget,
             scoring=self._scoring,
         )
-        if log_joint.full_size != self.words.shape[0]:
-            raise self._other_data(log_joint.full_size)
-        if log_joint.device != self.words.device:
+        if scorer.full_size != self.words.shape[0]:
+            raise self._other_data(scorer.full_size)
+        if scorer.device != self.words.device:
             raise ValueError(
-                f"the populations are on {self.words.device}, the model's states on {log_joint.device}; "
-                f"call guide.to({str(log_joint.device)!r})"
+                f"the populations are on {self.words.device}, the model's states on {scorer.device}; call guide.to({str(scorer.device)!r})"
             )
-        self._check_indices(log_joint.indices)
-        self._seen.compare(log_joint, args, kwargs)
-        self._last_call = log_joint.call
-        return log_joint
-
-    def _averaged(self, population: Population) -> Population:
-        is_current = self._averages is not None and self._averages[0] == self.revision
-        return average_stored(self, population, self._last_call, self._averages[1] if is_current and self._averages else None)
-
-    def _store_averages_(self, averaged: Population) -> Population:
-        is_current = self._averages is not None and self._averages[0] == self.revision
-        known = self._averages[1] if is_current and self._averages is not None else torch.zeros(len(self.words), dtype=torch.bool)
-        known[slice(None) if averaged.indices is None else averaged.indices.to(known.device)] = True
-        population = self.store_(averaged.log_joint, averaged.indices)
-        self._averages = self.revision, known
-        return population
+        batch = Batch.of(self.populations, scorer)
+        self.populations.check_indices(batch.indices)
+        self.populations.seen.compare(scorer, batch.indices)
+        self._last_call = call
+        return batch
 
     def _other_data(self, size: int) -> ValueError:
         return ValueError(
@@ -364,43 +426,26 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             "positions in the data: pyro.plate(name, num_data, subsample=positions)."
         )
 
-    def subsamples(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+    def _own_subsamples(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
         """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
         if self.create_plates is None:
             return {}
+        self.setup(*args, **kwargs)
         with poutine.block(), SparseSubsamples():
             return _indices_of(self._create_plates(*args, **kwargs))  # type: ignore[no-untyped-call]
 
-    def _positions(self, rows: slice, indices: Tensor | None) -> Tensor | None:
-        """Positions in the full data set of a slice of a batch, ``None`` for all in order."""
-        if indices is not None:
-            return indices[rows]
-        return None if (rows.start, rows.stop) == (0, len(self.words)) else torch.arange(rows.start, rows.stop, device=self.words.device)
+    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1) -> Population:
+        """Improves the populations of a scorer's data points in place, see :meth:`Batch.search_`; returns them with their log joints."""
+        return Batch.of(self.populations, log_joint).search_(search, steps)
 
-    @torch.no_grad()
-    def search_(self, search: Search, log_joint: LogJoint, steps: int = 1, *, is_new: bool = False) -> Population:
-        """Improves the populations of a scorer's data points in place, and returns them with their log joints.
+    def rescored(self, log_joint: LogJoint) -> Population:
+        """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
+        return Batch.of(self.populations, log_joint).rescored()
 
-        Args:
-            search: proposes the states.
-            log_joint: the scorer, see :meth:`log_joint_of`.
-            steps: number of search steps.
-            is_new: whether the data are new, so that a search which learns from data shall not learn from them.
-        """
-        if not isinstance(search, Search):
-            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
-        indices = log_joint.indices
-        observations = log_joint.observations()
-        for rows in log_joint.row_blocks(2 * self.num_states):
-            where = rows if indices is None else indices[rows]
-            words = log_joint.fitted(self.words[where])
-            score = log_joint.scorer(rows)
-            known = Population(self.space, words, score(words), self._positions(rows, indices))
-            batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
-            population = search.improve(batch, steps)
-            self._keep_(population.log_joint, where, population.words)
-        self.revision += 1
-        return self.population(indices)
+    def posterior(self, *args: Any, **kwargs: Any) -> Population:
+        """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
+        with torch.no_grad():
+            return self.batch(Call(self.model, args, kwargs), self._values_from_trace(args, kwargs)).rescored()
 
     @torch.no_grad()
     def refresh_(self, *args: Any, **kwargs: Any) -> Population:
@@ -409,12 +454,11 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         Beside other guides what is stored are averages over :attr:`num_draws` draws of their latents.
         """
         self.setup(*args, **kwargs)
-        averaged = average_over_draws(self, Call(self.model, args, kwargs))
+        call = Call(self.model, args, kwargs)
+        averaged = average_over_draws(self, call)
         if averaged is not None:
-            return self._store_averages_(averaged)
-        log_joint = self.log_joint_of(*args, values=self._values_from_siblings(args, kwargs), **kwargs)
-        population = self.rescored(log_joint)
-        return self.store_(population.log_joint, log_joint.indices, population.words if log_joint.observed else None)
+            return self.populations.store_averages_(averaged)
+        return self.batch(call, self.other_values(args, kwargs)).rescore_()
 
     def infer(
         self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
@@ -463,14 +507,102 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
         with torch.no_grad(), poutine.block():
             guide.setup(*args, **kwargs)
             refuse_subsampling(guide)
-            guide._inherited = self._siblings
+            guide._inherited = self.siblings
             if guide._inherited is not None:
                 guide._inherited.refuse_unknown(guide)
-            values = guide._values_from_siblings(args, kwargs)
+            values = guide.other_values(args, kwargs)
             refuse_uncovered(guide, values)
-            log_joint = guide.log_joint_of(*args, values=values, **kwargs)
-            guide.search_(search, log_joint, steps, is_new=True)
+            guide.batch(Call(self.model, args, kwargs), values).search_(search, steps, is_new=True)
         return guide
+
+    # --- the posterior as numbers ---
+
+    def scored(self, indices: Tensor | None = None) -> TruncatedPosterior:
+        """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
+
+        Beside guides of other latents (in an :class:`~pyro.infer.autoguide.AutoGuideList`) the posterior of the states is different for
+        every draw that these make. What is read, here and by the methods below, is then the average over :attr:`num_draws` of them, under
+        the model as it is now and the arguments it was last called with.
+
+        Raises:
+            RuntimeError: if some of them have never been scored.
+        """
+        population = self.population(indices)
+        if bool(population.log_joint.isnan().any()):
+            raise RuntimeError(
+                "some of these populations have never been scored under the model; train first, or refresh them with "
+                "guide.refresh_(*args) (with the model's arguments)"
+            )
+        averaged = average_stored(self, population, self._last_call)
+        return TruncatedPosterior(averaged, self.layout, self.layout.full_sizes)
+
+    def weights(self, indices: Tensor | None = None) -> Tensor:
+        """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
+        return self.scored(indices).population.weights()
+
+    def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
+        return self.layout.split(self.population(indices).states())
+
+    def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """Posterior marginals by site.
+
+        The probability of 1, ``(N, *site shape)``, at Boolean sites; of each value, ``(N, *site shape, V)``, at others.
+        """
+        return self.scored(indices).marginals()
+
+    def mode(self, indices: Tensor | None = None) -> dict[str, Tensor]:
+        """The most probable joint state by site, ``(N, *site shape)``."""
+        return self.scored(indices).mode()
+
+    def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
+        """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
+        return self.scored(indices).expectation(f, self.memory_budget)
+
+    def sample_posterior(
+        self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None
+    ) -> dict[str, Tensor]:
+        """Independent draws from the truncated posterior by site, ``(num_samples, N, *site shape)``."""
+        return self.scored(indices).sample(num_samples, generator)
+
+    def median(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        """The most probable state, shaped as the model's sites: what stands in for the median of a discrete posterior.
+
+        Without the arguments that the model takes, those of all data points as they were last scored (in training, say).
+        """
+        return self._given_medians(args, kwargs).median()
+
+    def quantiles(self, quantiles: Sequence[float] | Tensor, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
+        r"""Quantiles of the marginal posterior of every latent.
+
+        The ``q``-quantile is the smallest value :math:`v` of positive probability with :math:`P(s \le v) \ge q`. The other latents of the
+        model have their medians, as in :meth:`median`. Classes are taken for the numbers they have. Without the arguments that the model
+        takes, they are those of all data points as they were last scored.
+
+        Args:
+            quantiles: numbers from 0 to 1.
+            *args: the model's positional arguments.
+            **kwargs: the model's keyword arguments.
+
+        Returns:
+            By site, the quantiles in a new left-most dimension in front of the site's shape in the model.
+
+        Raises:
+            ValueError: if a number does not lie in 0 .. 1.
+            NotImplementedError: for one-hot sites, whose values have no order.
+        """
+        return self._given_medians(args, kwargs).quantiles(quantiles)
+
+    def _given_medians(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> TruncatedPosterior:
+        """The posterior given the medians of other latents.
+
+        That of all data points as they were last scored, where the model's arguments are left out.
+        """
+        if self._layout is not None and not (args or kwargs) and self._takes_arguments():
+            return self.scored()
+        with torch.no_grad():
+            batch = self.batch(Call(self.model, args, kwargs), self.other_values(args, kwargs, median=True))
+            return TruncatedPosterior(batch.rescored(), self.layout, batch.scorer.sizes)
 
     # --- the guide as a Pyro program ---
 
@@ -484,7 +616,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             values = self._run_inherited(args, kwargs)
         elif not values:
             subsamples = _indices_of(getattr(self.master(), "plates", {})) if self.master is not None else {}
-            values = self._values_from_siblings(args, kwargs, subsamples=subsamples)
+            values = self.other_values(args, kwargs, subsamples=subsamples)
         with torch.no_grad():
             try:
                 plates, log_joint = self._open_plates(values, args, kwargs, are_made=inherits)
@@ -609,7 +741,7 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
 
     @property
-    def _siblings(self) -> Siblings | None:
+    def siblings(self) -> Siblings | None:
         """The guides beside this one, in its list or in that of the guide it was inferred from."""
         return self._inherited if self.master is None else Siblings.of(self)
 
@@ -631,16 +763,16 @@ class AutoTruncated(TruncatedPosterior, AutoGuide):
     def _values_from_trace(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Draws of the model's other latents by the guides before this one, from the trace that is being recorded where there is one."""
         recorded = self._recorded_values() if self._layout is not None else {}
-        return recorded or self._values_from_siblings(args, kwargs)
+        return recorded or self.other_values(args, kwargs)
 
-    def _values_from_siblings(
+    def other_values(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False, subsamples: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
         """Draws (or medians) of the model's other latents, outside of any trace, with the subsamples of plates that they are for.
 
         The subsamples are those given, else those of the model.
         """
-        siblings = self._siblings
+        siblings = self.siblings
         if siblings is None or not self.layout.other_latents:
             return {}
         with poutine.block(), SparseSubsamples():
@@ -666,6 +798,15 @@ def _enter(stack: ExitStack, plate: Any) -> None:
     """Opens a plate that is not open already."""
     if not any(handler is plate for handler in _PYRO_STACK):
         stack.enter_context(plate)
+
+
+def _old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    if f"{prefix}words" not in state_dict:
+        return None
+    return (
+        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
+        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
+    )
 
 
 def _indices_of(plates: Mapping[str, Any]) -> dict[str, Any]:

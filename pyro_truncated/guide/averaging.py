@@ -60,17 +60,17 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
     """
     args, kwargs = call.args, call.kwargs
     with spare_random_numbers(), poutine.block():
-        values = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
+        values = guide.other_values(args, kwargs, subsamples=subsamples)
         if not values:
             return None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
         while num_draws < guide.num_draws:
-            log_joint = guide.log_joint_of(*args, values={**values, **(subsamples or {})}, **kwargs)
-            population = guide.rescored(log_joint)
+            batch = guide.batch(call, {**values, **(subsamples or {})})
+            population = batch.rescored()
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
-            num_draws, subsamples = num_draws + 1, log_joint.subsamples
-            following = guide._values_from_siblings(args, kwargs, subsamples=subsamples)
+            num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
+            following = guide.other_values(args, kwargs, subsamples=subsamples)
             if all(torch.equal(values[name], following[name]) for name in values):
                 break
             values = following
@@ -79,27 +79,21 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
 
 
 @torch.no_grad()
-def average_stored(guide: AutoTruncated, population: Population, call: Call | None, is_average: Tensor | None) -> Population:
+def average_stored(guide: AutoTruncated, population: Population, call: Call | None) -> Population:
     """Populations as they are stored, with log joints averaged over draws where other guides make these.
 
     Args:
         guide: the truncated guide.
         population: stored populations of some or all of its data points.
         call: the model's last call.
-        is_average: which of all data points have stored log joints that are averages, ``(N,)``; ``None`` if none.
 
     Warns:
         OneDrawWarning: if some of the data points are out of reach of that call of the model.
     """
     if not _has_siblings(guide, call):
         return population
-    num_data = len(guide.words)
-    done = (
-        torch.zeros(num_data, dtype=torch.bool, device=guide.words.device)
-        if is_average is None
-        else is_average.to(guide.words.device, copy=True)
-    )
-    wanted = torch.arange(num_data, device=done.device) if population.indices is None else population.indices.long()
+    done = guide.populations.are_averages.to(guide.words.device)
+    wanted = torch.arange(len(done), device=done.device) if population.indices is None else population.indices.long()
     if bool(done[wanted].all()):
         return population
     log_joint = guide.log_joint.clone()
@@ -113,16 +107,16 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
             "were last scored: the last call of the model did not reach them. Call guide.refresh_(*args) with the arguments of each "
             "minibatch first, which averages over draws.",
             OneDrawWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
     return dataclasses.replace(population, log_joint=log_joint[wanted])
 
 
 def _has_siblings(guide: AutoTruncated, call: Call | None) -> bool:
     if call is None:
-        return guide._siblings is not None
+        return guide.siblings is not None
     with spare_random_numbers():
-        return bool(guide._values_from_siblings(call.args, call.kwargs))
+        return bool(guide.other_values(call.args, call.kwargs))
 
 
 def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[Population]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.inspection import ordinary_tensors
+from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.observed import ObservedValues
 from pyro_truncated.program.sites import is_delta, sample_nodes
 from pyro_truncated.utils.isolation import spare_random_numbers
-
-if TYPE_CHECKING:
-    from pyro_truncated.program.log_joint import LogJoint
 
 _MAX_ENTRIES = 32
 _MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**64
@@ -46,24 +45,23 @@ class SeenData:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
 
-    def compare(self, log_joint: LogJoint, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def compare(self, log_joint: LogJoint, indices: Tensor | None) -> None:
         """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
 
         What is new is checked first: values that its distributions do not allow are refused.
 
         Args:
-            log_joint: the scorer, freshly made.
-            args: the model's positional arguments: where they are the very tensors of last time, unchanged, nothing is computed.
-            kwargs: the model's keyword arguments.
+            log_joint: the scorer, freshly made; where its arguments are the very tensors of last time, unchanged, nothing is computed.
+            indices: positions of its data points among all.
 
         Raises:
             ValueError: for observed values outside the support of their distribution.
         """
-        arguments = _identities(args, kwargs)
+        arguments = _identities(log_joint.call)
         if not _are_same(arguments, self._arguments):
             self._arguments = arguments
             self._round += 1
-        where = slice(None) if log_joint.indices is None else log_joint.indices
+        where = slice(None) if indices is None else indices
         if self._checked is None or self._checked.device != log_joint.device:
             with ordinary_tensors():
                 self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
@@ -102,10 +100,10 @@ class SeenData:
             )
 
 
-def _identities(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any] | None:
+def _identities(call: Call) -> list[Any] | None:
     """What tells whether arguments are the same objects with the same content; ``None`` if that cannot be told."""
     identities: list[Any] = []
-    leaves = tree_leaves((args, dict(kwargs)))
+    leaves = tree_leaves((call.args, dict(call.kwargs)))
     for leaf in leaves:
         if isinstance(leaf, Tensor) and not leaf.is_inference():
             identities += [weakref.ref(leaf), leaf._version]

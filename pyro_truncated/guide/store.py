@@ -3,37 +3,40 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
+from pyro.nn import PyroModule
 from torch import Tensor
 
-from pyro_truncated import ops
+from pyro_truncated.guide.given_states import Init, flaw, given_population
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
-from pyro_truncated.states.population import Population, States, initial_population
+from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.notes import note_once
 
-# Values that are looked at together when states are loaded.
-_BLOCK_ENTRIES = 2**22
-
-Init = States | Callable[[], States] | None
+NOT_SET_UP = "the guide has not seen the model yet; call it (or svi.step) once with the model's arguments"
 
 
-class PopulationStore(torch.nn.Module):
+class PopulationStore(PyroModule):
     """The states of all data points of a guide and their log joints, as buffers of a module.
+
+    The buffers are made when the guide first meets its model, or when populations are loaded.
+
+    Args:
+        num_states: states per data point that are asked for.
 
     Attributes:
         words: the packed states of all data points, ``(N, S, num_words)``.
         log_joint: their log joints ``(N, S)`` of when they were last scored; NaN if never.
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
-        num_states: states per data point, ``S``; from the first call on not more than there are in the space.
-        STORED: names of the buffers.
+        num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
+        seen: what was observed of the data points that the populations belong to.
+        STORED: names of the buffers.
     """
 
     STORED: ClassVar[tuple[str, ...]] = ("words", "log_joint", "cardinalities")
@@ -41,31 +44,42 @@ class PopulationStore(torch.nn.Module):
     words: Tensor
     log_joint: Tensor
     cardinalities: Tensor
-    num_states: int
-    revision: int
-    _init: Init
-    _layout: Layout | None
-    _seen: SeenData
+
+    def __init__(self, num_states: int) -> None:
+        super().__init__()
+        self.num_states = num_states
+        self.revision = 0
+        self.seen = SeenData()
+        self._space: StateSpace | None = None
+        # As of which revision the stored log joints of which data points are averages over draws of other guides.
+        self._averages: tuple[int, Tensor] | None = None
+
+    # --- populations that begin: created, or loaded ---
 
     @property
-    def layout(self) -> Layout:
-        """The discrete sites and the data plates."""
-        if self._layout is None:
-            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
-        return self._layout
+    def is_filled(self) -> bool:
+        """Whether there are populations."""
+        return "words" in self._buffers
 
-    @property
-    def space(self) -> StateSpace:
-        """The space of one data point's states."""
-        return self.layout.space
+    def start_(self, layout: Layout, init: Init, device: torch.device) -> None:
+        """Creates populations for the sites of a model, or checks that those which have been loaded are of these.
 
-    def _create_populations(self, device: torch.device) -> None:
-        layout, size = self.layout, min(self.num_states, self.space.size)
-        if self._init is None:
+        Raises:
+            ValueError: if initial states are misshapen or repeat, or the populations that were loaded are of another space.
+        """
+        if not self.is_filled:
+            self._create(layout, init, device)
+        problem = self._problem(self.words, self.cardinalities, layout.space)
+        if problem is not None:
+            raise ValueError(problem)
+        self._space = layout.space
+
+    def _create(self, layout: Layout, init: Init, device: torch.device) -> None:
+        size = min(self.num_states, layout.space.size)
+        if init is None:
             words = initial_population(layout.space, layout.num_data, size, device=device)
         else:
-            init = self._init() if callable(self._init) else self._init
-            words = given_population(layout, init, size).to(device)
+            words = given_population(layout, init() if callable(init) else init, size).to(device)
         if size < self.num_states:
             states = "the only state" if size == 1 else f"all {size} joint states"
             note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than num_states={self.num_states}): inference is exact")
@@ -76,38 +90,39 @@ class PopulationStore(torch.nn.Module):
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
-        words, cardinalities = state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities")
-        problem = self._mismatch(words, cardinalities) or _flaw(words, state_dict.get(prefix + "log_joint"), cardinalities)
+        saved = {name: state_dict.get(prefix + name) for name in self.STORED}
+        problem = self.mismatch(state_dict, prefix) or flaw(**saved)
         if problem is not None:
             error_msgs = args[-1]
             error_msgs.append(problem)
             return
-        names = self.STORED
         strict, missing_keys = args[1], args[2]
-        missing = [prefix + name for name in names if prefix + name not in state_dict and name not in self._buffers]
-        if strict and len(missing) < len(names):
+        missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
+        if strict and len(missing) < len(saved):
             missing_keys.extend(missing)
         # A fresh guide has no buffers yet: make them in the shapes that come in.
-        for name in names:
-            value = state_dict.get(prefix + name)
+        for name, value in saved.items():
             held = self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
                 self.register_buffer(name, torch.empty_like(value, device=None if held is None else held.device))
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if words is not None:
-            self.num_states = words.shape[1]
+        if saved["words"] is not None:
+            self.num_states = saved["words"].shape[1]
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
-        self._seen = SeenData()
+        self.seen = SeenData()
 
-    def _mismatch(self, words: Tensor | None, cardinalities: Tensor | None) -> str | None:
-        """Why populations that were saved do not fit this guide; of a guide that has not seen its model, as far as can be told."""
+    def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
+        """Why populations that were saved do not fit here; of a guide that has not seen its model, as far as can be told."""
+        return self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
+
+    def _problem(self, words: Tensor | None, cardinalities: Tensor | None, space: StateSpace | None) -> str | None:
         if words is not None and words.shape[1] != self.num_states and not self._holds_all(words, cardinalities):
             return f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}"
-        if cardinalities is not None and self._layout is not None and tuple(cardinalities.tolist()) != self.space.cardinalities:
+        if cardinalities is not None and space is not None and tuple(cardinalities.tolist()) != space.cardinalities:
             return (
                 f"the loaded populations are of {len(cardinalities)} latents with {int(cardinalities.sum())} values in all, "
-                f"the model's discrete sites have {self.space.num_latents} with {sum(self.space.cardinalities)}"
+                f"the model's discrete sites have {space.num_latents} with {sum(space.cardinalities)}"
             )
         return None
 
@@ -116,12 +131,22 @@ class PopulationStore(torch.nn.Module):
         size = words.shape[1]
         return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < self.num_states
 
-    def _check_loaded(self) -> None:
-        problem = self._mismatch(self.words, self.cardinalities)
-        if problem is not None:
-            raise ValueError(problem)
+    # --- reading ---
 
-    def _check_indices(self, indices: Tensor | None) -> None:
+    @property
+    def space(self) -> StateSpace:
+        """The space of one data point's states."""
+        if self._space is None:
+            raise RuntimeError(NOT_SET_UP)
+        return self._space
+
+    def check_indices(self, indices: Tensor | None) -> None:
+        """Checks positions of data points.
+
+        Raises:
+            TypeError: if they are no integers.
+            ValueError: if they are out of range.
+        """
         if indices is None:
             return
         if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
@@ -134,12 +159,18 @@ class PopulationStore(torch.nn.Module):
 
     def population(self, indices: Tensor | None = None) -> Population:
         """The stored populations of all or the given data points, with the log joints of when they were last scored."""
-        if "words" not in self._buffers:
+        if not self.is_filled:
             raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
-        self._check_indices(indices)
+        self.check_indices(indices)
+        return self.take(indices)
+
+    def take(self, indices: Tensor | None = None) -> Population:
+        """The stored populations of data points whose positions are known to be right."""
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
         return Population(self.space, self.words[indices], self.log_joint[indices], indices)
+
+    # --- writing ---
 
     def store_(self, log_joint: Tensor, indices: Tensor | None, words: Tensor | None = None) -> Population:
         """Keeps freshly computed log joints ``(N, S)`` with the populations they belong to, or with new ones, and returns these.
@@ -147,12 +178,15 @@ class PopulationStore(torch.nn.Module):
         Raises:
             ValueError: if a data point's states all have probability zero.
         """
-        self._keep_(log_joint, slice(None) if indices is None else indices, words)
+        self.keep_(log_joint, slice(None) if indices is None else indices, words)
         self.revision += 1
-        return self.population(indices)
+        return self.take(indices)
 
-    def _keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
-        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
+    def keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
+        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step.
+
+        This is a part of a change; whoever makes the whole raises :attr:`revision`.
+        """
         impossible = (log_joint.amax(-1) == -math.inf).nonzero()
         if len(impossible):
             raise ValueError(
@@ -167,68 +201,19 @@ class PopulationStore(torch.nn.Module):
         if words is not None:
             self.words[where] = words
 
+    # --- averages over draws of other guides ---
 
-def _flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor | None) -> str | None:
-    """What is wrong with populations that were saved, such that no guide could have saved them."""
-    if words is None or cardinalities is None:
-        return None
-    try:
-        space = StateSpace(cardinalities.tolist())
-        ops.check_words("words", words)
-        if words.shape[2] != space.num_words or (log_joint is not None and log_joint.shape != words.shape[:2]):
-            shape = None if log_joint is None else tuple(log_joint.shape)
-            return f"the saved populations have the shape {tuple(words.shape)}, their log joints {shape}; {space} cannot have either"
-        _check_within(words, space)
-        Population(space, words, words[..., 0]).assert_distinct()
-    except (TypeError, ValueError) as error:
-        return f"the saved populations are not those of a guide: {error}"
-    return None
+    @property
+    def are_averages(self) -> Tensor:
+        """Of which data points the stored log joints are averages over draws of other guides, ``(N,)``."""
+        if self._averages is None or self._averages[0] != self.revision:
+            return torch.zeros(len(self.words), dtype=torch.bool)
+        return self._averages[1].clone()
 
-
-def _check_within(words: Tensor, space: StateSpace) -> None:
-    if space.is_binary:
-        ops.check_bits(words, space.num_latents)
-        return
-    for rows in words.split(max(1, _BLOCK_ENTRIES // (words.shape[1] * space.num_latents))):
-        if not torch.equal(space.pack(space.unpack(rows)), rows):
-            raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
-
-
-def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
-    """Packs and checks states given by the user.
-
-    Args:
-        layout: the discrete sites.
-        states: site values ``(N, S, *site shape)``, by name or of the only site.
-        num_states: number of states per data point ``S``.
-
-    Returns:
-        Packed states ``(N, S, num_words)``.
-
-    Raises:
-        TypeError: if they are neither a tensor nor a dictionary.
-        ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
-    """
-    states = as_tensors(states)
-    if not isinstance(states, (Tensor, Mapping)):
-        raise TypeError(
-            f"init must be a tensor, a dictionary of tensors by site name, or a callable that returns one; got {type(states).__name__}"
-        )
-    if isinstance(states, Tensor):
-        if len(layout.sites) != 1:
-            raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")
-        states = {next(iter(layout.sites)): states}
-    levels = layout.encode(states)
-    expected = (layout.num_data, num_states)
-    if levels.shape[:-1] != expected:
-        raise ValueError(
-            f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}"
-        )
-    words = layout.space.pack(levels)
-    rows = Population(layout.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
-    if len(rows):
-        raise ValueError(
-            f"initial states repeat within {len(rows)} of {words.shape[0]} data points (first: data point {int(rows[0])}). "
-            "A repeated state would be counted twice and the bound could exceed the evidence."
-        )
-    return words
+    def store_averages_(self, averaged: Population) -> Population:
+        """Keeps averaged log joints, and remembers that they are."""
+        known = self.are_averages
+        known[slice(None) if averaged.indices is None else averaged.indices.to(known.device)] = True
+        population = self.store_(averaged.log_joint, averaged.indices)
+        self._averages = self.revision, known
+        return population

@@ -5,18 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
 from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.sites import sample_nodes
 
 
-def free_energy_given_draws(part: AutoTruncated, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     r"""The free energy of a guide with a truncated part, of one draw :math:`z` of its other parts, differentiable in all parameters.
 
     .. math:: \sum_n \log \sum_{s \in K_n} p(s, y_n, z_n \mid z) + \log p(z) - \log q(z), \qquad z \sim q
@@ -26,29 +25,21 @@ def free_energy_given_draws(part: AutoTruncated, guide: Any, args: tuple[Any, ..
 
     Args:
         part: the truncated part.
-        guide: the whole guide, an :class:`~pyro.infer.autoguide.AutoGuideList` or any callable that runs ``part``.
-        args: the arguments of model and guide.
-        kwargs: their keyword arguments.
+        guide: the whole guide, an :class:`~pyro.infer.autoguide.AutoGuideList` or any callable that runs ``part``, and its arguments.
 
     Raises:
         NotImplementedError: if a draw depends on parameters that its distribution is not reparametrised in.
     """
-    trace = poutine.trace(guide).get_trace(*args, **kwargs)
+    trace = guide.trace()
     own = {*part.layout.sites, part.index_name}
     siblings = {name: node for name, node in sample_nodes(trace).items() if name not in own}
     log_q = _log_density(siblings)
     _check_reparametrised(siblings)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
-    log_joint = part.log_joint_of(*args, values={**drawn, **subsamples}, **kwargs)
-    beyond = {name: node for name, node in log_joint.nodes.items() if name in drawn and not log_joint.is_inside(node)}
-    return _truncated(part, log_joint) + log_joint.outside() + _log_density(beyond) - log_q
-
-
-def _truncated(part: AutoTruncated, log_joint: LogJoint) -> Tensor:
-    population = part.population(log_joint.indices)
-    blocks = [log_joint.score(population.words[rows], rows).double().logsumexp(-1).sum() for rows in log_joint.row_blocks(part.num_states)]
-    return log_joint.scale * torch.stack(blocks).sum()
+    batch = part.batch(guide.of(part.model), {**drawn, **subsamples})
+    beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
+    return batch.free_energy() + _log_density(beyond) - log_q
 
 
 def _log_density(nodes: Mapping[str, Any]) -> Tensor:

@@ -87,8 +87,7 @@ def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, 
         problems += _other_names(modules[name], state, name)
         for prefix, part in modules[name].named_modules():
             if isinstance(part, AutoTruncated):
-                words, cardinalities = (state.get(".".join(filter(None, (prefix, key)))) for key in ("words", "cardinalities"))
-                problems += filter(None, [part._mismatch(words, cardinalities)])
+                problems += filter(None, [part.mismatch(state, f"{prefix}." if prefix else "")])
     problems += [f"{name} has the shape {tuple(a.shape)}, here {tuple(b.shape)}" for name, (a, b) in pairs.items() if a.shape != b.shape]
     if problems:
         raise ValueError(f"{path} was written by a run of another model or guide: {'; '.join(problems)}")

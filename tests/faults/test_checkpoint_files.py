@@ -85,15 +85,15 @@ def test_a_file_of_something_else_with_a_checksum_is_refused(tmp_path):
 
 
 def spoilt(state, kind):
-    words = state["words"]
+    words = state["populations.words"]
     if kind == "repeated":
         words[3, 1] = words[3, 0]
     elif kind == "beyond":
         words[2, 1, 0] |= 1 << 40
     elif kind == "floats":
-        state["words"] = words.double()
+        state["populations.words"] = words.double()
     elif kind == "log joint":
-        state["log_joint"] = state["log_joint"][:, :2]
+        state["populations.log_joint"] = state["populations.log_joint"][:, :2]
     return state
 
 

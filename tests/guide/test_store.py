@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pyro.infer.autoguide import AutoGuideList
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import BinarySparseCoding
@@ -69,3 +70,30 @@ def test_indices_are_integers(indices, given):
     guide = used(zoo.binary(), 4)
     with pytest.raises(TypeError, match=rf"indices of data points must be a tensor \(n,\) of integers; got .*{given}"):
         guide.marginals(indices)
+
+
+def old_layout(state, prefix=""):
+    """A state as it was when populations were buffers of the guide itself."""
+    return {name.replace(f"{prefix}populations.", prefix): value for name, value in state.items()}
+
+
+@pytest.mark.parametrize("is_used", [True, False], ids=["used", "fresh"])
+def test_populations_of_the_old_layout_are_refused_by_name(is_used):
+    guide, case = used(zoo.binary(), 4), zoo.binary()
+    target = used(case, 4) if is_used else AutoTruncated(case.model, 4)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(
+        RuntimeError, match=r"'words' is of an earlier version.*rename 'words', 'log_joint' and 'cardinalities' to 'populat"
+    ):
+        target.load_state_dict(old_layout(guide.state_dict()))
+    assert target.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in target.state_dict().items())
+
+
+def test_lists_with_populations_of_the_old_layout_are_refused_by_name():
+    case = zoo.binary()
+    guide = AutoGuideList(case.model)
+    guide.append(AutoTruncated(case.model, 4))
+    guide(*case.args)
+    with pytest.raises(RuntimeError, match=r"'0\.words' is of an earlier version.*to '0\.populations\.words' and so on"):
+        guide.load_state_dict(old_layout(guide.state_dict(), "0."))

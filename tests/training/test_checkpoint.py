@@ -19,6 +19,7 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsE
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.search import AutomaticSearch, ConditionalSearch, SampledSearch
+from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
 
 
@@ -249,3 +250,18 @@ def test_checkpoints_of_other_models_are_refused_and_nothing_changes(y, tmp_path
             load_checkpoint(tmp_path / "run.pt", svi, may_differ=["model", "guide", "optimizer", "elbo", "search"])
         after = {name: value for part in (svi.model, svi.guide) for name, value in part.state_dict().items()}
         assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_checkpoint_of_the_old_layout_is_refused_by_name_and_nothing_changes(y, tmp_path):
+    svi = fresh("closed form", y)
+    svi.step(y)
+    save_checkpoint(tmp_path / "run.pt", svi)
+    content = checkpoint_file.read(tmp_path / "run.pt")
+    guide = content["modules"]["guide"]
+    # When populations were buffers of the guide itself.
+    content["modules"]["guide"] = {name.removeprefix("populations."): value for name, value in guide.items()}
+    checkpoint_file.write(tmp_path / "run.pt", content)
+    before = {name: value.clone() for name, value in svi.guide.state_dict().items()}
+    with pytest.raises(ValueError, match=r"run\.pt .*'words' is of an earlier version.*or train anew"):
+        load_checkpoint(tmp_path / "run.pt", svi)
+    assert all(torch.equal(value, before[name]) for name, value in svi.guide.state_dict().items())

@@ -42,7 +42,7 @@ def scored_populations(
     if part is not guide and part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
             guide(*args, **kwargs)
-    others = {**part._values_from_siblings(args, kwargs, median=True), **(values or {})}
+    others = {**part.other_values(args, kwargs, median=True), **(values or {})}
     with poutine.block():
         log_joint = part.log_joint_of(*args, values=others, **kwargs)
         return part, log_joint, part.rescored(log_joint)

@@ -1,0 +1,179 @@
+"""Batch: the populations of the data points that one run of the model selected, with the scorer of this very run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
+    r"""The populations of the data points that one run of the model selected, with the scorer of this very run.
+
+    .. math:: \mathcal F = c \sum_{n \in \text{batch}} \log \sum_{s \in K_n} p(s, y_n) + \log p(\text{observed outside of the data plates})
+
+    with the scale :math:`c` that Pyro gives to subsampled plates.
+
+    Attributes:
+        populations: where the populations of all data points are kept.
+        scorer: scores states of the data points of this batch.
+        indices: positions ``(N,)`` of these among all data points, ``None`` for all in order.
+    """
+
+    populations: PopulationStore
+    scorer: LogJoint
+    indices: Tensor | None
+
+    @classmethod
+    def of(cls, populations: PopulationStore, scorer: LogJoint) -> Batch:
+        """The batch of a scorer."""
+        return cls(populations, scorer, scorer.indices)
+
+    def population(self) -> Population:
+        """The populations as they are stored, with what the model observes of their states put in."""
+        stored = self.populations.take(self.indices)
+        return dataclasses.replace(stored, words=self.scorer.fitted(stored.words))
+
+    def rescored(self) -> Population:
+        """The populations with their log joints in this run of the model; nothing is stored."""
+        population = self.population()
+        blocks = [self.scorer.score(population.words[rows], rows) for rows in self.scorer.row_blocks(population.num_states)]
+        return dataclasses.replace(population, log_joint=torch.cat(blocks))
+
+    def rescore_(self) -> Population:
+        """Stores and returns the populations with their log joints in this run of the model."""
+        return self._store_(self.rescored())
+
+    def _store_(self, population: Population) -> Population:
+        return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.observed else None)
+
+    @torch.no_grad()
+    def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:
+        """Improves the populations in place, and returns them with their log joints.
+
+        Args:
+            search: proposes the states.
+            steps: number of search steps.
+            is_new: whether the data are new, so that a search which learns from data shall not learn from them.
+
+        Raises:
+            TypeError: if ``search`` is none.
+        """
+        if not isinstance(search, Search):
+            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
+        store, observations = self.populations, self.scorer.observations()
+        with poutine.block():
+            for rows in self.scorer.row_blocks(2 * store.num_states):
+                where = rows if self.indices is None else self.indices[rows]
+                words = self.scorer.fitted(store.words[where])
+                score = self.scorer.scorer(rows)
+                known = Population(store.space, words, score(words), self._positions(rows))
+                batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
+                found = search.improve(batch, steps)
+                store.keep_(found.log_joint, where, found.words)
+        store.revision += 1
+        return store.take(self.indices)
+
+    def _positions(self, rows: slice) -> Tensor | None:
+        """Positions in the full data set of a slice of the batch, ``None`` for all in order."""
+        if self.indices is not None:
+            return self.indices[rows]
+        words = self.populations.words
+        return None if (rows.start, rows.stop) == (0, len(words)) else torch.arange(rows.start, rows.stop, device=words.device)
+
+    # --- the free energy and its gradient ---
+
+    def free_energy(self) -> Tensor:
+        """The scaled free energy, differentiable in whatever the model is."""
+        words = self.population().words
+        blocks = [self.scorer.score(words[rows], rows).double().logsumexp(-1).sum() for rows in self.scorer.row_blocks(words.shape[1])]
+        return self.scorer.scale * torch.stack(blocks).sum() + self.scorer.outside()
+
+    def mean_free_energy(self, particles: int) -> Tensor:
+        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
+
+    def draws(self, particles: int) -> Iterator[Batch]:
+        """Batches of the same data points, this one first, each with its own draws of the latents that no guide covers.
+
+        Where there are none the free energy is exact, and one as good as many.
+        """
+        yield self
+        for _ in range(self._num_draws(particles) - 1):
+            yield dataclasses.replace(self, scorer=_redrawn(self.scorer))
+
+    def _num_draws(self, particles: int) -> int:
+        return particles if self.scorer.layout.other_latents else 1
+
+    def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
+        r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
+
+        Args:
+            temperature: :math:`\tau`: the gradient weighs states by :math:`q \propto p^{1/\tau}`.
+            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+        """
+        number = self._num_draws(particles)
+        # With a conditional, the draws that score the states must be the ones that are differentiated.
+        step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
+        with torch.enable_grad():
+            return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
+
+    def _backward_by_blocks_(self, temperature: float, particles: int) -> float:
+        """One block of states at a time: the gradient is a weighted sum, so the graphs of all states need never exist together."""
+        words, scorer = self.population().words, self.scorer
+        blocks = list(scorer.gradient_blocks(words.shape[1]))
+        # Weights need all states of a data point: where a block has them, it is scored once for weights and gradient.
+        complete = all(states == slice(None) for _, states in blocks)
+        with torch.no_grad():
+            known = [] if complete else [self.rescored().log_joint]
+        outside = scorer.outside()
+        _accumulate(-outside / particles)
+        for rows, states in blocks:
+            scores = scorer.score(words[rows, states], rows)
+            if complete:
+                known.append(scores.detach())
+            weights = ((known[-1] / temperature).softmax(-1) * (scorer.scale / particles))[:, states]
+            # States of probability zero have weight zero but an infinite score.
+            _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
+        return self._loss_(torch.cat(known), words, outside)
+
+    def _backward_at_once_(self, temperature: float, particles: int) -> float:
+        words = self.population().words
+        scores, outside = self.scorer.score(words), self.scorer.outside()
+        objective = temperature * (scores / temperature).logsumexp(-1).sum() * self.scorer.scale + outside
+        _accumulate(-objective / particles)
+        return self._loss_(scores.detach(), words, outside)
+
+    def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
+        """Stores fresh log joints, and returns minus the free energy that they make."""
+        with torch.no_grad():
+            population = self.populations.store_(log_joint, self.indices, words if self.scorer.observed else None)
+            return -float(self.scorer.scale * population.free_energy().sum() + outside)
+
+
+def _accumulate(loss: Tensor) -> None:
+    """Adds to the gradients; blocks share the graph of whatever they all depend on."""
+    if loss.requires_grad:
+        loss.backward(retain_graph=True)
+
+
+def _redrawn(scorer: LogJoint) -> LogJoint:
+    """A scorer of the same data points from another run of the model."""
+    with torch.set_grad_enabled(scorer.takes_gradients):
+        return LogJoint(
+            scorer.call,
+            scorer.layout,
+            values=scorer.subsamples,
+            conditional=scorer.conditional,
+            memory_budget=scorer.memory_budget,
+            scoring=scorer.scoring,
+        )

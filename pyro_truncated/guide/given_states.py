@@ -1,0 +1,85 @@
+"""States from outside, checked before they become populations: given by a user, or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.states.population import Population, States
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arrays import as_tensors
+
+# Values that are looked at together when states are loaded.
+_BLOCK_ENTRIES = 2**22
+
+Init = States | Callable[[], States] | None
+
+
+def flaw(words: Tensor | None, log_joint: Tensor | None, cardinalities: Tensor | None) -> str | None:
+    """What is wrong with populations that were saved, such that no guide could have saved them."""
+    if words is None or cardinalities is None:
+        return None
+    try:
+        space = StateSpace(cardinalities.tolist())
+        ops.check_words("words", words)
+        if words.shape[2] != space.num_words or (log_joint is not None and log_joint.shape != words.shape[:2]):
+            shape = None if log_joint is None else tuple(log_joint.shape)
+            return f"the saved populations have the shape {tuple(words.shape)}, their log joints {shape}; {space} cannot have either"
+        _check_within(words, space)
+        Population(space, words, words[..., 0]).assert_distinct()
+    except (TypeError, ValueError) as error:
+        return f"the saved populations are not those of a guide: {error}"
+    return None
+
+
+def _check_within(words: Tensor, space: StateSpace) -> None:
+    if space.is_binary:
+        ops.check_bits(words, space.num_latents)
+        return
+    for rows in words.split(max(1, _BLOCK_ENTRIES // (words.shape[1] * space.num_latents))):
+        if not torch.equal(space.pack(space.unpack(rows)), rows):
+            raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
+
+
+def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
+    """Packs and checks states given by the user.
+
+    Args:
+        layout: the discrete sites.
+        states: site values ``(N, S, *site shape)``, by name or of the only site.
+        num_states: number of states per data point ``S``.
+
+    Returns:
+        Packed states ``(N, S, num_words)``.
+
+    Raises:
+        TypeError: if they are neither a tensor nor a dictionary.
+        ValueError: if the states are misshapen, repeat, or lie outside the sites' supports.
+    """
+    states = as_tensors(states)
+    if not isinstance(states, (Tensor, Mapping)):
+        raise TypeError(
+            f"init must be a tensor, a dictionary of tensors by site name, or a callable that returns one; got {type(states).__name__}"
+        )
+    if isinstance(states, Tensor):
+        if len(layout.sites) != 1:
+            raise ValueError(f"init must be a dictionary of tensors by site name: the model has the discrete sites {list(layout.sites)}")
+        states = {next(iter(layout.sites)): states}
+    levels = layout.encode(states)
+    expected = (layout.num_data, num_states)
+    if levels.shape[:-1] != expected:
+        raise ValueError(
+            f"initial states must start with the dimensions (num_data, num_states) = {expected}; got {tuple(levels.shape[:-1])}"
+        )
+    words = layout.space.pack(levels)
+    rows = Population(layout.space, words, torch.zeros(words.shape[:2], device=words.device)).find_duplicates()
+    if len(rows):
+        raise ValueError(
+            f"initial states repeat within {len(rows)} of {words.shape[0]} data points (first: data point {int(rows[0])}). "
+            "A repeated state would be counted twice and the bound could exceed the evidence."
+        )
+    return words

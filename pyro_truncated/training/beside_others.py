@@ -1,0 +1,154 @@
+"""Losses of guides that hold an AutoTruncated beside other parts: those of Pyro's enumerating ELBO wherever it can compute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer import TraceEnum_ELBO
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.probe import AllObservedError
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.subsampling import SparseSubsamples
+from pyro_truncated.training.given_draws import free_energy_given_draws
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+_PYRO_SAYS = (
+    "packing tensors",
+    "max_plate_nesting",
+    "nvalid log_prob shape",
+    "Shape mismatch inside plate",
+    "enumerat",
+    "must match the size of",
+)
+
+
+class BesideOthers:
+    """The loss of a guide with other parts, and its gradient: the search is somebody else's.
+
+    It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. Where the model does not take many states at once, so that Pyro cannot
+    enumerate them, it is computed from the draws of the other parts, see :func:`free_energy_given_draws`.
+
+    Args:
+        **kwargs: what :class:`pyro.infer.ELBO` takes.
+
+    Attributes:
+        stock: Pyro's ELBO.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        # Where labels leave nothing to enumerate, that is no mistake.
+        self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
+        self._known: tuple[Any, list[AutoTruncated]] | None = None
+
+    def loss(self, call: Call, guide: Any) -> float:
+        """The loss; nothing changes."""
+        with torch.no_grad():
+            free_energy = self._mean_given_draws(call, guide)
+        return self.stock_loss(call, guide) if free_energy is None else -float(free_energy)
+
+    def differentiable_loss(self, call: Call, guide: Any) -> Tensor:
+        """The loss as a tensor."""
+        free_energy = self._mean_given_draws(call, guide)
+        return self.stock_differentiable_loss(call, guide) if free_energy is None else -free_energy
+
+    def loss_and_grads(self, call: Call, guide: Any) -> float:
+        """The loss, whose gradient is accumulated."""
+        part = self._slow_part(call, guide)
+        if part is None:
+            return self.stock_loss_and_grads(call, guide)
+        try:
+            return sum(self._backward(part, call.of(guide)) for _ in range(self.stock.num_particles))
+        except AllObservedError:
+            return self.stock_loss_and_grads(call, guide)
+
+    # --- Pyro's own ---
+
+    def stock_loss(self, call: Call, guide: Any) -> float:
+        """Pyro's loss."""
+        return float(self.stock.loss(call.model, guide, *call.args, **call.kwargs))
+
+    def stock_differentiable_loss(self, call: Call, guide: Any) -> Tensor:
+        """Pyro's loss as a tensor."""
+        return self.stock.differentiable_loss(call.model, guide, *call.args, **call.kwargs)  # type: ignore[no-any-return]
+
+    def stock_loss_and_grads(self, call: Call, guide: Any) -> float:
+        """Pyro's loss, whose gradient is accumulated."""
+        return float(self.stock.loss_and_grads(call.model, guide, *call.args, **call.kwargs))
+
+    # --- the parts of a guide ---
+
+    def parts(self, call: Call, guide: Any) -> list[AutoTruncated]:
+        """The truncated parts of a guide, which is run once to find them: they announce themselves at their index sites."""
+        if self._known is None or self._known[0] is not guide:
+            with spare_random_numbers(), poutine.block(), torch.no_grad():
+                marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.of(guide).trace()).values()]
+            self._known = guide, [mark["guide"]() for mark in marks if mark is not None]
+        return self._known[1]
+
+    def prepare(self, call: Call, guide: Any) -> None:
+        """Lets Pyro's ELBO count plates, before a guide is trained for the first time."""
+        if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
+            self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
+            with poutine.block(), torch.no_grad():
+                nodes = sample_nodes(call.trace())
+            self.stock.max_plate_nesting = _room_for_events(nodes, self.stock.max_plate_nesting)
+
+    def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
+        """The truncated part of a guide if it scores this very model, and Pyro cannot enumerate it in parallel."""
+        parts = self.parts(call, guide)
+        return parts[0] if len(parts) == 1 and not parts[0].is_enumerable and bool(call.model == parts[0].model) else None
+
+    def _mean_given_draws(self, call: Call, guide: Any) -> Tensor | None:
+        """The free energy of such a guide, averaged over draws; ``None`` if there is none, or the model observes all that is discrete."""
+        part = self._slow_part(call, guide)
+        if part is None:
+            return None
+        try:
+            return torch.stack([free_energy_given_draws(part, call.of(guide)) for _ in range(self.stock.num_particles)]).mean()
+        except AllObservedError:
+            return None
+
+    def _backward(self, part: AutoTruncated, guide: Call) -> float:
+        loss = -free_energy_given_draws(part, guide) / self.stock.num_particles
+        if loss.requires_grad:
+            loss.backward()
+        return float(loss.detach())
+
+
+@contextmanager
+def pyros_own() -> Iterator[None]:
+    """For what Pyro's own ELBO runs: small subsamples cost little, and where it cannot enumerate what is scored without trouble, why."""
+    try:
+        with SparseSubsamples():
+            yield
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, NotImplementedError) or not any(hint in str(error) for hint in _PYRO_SAYS):
+            raise
+        error.add_note(
+            "Beside other guides Truncated_ELBO leaves the loss to Pyro's TraceEnum_ELBO, which enumerates the states in a dimension left "
+            "of all plates. If max_plate_nesting does not count all plates (Truncated_ELBO(search, max_plate_nesting=...)), set it; if the "
+            "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
+        )
+        raise
+
+
+def _room_for_events(nodes: Mapping[str, Any], nesting: int) -> int:
+    """A plate nesting with which Pyro compares model and guide rightly: at least the one given.
+
+    ``pyro.util.check_model_guide_match`` cuts the shape of a site, from ``len(shape) - max_plate_nesting - event_dim`` on, as soon as it is
+    longer than ``max_plate_nesting``. Where the site lies in fewer plates than there are that start is negative, counts from the right, and
+    the model's shape loses dimensions that the guide's, made longer by enumeration, keeps. The start should be ``max(0, ...)``.
+    """
+    sizes = [(len(node["fn"].batch_shape), node["fn"].event_dim) for node in nodes.values() if not node["is_observed"]]
+    for depth, event_dim in sorted(sizes, key=sum):
+        if depth < nesting < depth + event_dim:
+            nesting = depth + event_dim
+    return nesting

@@ -1,0 +1,68 @@
+"""The E-step of models with closed-form M-steps: better populations, and the expected sufficient statistics that they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyro.poutine as poutine
+import torch
+
+from pyro_truncated.em.closed_form import ClosedForm, Statistics
+from pyro_truncated.guide.batch import Batch
+from pyro_truncated.program.call import Call
+from pyro_truncated.states.population import Population
+
+# Entries of the weights of the states whose statistics are taken together.
+_BLOCK_ENTRIES = 2**22
+
+
+class EMStep:
+    """Collects the statistics of batch after batch; remembers as of which change of the populations they are."""
+
+    def __init__(self) -> None:
+        self._revision: int | None = None
+
+    @torch.no_grad()
+    def __call__(
+        self, closed_form: ClosedForm, batch: Batch, improve: Callable[[Batch], Population], temperature: float, *, is_annealed: bool
+    ) -> float:
+        """Improves the populations of a batch and collects their statistics; returns minus the free energy.
+
+        Args:
+            closed_form: what collects.
+            batch: the batch.
+            improve: improves its populations and stores their log joints.
+            temperature: temperature of the posteriors in the statistics.
+            is_annealed: whether the temperature changes from step to step.
+
+        Raises:
+            ValueError: if statistics would have to be taken out of the sums at another temperature than they went in with.
+        """
+        call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
+        with poutine.block():
+            if self._revision is not None and self._revision != store.revision and closed_form.visited is not None:
+                # Somebody else scored or searched: what will be subtracted must be what is in the sums.
+                visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
+                closed_form.statistics = _statistics(closed_form, store.population(visited), temperature, call)
+            previous = closed_form.previous(store.take(batch.indices), scorer.full_size)
+            if previous is not None and is_annealed:
+                raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
+            old = None if previous is None else _statistics(closed_form, previous, temperature, call)
+            population = improve(batch)
+            self._revision = store.revision
+            new = _statistics(closed_form, population, temperature, call)
+            closed_form.collect(new, old, batch.indices, scorer.full_size)
+            return -float(scorer.scale * population.free_energy().sum() + scorer.outside())
+
+
+def _statistics(closed_form: ClosedForm, population: Population, temperature: float, call: Call) -> Statistics:
+    """Sufficient statistics, taken over blocks of data points one after the other where they add up."""
+    model = closed_form.model
+    rows = len(population)
+    if getattr(model, "statistics_are_additive", True):
+        rows = max(1, _BLOCK_ENTRIES // population.num_states)
+    total: Statistics = {}
+    for block in population.split(rows):
+        part = model.sufficient_statistics(block, *call.args, temperature=temperature, **call.kwargs)
+        total = {name: total[name] + value for name, value in part.items()} if total else part
+    return total
