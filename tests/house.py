@@ -32,8 +32,11 @@ OF_OTHERS = {
     "_set_params_and_buffers_to_ignore_for_model": "how DistributedDataParallel is told, by its own documentation",
     "_parameters": "a module's parameters without those that a property computes",
     "_modules": "a module's children without those that a property computes",
+    "_buffers": "a module's buffers, those that are not set included: what a module is put back to",
     # Pyro
     "_pyro_context": "within it, a PyroModule's attributes are one draw",
+    "_pyro_name": "what the names of a PyroModule's parameters begin with",
+    "_model": "the model that an automatic guide is of",
     "_pyro_params": "the constrained parameters of a PyroModule",
     "_pyro_dims": "the dimensions of a packed tensor",
     "_Context": "the base class of what gives a PyroModule's parameters their names",

@@ -271,8 +271,15 @@ def test_arviz_holds_switches_and_latents():
     np.testing.assert_allclose(get_dataset(idata, "observed_data")["y_1"], views[1].numpy())
     again = latents_to_arviz(model, views, num_samples=300, num_chains=1, seed=0)
     np.testing.assert_array_equal(get_dataset(again, "posterior")["x"], posterior["x"])
-    same = to_arviz(model.model, model.guide, views, num_samples=300, num_chains=1, seed=0)
-    np.testing.assert_array_equal(get_dataset(same, "posterior")["b"], posterior["b"])
+    options = {"num_samples": 300, "num_chains": 1, "seed": 0}
+    for same in (
+        to_arviz(model.model, model.guide, views, **options),
+        to_arviz(model, views, **options),
+        to_arviz(model, [view.numpy() for view in views], **options),
+    ):
+        np.testing.assert_array_equal(get_dataset(same, "posterior")["b"], posterior["b"])
+    with pytest.raises(TypeError, match=r"SpikeSlabMRD converts itself and takes .*; got also \['dims'\]"):
+        to_arviz(model, views, dims={"x": ["a"]})
 
 
 def test_patterns_of_switches_convert_with_the_librarys_own_function():

@@ -3,36 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-import numpy as np
 import pyro
 import torch
-import xarray as xr
 
-from pyro_truncated.diagnostics.arviz.drawn import Draws
-from pyro_truncated.diagnostics.arviz.draws import draw
-from pyro_truncated.diagnostics.arviz.predictive_draws import affordable, conditional_likelihoods, posterior_draws, prior_draws
-from pyro_truncated.diagnostics.arviz.values import is_discrete, training_dataset, variable_name
-from pyro_truncated.diagnostics.arviz.writer import Coords, Dims, Writer
+from pyro_truncated.diagnostics.arviz.chains import attributes_of, named_like, side_by_side
+from pyro_truncated.diagnostics.arviz.groups import Settings, groups_of
+from pyro_truncated.diagnostics.arviz.site_values import training_dataset
+from pyro_truncated.diagnostics.arviz.writer import Coords, Dims
 from pyro_truncated.utils.arviz_compat import make_idata
-
-_ON_DATA = (
-    "observed_data",
-    "prior_predictive",
-    "posterior_predictive",
-    "marginal_predictive",
-    "log_likelihood",
-    "log_likelihood_conditional",
-)
-_VALUES = _ON_DATA[:4]
-_BY_CHAIN = ("posterior", "sample_stats", "log_prior", "prior", *_ON_DATA[1:])
-_SHARED = ("observed_data", "constant_data")
+from pyro_truncated.utils.arviz_converters import convert_owner, has_converter
 
 
 def to_arviz(
@@ -109,8 +91,9 @@ def to_arviz(
         model: the Pyro model, or one for each guide.
         guide: the guide it was trained with: an :class:`~pyro_truncated.AutoTruncated`, any other autoguide, an ``AutoGuideList``, a guide
             function, an effect such as ``AutoNormalMessenger``; or a list or tuple of guides with equal populations. A method of an object
-            that converts itself (``SpikeSlabGPLVM``, ``SpikeSlabMRD``) leaves the work to the object's ``to_arviz``; of the options it gets
-            ``num_samples``, ``num_chains`` and ``seed``.
+            that knows best how its posterior becomes data (``SpikeSlabGPLVM``, ``SpikeSlabMRD``, or whatever is registered with
+            :func:`~pyro_truncated.diagnostics.convert_owner`) leaves the work to it; of the options it gets ``num_samples``,
+            ``num_chains`` and ``seed``. ``to_arviz(owner, *args)`` does the same.
         *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data.
         num_samples: number of draws per chain.
         num_chains: number of chains, default 4; of several guides each is one chain.
@@ -141,13 +124,12 @@ def to_arviz(
     """
     several = isinstance(guide, list | tuple)
     num_chains, num_predictive = _counts(num_samples, num_chains, num_predictive, several)
-    if convert_itself := getattr(getattr(guide, "__self__", None), "to_arviz", None):
+    owner, data = (model, (guide, *args)) if has_converter(model) else (getattr(guide, "__self__", None), args)
+    if has_converter(owner):
         options = {"training": training, "checks": checks, "stores": stores, "dims": dims, "coords": coords}
         if given := [name for name, value in options.items() if value is not None]:
-            raise TypeError(
-                f"{type(guide.__self__).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}"
-            )
-        return convert_itself(*args, num_samples=num_samples, num_chains=num_chains, seed=seed, **kwargs)
+            raise TypeError(f"{type(owner).__name__} converts itself and takes num_samples, num_chains and seed only; got also {given}")
+        return convert_owner(owner, *data, num_samples=num_samples, num_chains=num_chains, seed=seed, **kwargs)
     if checks is not None and not hasattr(checks, "arrays"):
         raise TypeError(f"checks must be what check_truncation returned; got {type(checks).__name__}")
     if training is not None and not isinstance(training, Mapping):
@@ -156,23 +138,23 @@ def to_arviz(
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     if not guides or len(models) != len(guides) or (stores is not None and len(stores) != len(guides)):
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
-    settings = _Settings(num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
+    settings = Settings(num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
     with _seeded(seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):
             with contextlib.nullcontext() if stores is None else pyro.get_param_store().scope(stores[position]):
-                chains.append(_convert(its_model, one, args, kwargs, settings))
-    datasets = _join(chains) if several else chains[0]
+                chains.append(groups_of(its_model, one, args, kwargs, settings))
+    datasets = side_by_side(chains) if several else chains[0]
     if unknown := set(coords or {}).difference(*(data.dims for data in datasets.values())):
         raise ValueError(f"coords names the dimensions {sorted(unknown)}, which the data do not have")
     if checks is not None:
         if "truncated_posterior" not in datasets:
             raise ValueError("checks are of a truncated posterior, which a guide without an AutoTruncated part does not have")
         exact = datasets["truncated_posterior"]
-        datasets["truncated_posterior"] = exact.merge(_named_like(checks.arrays(), exact))
+        datasets["truncated_posterior"] = exact.merge(named_like(checks.arrays(), exact))
     if training is not None:
         datasets["training"] = training_dataset(training)
-    attrs = _attributes(guides, datasets, seed)
+    attrs = attributes_of(guides, datasets, seed)
     return make_idata(**{name: data.assign_attrs(attrs) for name, data in datasets.items()})
 
 
@@ -194,148 +176,3 @@ def _seeded(seed: int | None) -> Iterator[None]:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         yield
-
-
-@dataclasses.dataclass(frozen=True)
-class _Settings:
-    num_samples: int
-    num_chains: int
-    num_predictive: int
-    conditional_log_likelihood: bool
-    dims: Dims
-    coords: Coords
-    memory_budget: int
-
-
-def _convert(
-    model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
-) -> dict[str, xr.Dataset]:
-    """The groups of one guide, without empty ones."""
-    draws = draw(model, guide, args, kwargs, settings.num_samples * settings.num_chains)
-    arguments = _arguments(model, args, kwargs)
-    writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, list(arguments), settings.num_chains)
-    datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": writer.log_likelihood()}
-    if settings.conditional_log_likelihood:
-        datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))
-    datasets["log_prior"] = writer.log_prior()
-    if settings.num_predictive:
-        datasets |= _predictive(model, draws, writer, args, kwargs, settings)
-    datasets["observed_data"] = writer.observed_data()
-    datasets["constant_data"] = writer.constant_data(arguments)
-    if draws.states is not None:
-        size = draws.states.part.space.size
-        # Of a space beyond the integers that files hold, the size does not matter.
-        limits = {"num_states": draws.states.part.num_states} | ({"num_joint_states": size} if size < 2**31 else {})
-        datasets["truncated_posterior"] = writer.truncated_posterior(draws.states).assign_attrs(limits)
-    datasets = _without_unseen(datasets, draws, writer)
-    attrs = {
-        "point_estimates_only": int(not _has_parameters_drawn(draws)),
-        "latents_of_data_points": ", ".join(sorted(map(variable_name, draws.local))),
-    }
-    return {name: data.assign_attrs(attrs) for name, data in datasets.items() if data.sizes or data.data_vars}
-
-
-def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
-    """The groups on data without the data points of which nothing was observed: their likelihoods would be taken for observations."""
-    seen = draws.observed()
-    if seen is None:
-        return datasets
-    (plate,) = writer.datum
-    chosen = {plate: seen.nonzero().squeeze(-1).numpy()}
-    kept = {name: data.isel(chosen) if name in _ON_DATA and plate in data.dims else data for name, data in datasets.items()}
-    return _counted(kept, [variable_name(name) for name, node in draws.nodes.items() if is_discrete(node["fn"])])
-
-
-def _counted(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
-    """Counts that were floats for the sake of hidden entries only, which are gone, as integers."""
-    data = datasets["observed_data"]
-    whole = [name for name in names if name in data and data[name].dtype.kind == "f" and bool((data[name] == data[name].round()).all())]
-    return {
-        group: values.assign({name: values[name].astype(np.int32) for name in whole if name in values}) if group in _VALUES else values
-        for group, values in datasets.items()
-    }
-
-
-def _has_parameters_drawn(draws: Draws) -> bool:
-    """Whether latents that belong to no data point have a posterior that is not a point."""
-    if draws.states is not None and not draws.states.part.layout.plates:
-        return True
-    return any(_varies(values) for name, values in draws.latents.items() if name not in draws.local)
-
-
-def _varies(values: torch.Tensor) -> bool:
-    return len(values) == 1 or bool((values != values[:1]).any())
-
-
-def _predictive(
-    model: Callable[..., Any], draws: Draws, writer: Writer, args: tuple[Any, ...], kwargs: Mapping[str, Any], settings: _Settings
-) -> dict[str, xr.Dataset]:
-    chains, wanted = settings.num_chains, settings.num_predictive
-    count = max(1, affordable(wanted * chains, draws.nodes, settings.memory_budget) // chains)
-    # The first draws of each chain.
-    chosen = [chain * settings.num_samples + position for chain in range(chains) for position in range(count)]
-    latents, observed = prior_draws(model, args, kwargs, len(chosen))
-    results = {
-        "prior": latents,
-        "prior_predictive": observed,
-        "posterior_predictive": posterior_draws(model, draws, args, kwargs, chosen, anew=False),
-    }
-    if draws.local:
-        results["marginal_predictive"] = posterior_draws(model, draws, args, kwargs, chosen, anew=True)
-    note = {"omitted": f"all but {count} of {wanted} draws per chain: over the memory budget"} if count < wanted else {}
-    return {name: writer.sites(values).assign_attrs(note) for name, values in results.items()}
-
-
-def _arguments(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The model's arguments by name."""
-    called = model.forward if isinstance(model, torch.nn.Module) else model
-    try:
-        return dict(inspect.signature(called).bind(*args, **kwargs).arguments)
-    except (TypeError, ValueError):
-        return {f"argument_{position}": value for position, value in enumerate(args)} | dict(kwargs)
-
-
-def _join(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:
-    """Guides side by side along ``chain``."""
-    names = [name for name in chains[0] if all(name in chain for chain in chains)]
-    joined = {}
-    for name in names:
-        parts = [chain[name] for chain in chains]
-        if len({tuple(part.sizes.items()) for part in parts}) > 1:
-            raise ValueError(f"the guides do not go together: {name} has the sizes {[dict(part.sizes) for part in parts]}")
-        if name in _SHARED:
-            joined[name] = parts[0]
-            continue
-        numbers = xr.DataArray(np.arange(len(parts)), dims="chain", name="chain")
-        if name in _BY_CHAIN:
-            parts = [part.assign_coords(chain=[number]) for number, part in enumerate(parts)]
-            joined[name] = xr.concat(parts, dim="chain", combine_attrs="override")
-        else:
-            joined[name] = xr.concat(parts, dim=numbers, combine_attrs="override")
-    return joined
-
-
-def _named_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Dataset:
-    """Arrays ``(N,)`` over the data points, with the dimensions that the free energy has."""
-    like = data["free_energy"]
-    for name, values in arrays.items():
-        if values.size != like.size:
-            raise ValueError(f"checks are of {values.size} data points ({name}); these are {like.size}")
-    return xr.Dataset({name: (like.dims, values.reshape(like.shape)) for name, values in arrays.items()})
-
-
-def _attributes(guides: list[Any], datasets: Mapping[str, xr.Dataset], seed: int | None) -> dict[str, Any]:
-    attributes: dict[str, Any] = {
-        "created_at": datetime.now(UTC).isoformat(),
-        "inference_library": "pyro",
-        "inference_library_version": pyro.__version__,
-        "inference_method": "variational",
-        "guide": getattr(guides[0], "__name__", type(guides[0]).__name__),
-        "num_restarts": len(guides),
-        "point_estimates_only": datasets["posterior"].attrs["point_estimates_only"],
-    }
-    if "truncated_posterior" in datasets:
-        attributes |= {"inference_method": "truncated variational", "num_states": datasets["truncated_posterior"].attrs["num_states"]}
-    with contextlib.suppress(PackageNotFoundError):
-        attributes["creation_library_version"] = version("pyro-truncated")
-    return attributes if seed is None else {**attributes, "seed": seed}

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.diagnostics.arviz.drawn import Draws, States
 from pyro_truncated.diagnostics.arviz.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
-from pyro_truncated.diagnostics.arviz.values import (
+from pyro_truncated.diagnostics.arviz.site_values import (
     as_array,
     event_dim_of,
     is_discrete,

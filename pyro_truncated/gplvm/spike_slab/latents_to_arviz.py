@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pyro
@@ -10,19 +10,21 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.arviz_compat import make_idata
+from pyro_truncated.utils.arviz_converters import convert_owner
 from pyro_truncated.utils.counts import check_counts
 
-if TYPE_CHECKING:
-    from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 
-
+@convert_owner.register(SpikeSlabMRD)
+@takes_arrays
 @torch.no_grad()
 def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
     r"""Converts the posterior of switches and latents to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
 
-    ``to_arviz(model.model, model.guide, y)`` does the same. For a posterior over whole patterns of switches pass it
-    ``model.switch_model`` and its :class:`~pyro_truncated.AutoTruncated`.
+    ``to_arviz(model, y)`` and ``to_arviz(model.model, model.guide, y)`` do the same. For a posterior over whole patterns of switches pass
+    it ``model.switch_model`` and its :class:`~pyro_truncated.AutoTruncated`.
 
     =====================  ==========================================================================================================
     group                  content

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -20,7 +19,6 @@ from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
-from pyro_truncated.gplvm.spike_slab.latents_to_arviz import latents_to_arviz
 from pyro_truncated.gplvm.spike_slab.view import View, kernel_weights, make_kernel
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
@@ -248,11 +246,6 @@ class SpikeSlabMRD(UniqueModule):
         if y is None:
             raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
-
-    @takes_arrays
-    def to_arviz(self, y: Views, *, num_samples: int = 125, num_chains: int = 4, seed: int | None = None) -> Any:
-        """Switches and latents as ArviZ data; see :func:`~pyro_truncated.gplvm.latents_to_arviz`."""
-        return latents_to_arviz(self, y, num_samples=num_samples, num_chains=num_chains, seed=seed)
 
     # --- the Pyro programs ---
 

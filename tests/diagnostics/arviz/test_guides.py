@@ -25,6 +25,7 @@ from pyro.infer.autoguide import (
 )
 
 from pyro_truncated import AutoTruncated, ClosedForm, GibbsEM, GibbsGuide, GPSelect, diagnose, to_arviz
+from pyro_truncated.diagnostics import convert_owner
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.utils.arviz_compat import ARVIZ_V1, get_dataset, group_names
 
@@ -319,3 +320,27 @@ def test_arviz_and_the_verdict_take_any_guide(inputs, y, capsys):
     guide = trained(regression, AutoDelta(regression), inputs, y=y)
     verdict = diagnose(to_arviz(regression, guide, inputs, y=y, num_samples=2), None)
     assert "holds the parameters at points" in verdict.remarks[0]
+
+
+class Owner:
+    """A user's object that holds a posterior of its own."""
+
+    def guide(self, y):
+        """What SVI trains."""
+
+
+class Heir(Owner):
+    pass
+
+
+def test_classes_of_ones_own_say_how_they_become_data():
+    owner, y = Heir(), torch.ones(3)
+    with pytest.raises(TypeError, match="no function is registered that converts a Heir"):
+        convert_owner(owner, y)
+    convert_owner.register(
+        Owner, lambda owner, y, *, num_samples, num_chains, seed, scale=1.0: (owner, y, num_samples, num_chains, seed, scale)
+    )
+    assert to_arviz(owner, y, num_samples=7, seed=1) == (owner, y, 7, 4, 1, 1.0)
+    assert to_arviz(lambda y: None, owner.guide, y, num_chains=2, scale=3.0) == (owner, y, 125, 2, None, 3.0)
+    with pytest.raises(TypeError, match=r"Heir converts itself and takes num_samples, num_chains and seed only; got also \['coords'\]"):
+        to_arviz(owner, y, coords={})
