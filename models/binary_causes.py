@@ -1,32 +1,11 @@
-"""What models with independent binary causes have in common: their data, the truncated posterior of a batch, and the prior's M-step."""
+"""What models with independent binary causes have in common: their data, and the prior's M-step."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
-import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.program.call import Call
-from pyro_truncated.program.layout import Layout
-from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.states import Population
-from pyro_truncated.utils.counts import check_count
-
 PRIOR_FLOOR = 1e-6
-
-
-def check_sizes(**sizes: int) -> None:
-    """Checks the sizes of a model, given by name.
-
-    Raises:
-        ValueError: naming one that is no positive integer.
-    """
-    for name, size in sizes.items():
-        check_count(name, size)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:
@@ -38,27 +17,6 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
     if y.dim() != 2 or y.shape[1] != num_observed or not len(y):
         raise ValueError(f"y must have shape (N, {num_observed}) with N > 0, one row per data point; got {tuple(y.shape)}")
     return y
-
-
-def rows_of(y: Tensor, population: Population) -> Tensor:
-    """The population's data points among all data ``y``."""
-    return y if population.indices is None else y[population.indices.to(y.device)]
-
-
-@torch.no_grad()
-def scored(model: Callable[..., Any], population: Population, y: Tensor) -> Population:
-    """The population, with the data points that have never been scored scored under the model of the data ``y`` as it is now."""
-    rows = population.log_joint.isnan().any(-1).nonzero().squeeze(-1)
-    if not len(rows):
-        return population
-    call = Call(model, (y,))
-    with poutine.block():
-        layout = Layout(call.trace())
-    positions = rows if population.indices is None else population.indices[rows]
-    log_joint = LogJoint(call, layout, values={layout.plates[0]: positions})
-    scores = population.log_joint.clone()
-    scores[rows] = log_joint.score(population.words[rows]).to(scores)
-    return dataclasses.replace(population, log_joint=scores)
 
 
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import ops
+from pyro_truncated import Population, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import check_data, rows_of
-from pyro_truncated.models.dictionary import best_dictionary, squared_residuals
+from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.dictionary import best_dictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
 
 
 class BinarySparseCoding(SparseCoding):
@@ -44,31 +42,12 @@ class BinarySparseCoding(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``pairs``, that of :math:`\langle s s^\top \rangle`,
-            ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if entries of these are missing;
-            ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared entries; ``observed``,
-            the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
+            Those of :meth:`.LinearSuperposition.statistics`.
         """
-        rows = rows_of(check_data(y, self.num_observed), population).double()
-        weights = population.weights(temperature)
-        is_missing = rows.isnan()
-        observed = (~is_missing).double()
-        rows = rows.masked_fill(is_missing, 0.0)
-        if bool(is_missing.any()):
-            active, pairs = _moments_per_dimension(population.words, weights, observed, self.num_latents)
-        else:
-            active, pairs = ops.moments(population.words, weights, self.num_latents)
-        return {
-            "num_data": rows.new_tensor(len(rows)),
-            "states": active.sum(0),
-            "pairs": pairs,
-            "cross": rows.mT @ active,
-            "squares": rows.square().sum(),
-            "observed": observed.sum(),
-        }
+        return LinearSuperposition.statistics(population, check_data(y, self.num_observed), temperature)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -79,17 +58,4 @@ class BinarySparseCoding(SparseCoding):
         the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
         the dictionary towards its old value, so the elements of latents that are never active stay as they are.
         """
-        pairs, cross, squares = statistics["pairs"], statistics["cross"], statistics["squares"]
-        weight = best_dictionary(self.weight.double(), pairs, cross)
-        self._set_dictionary(weight, squared_residuals(weight, pairs, cross, squares), statistics)
-
-
-def _moments_per_dimension(words: Tensor, weights: Tensor, observed: Tensor, num_latents: int) -> tuple[Tensor, Tensor]:
-    """First moments ``(N, H)``, and second moments ``(D, H, H)`` over the data points that have dimension ``d``."""
-    first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
-    size = max(1, 2**27 // (8 * num_latents**2))
-    for block_words, block_weights, block_observed in zip(words.split(size), weights.split(size), observed.split(size), strict=True):
-        active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
-        first.append(active)
-        second.addmm_(block_observed.mT, pairs.flatten(1))
-    return torch.cat(first), second.unflatten(1, (num_latents, num_latents))
+        self._set_dictionary(best_dictionary(self.weight.double(), statistics["pairs"], statistics["cross"]), statistics)

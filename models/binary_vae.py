@@ -12,12 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import check_data, check_sizes
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import data_scale
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.parameters import UniqueModule
 
 _SCALE_FLOOR = 1e-3
 
@@ -61,7 +58,7 @@ class BinaryVAE(UniqueModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
+        check_counts(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents = num_observed, num_latents
         self.decoder = _perceptron([num_latents, *hidden, num_observed], dtype) if decoder is None else decoder
         prior = torch.full((num_latents,), min(0.5, 2 / num_latents), dtype=dtype)

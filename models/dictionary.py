@@ -88,45 +88,48 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor) -> Tensor:
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
 
 
-def squared_residuals(weight: Tensor, pairs: Tensor, cross: Tensor, squares: Tensor) -> Tensor:
-    """Sum of the expected squared residuals over all dimensions, where ``squares`` is that of the squared data."""
-    return squares + (weight * (rows_times(weight, pairs) - 2 * cross)).sum()
-
-
 def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
     """Every row of the dictionary times the (common, or its own) symmetric matrix of second moments."""
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
-def better_maximum_dictionary(
-    weight: Tensor, sums: Tensor, wins: Tensor, errors: Tensor, squares: Tensor, errors_of: Callable[[Tensor], Tensor], floor: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""A dictionary for superposition by maximum whose expected squared residuals are no larger than the old one's.
+def best_claims(weight: Tensor, won: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]) -> dict[str, Tensor]:
+    r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
-    An entry asks for ``sums / wins``, which minimises the residuals if the winners stay the same. As they may not, the step there is
-    halved, in the dimensions where the residuals would grow, until they do not.
+    An entry asks for what it has won per win, which minimises the residuals if the winners stay the same. As they may not, the step there
+    is halved, in the dimensions where the residuals would grow, until they do not.
 
     Args:
-        weight: old dictionary, ``(D, H)``.
-        sums: expected sums of data times coefficients where the latent attains the maximum, ``(D, H)``.
-        wins: those of the squared coefficients, ``(D, H)``; entries that never win stay as they are.
-        errors: expected squared residuals of every dimension under the old dictionary, ``(D,)``.
-        squares: sums of the squared data, ``(D,)``.
-        errors_of: gives the errors of a dictionary.
-        floor: smallest entry of a dictionary.
+        weight: old dictionary, ``(D, H)`` in float64.
+        won: gives the statistics of a dictionary, with what its entries have ``won`` and their ``wins``, and its errors ``(D,)``.
 
     Returns:
-        The dictionary and its errors.
+        The statistics of the old dictionary, with ``claims``, the wins times the new one, in the place of what is won; and its ``errors``.
     """
-    step = torch.where(wins > NEVER_SEEN, sums / wins, weight).maximum(floor) - weight
+    statistics, errors = won(weight)
+    wins, squares, claimed = statistics["wins"], statistics["squares"], statistics.pop("won")
+    floor = _weight_floor(statistics)
+    step = torch.where(wins > NEVER_SEEN, claimed / wins, weight).maximum(floor) - weight
     for _ in range(_MAX_HALVINGS):
         chosen = weight + step
-        chosen_errors = errors_of(chosen)
+        chosen_errors = won(chosen)[1]
         is_worse = chosen_errors > errors + _ROUNDING * squares
         if not bool(is_worse.any()):
-            return chosen, chosen_errors
+            break
         step = torch.where(is_worse.unsqueeze(-1), 0.5 * step, step)
-    return torch.where(is_worse.unsqueeze(-1), weight, chosen), torch.where(is_worse, errors, chosen_errors)
+    chosen = torch.where(is_worse.unsqueeze(-1), weight, chosen)
+    return {**statistics, "claims": wins * chosen, "errors": torch.where(is_worse, errors, chosen_errors)}
+
+
+def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
+    """The dictionary of the claims of :func:`best_claims`, divided by a ``gain``; entries that never win stay as they are."""
+    wins, floor = statistics["wins"], _weight_floor(statistics)
+    claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
+    return (claimed / gain).maximum(floor)
+
+
+def _weight_floor(statistics: dict[str, Tensor]) -> Tensor:
+    return WEIGHT_FLOOR * data_scale(statistics["squares"].sum(), statistics["observed"].sum())
 
 
 def best_slabs(count: Tensor, sums: Tensor, squares: Tensor, slab_mean: Tensor, slab_scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,16 +11,10 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, check_sizes, rows_of
-from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary, squared_residuals
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.missing import or_missing
-from pyro_truncated.utils.parameters import UniqueModule
-
-_BLOCK_ENTRIES = 2**22
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.distributions import LinearSuperposition, or_missing
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data
+from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary
 
 
 class DiscreteSparseCoding(UniqueModule):
@@ -71,7 +65,7 @@ class DiscreteSparseCoding(UniqueModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
+        check_counts(num_observed=num_observed, num_latents=num_latents)
         numbers = [float(value) for value in values]
         if len(numbers) < 2 or len(set(numbers)) < len(numbers) or 0.0 not in numbers:
             raise ValueError(f"values must be at least two distinct numbers, with zero among them; got {tuple(values)}")
@@ -120,39 +114,14 @@ class DiscreteSparseCoding(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``; with :math:`x = \phi_s`: ``pairs``, the sum of
-            :math:`\langle x x^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if some are
-            missing; ``cross``, :math:`\sum_n y_n \langle x \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
-            entries; ``observed``, the number of entries. All in float64, and can be added and scaled; pairs of the two shapes add up by
-            broadcasting.
+            ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
+            :math:`x = \phi_s`.
         """
-        rows = rows_of(check_data(y, self.num_observed), population).double()
-        is_missing = rows.isnan()
-        observed, rows = (~is_missing).double(), rows.masked_fill(is_missing, 0.0)
-        by_dimension = bool(is_missing.any())
-        tempered = Population(population.space, population.words, population.log_joint / temperature)
-        shape = (self.num_latents, self.num_latents)
-        pairs = rows.new_zeros((self.num_observed, *shape) if by_dimension else shape)
-        first = []
-        step = max(1, _BLOCK_ENTRIES // (population.num_states * self.num_latents))
-        for block, seen in zip(tempered.split(step), observed.split(step), strict=True):
-            coefficients = self.values.double()[block.states(torch.int64)]
-            weighted = block.weights().double().unsqueeze(-1) * coefficients
-            first.append(weighted.sum(1))
-            if by_dimension:
-                pairs += (seen.mT @ (weighted.mT @ coefficients).flatten(1)).unflatten(1, shape)
-            else:
-                pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)
-        return {
-            "counts": tempered.value_probabilities().double().sum(0),
-            "pairs": pairs,
-            "cross": rows.mT @ torch.cat(first),
-            "squares": rows.square().sum(),
-            "observed": observed.sum(),
-        }
+        statistics = LinearSuperposition.statistics(population, check_data(y, self.num_observed), temperature, levels=self.values)
+        return {"counts": population.value_probabilities(temperature).double().sum(0), **statistics}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -163,11 +132,10 @@ class DiscreteSparseCoding(UniqueModule):
         the observed entries, and :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data points, over the latents if they share it,
         and over values of equal magnitude if these are tied. Elements of latents that are never active stay as they are.
         """
-        pairs, cross, squares = statistics["pairs"], statistics["cross"], statistics["squares"]
-        weight = best_dictionary(self.weight.double(), pairs, cross)
-        errors = squared_residuals(weight, pairs, cross, squares)
+        weight = best_dictionary(self.weight.double(), statistics["pairs"], statistics["cross"])
+        errors = LinearSuperposition(weight.new_zeros(self.num_latents), weight, self.scale).square_error(statistics)
         self.weight = weight.to(self.weight)
-        self.scale = best_scale(errors, squares, statistics["observed"]).to(self.scale)
+        self.scale = best_scale(errors.sum(), statistics["squares"].sum(), statistics["observed"].sum()).to(self.scale)
         self.prior = self._best_prior(statistics["counts"]).to(self.prior)
 
     def _first_prior(self) -> Tensor:

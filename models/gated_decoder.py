@@ -12,10 +12,8 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.distributions import GivenActiveSet
-from pyro_truncated.gp import ActiveSet
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated import UniqueModule, takes_arrays
+from pyro_truncated.distributions import ActiveSet, GivenActiveSet
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
@@ -175,4 +173,5 @@ class GatedDecoder(UniqueModule):
         """Mean image of each part alone, ``(N, H, D)``; they add up to the mean image."""
         alone = switches.unsqueeze(-2) * torch.eye(self.num_parts).to(switches)
         with torch.no_grad():
-            return self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]
+            mean: Tensor = self.active_set().predict(self.inputs(alone, poses.unsqueeze(-3)))[0]
+        return mean

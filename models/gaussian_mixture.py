@@ -9,12 +9,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import check_data, check_sizes, perturbed_rows, rows_of
-from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.models.binary_causes import check_data, perturbed_rows
+from pyro_truncated.models.mixture import NEVER_USED, best_weights
 
 _VARIANCE_FLOOR = 1e-6
 _COVARIANCES = ("full", "diag", "spherical", "tied")
@@ -50,7 +47,7 @@ class GaussianMixture(UniqueModule):
 
     def __init__(self, num_observed: int, num_components: int, *, covariance: str = "full", dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_components=num_components)
+        check_counts(num_observed=num_observed, num_components=num_components)
         if covariance not in _COVARIANCES:
             raise ValueError(f"covariance must be one of {_COVARIANCES}; got {covariance!r}")
         self.num_observed, self.num_components, self.covariance = num_observed, num_components, covariance
@@ -108,7 +105,7 @@ class GaussianMixture(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
             With responsibilities :math:`r_{nk}` and :math:`x = y - c` for the center :math:`c`: ``counts``, :math:`\sum_n r_{nk}`,
@@ -116,8 +113,8 @@ class GaussianMixture(UniqueModule):
             :math:`\sum_n r_{nk} x_n x_n^\top`, ``(K, D, D)``, summed over the components ``(D, D)`` if tied, or only its diagonals
             ``(K, D)`` if the covariances are diagonal or spherical. All can be added and scaled.
         """
-        rows = rows_of(check_data(y, self.num_observed), population).double() - self.center
-        shares = responsibilities(population, temperature)
+        rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
+        shares = population.value_probabilities(temperature)[:, 0].double()
         if self.covariance == "full":
             # One component at a time: all at once are K times the data.
             products = torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import pyro
 import pyro.distributions as dist
@@ -11,13 +11,11 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import ops
+from pyro_truncated import GibbsDraws, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.em.gibbs_guide import GibbsDraws
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_slabs, better_maximum_dictionary, data_scale
+from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.utils.arrays import takes_arrays
 
 
 class MaxSpikeSlabSparseCoding(SparseCoding):
@@ -95,12 +93,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
+        prior, slab_mean, slab_scale = self.prior, self.slab_mean, self.slab_scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", MaximumSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
+            return pyro.sample("y", self.likelihood(states * slabs), obs=None if y is None else y[index])
 
     @pyro_method
     @takes_arrays
@@ -135,7 +133,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        r"""Draws coefficients :math:`s = b \odot z` of the selected latents by Gibbs sampling from their exact conditionals.
+        r"""Draws coefficients :math:`s = b \odot z` of the selected latents, see :meth:`.MaximumSuperposition.draw_coefficients`.
 
         Args:
             y: data ``(n, D)``.
@@ -147,25 +145,14 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             generator: source of randomness.
 
         Returns:
-            Draws ``(n, sweeps, K)``, zero where a latent is off, and the mean of the exact conditional probabilities that the latents are
-            on, ``(n, K)``.
+            Draws ``(n, sweeps, K)``, zero where a latent is off, and the probabilities ``(n, K)`` that the latents are on.
         """
-        precision = (self.scale.double().square() * temperature).reciprocal().expand(self.num_observed)
-        latents = (self.prior.double().logit(), self.slab_mean, self.slab_scale)
-        log_odds, slab_mean, slab_scale = (parameter.expand(self.num_latents) for parameter in latents)
-        return ops.maximum_slab_gibbs(
-            check_data(y, self.num_observed),
-            self.weight,
-            precision,
-            log_odds,
-            slab_mean,
-            slab_scale,
-            selected,
-            coefficients,
-            burn_in=burn_in,
-            sweeps=sweeps,
-            generator=generator,
+        slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
+        budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
+        drawn: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
+            check_data(y, self.num_observed), selected, coefficients, **slabs, **budget
         )
+        return drawn
 
     @torch.no_grad()
     @takes_arrays
@@ -201,7 +188,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         The prior of the indicators is weighted by the probabilities that the latents are on rather than by how often they were drawn.
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
-        errors = ops.maximum_slab_statistics(rows, self.weight, draws.selected, draws.coefficients)[2].sum()
+        errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
         moments = _moments(draws, self.num_latents)
         scale, prior = self.scale.double(), self.prior.double()
         mean, deviation = self.slab_mean.double(), self.slab_scale.double()
@@ -235,32 +222,18 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Returns:
             ``num_data``; ``states``, the sum of the probabilities that a latent is on, ``(H,)``; ``active``, ``coefficients`` and
             ``coefficient_squares``, the sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`,
-            ``(H,)``; ``wins``, that of :math:`\langle s^2 \rangle` where the latent attains the maximum in an observed dimension,
-            ``(D, H)``; ``claims``, the same times the entry of the dictionary that these data ask for; ``errors``, the expected squared
-            residuals under that dictionary; ``squares``, the sum of the squared entries; ``observed``, the number of entries. All can be
-            added and scaled.
+            ``(H,)``; and those of :meth:`.MaximumSuperposition.draw_statistics`, with ``claims``, the wins times the entry of the
+            dictionary that these data ask for, in the place of what is won, and the ``errors`` of that dictionary. All can be added and
+            scaled.
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
-        squares = rows.double().nan_to_num(0.0).square().sum(0)
-        weight = self.weight.double()
 
-        def won(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-            """What the latents win under a dictionary: sums of the data, of squared coefficients, and the errors that are left."""
-            return ops.maximum_slab_statistics(rows, weight, draws.selected, draws.coefficients)
+        def won(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+            """What the latents win under a dictionary, and the expected squared residuals that are left."""
+            statistics = self.likelihood(weight=weight).draw_statistics(draws.selected, draws.coefficients, rows)
+            return statistics, statistics["errors"]
 
-        products, wins, before = won(weight)
-        observed = (~rows.isnan()).double().sum()
-        floor = WEIGHT_FLOOR * data_scale(squares.sum(), observed)
-        chosen, errors = better_maximum_dictionary(weight, products, wins, before, squares, lambda weight: won(weight)[2], floor)
-        return {
-            **_moments(draws, self.num_latents),
-            "num_data": wins.new_tensor(len(rows)),
-            "wins": wins,
-            "claims": wins * chosen,
-            "errors": errors.sum(),
-            "squares": squares.sum(),
-            "observed": observed,
-        }
+        return {**best_claims(self.weight.double(), won), **_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -276,13 +249,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Where a slab mean is positive it is then scaled to one; the ``statistics`` are brought into the same units, so that they can be
         added to later ones.
         """
-        wins = statistics["wins"]
-        floor = WEIGHT_FLOOR * data_scale(statistics["squares"], statistics["observed"])
-        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).maximum(floor)
         count, first, second = (self._shared(statistics[name]) for name in ("active", "coefficients", "coefficient_squares"))
         slab_mean, slab_scale = best_slabs(count, first, second, self.slab_mean, self.slab_scale)
         gain = torch.where((count > NEVER_SEEN) & (slab_mean > 0), slab_mean.reciprocal(), 1.0)
-        self._set_dictionary((weight / gain).maximum(floor), statistics["errors"], statistics)
+        self._set_dictionary(claimed_dictionary(self.weight.double(), statistics, gain), statistics, statistics["errors"])
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain).to(self.slab_scale)
         self.unit = self.unit * gain
@@ -298,7 +268,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         """Mean over the draws of the noise-free data, for denoising and in-painting, ``(n, D)``."""
         mean = torch.zeros(len(draws.selected), self.num_observed, dtype=torch.float64, device=draws.selected.device)
         for coefficients in draws.spread(self.num_latents).unbind(1):
-            mean += MaximumSuperposition(coefficients, self.weight.double(), self.scale.double()).mean
+            mean += self.likelihood(coefficients, self.weight.double()).mean
         return (mean / draws.coefficients.shape[1]).to(self.weight)
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import ops
+from pyro_truncated import Population, takes_arrays
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.models.binary_causes import check_data, rows_of, scored
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, better_maximum_dictionary, data_scale
+from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
 
 
 class MaximalCauses(SparseCoding):
@@ -54,38 +52,24 @@ class MaximalCauses(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
 
         Returns:
-            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``wins``, how often each latent attains the maximum in
-            each observed dimension, ``(D, H)``; ``claims``, the same times the entry of the dictionary that these data ask for; ``errors``,
-            the expected squared residuals under that dictionary; ``squares``, the sum of the squared entries; ``observed``, the number of
-            entries. All can be added and scaled.
+            Those of :meth:`.MaximumSuperposition.statistics`; with ``claims``, the wins times the entry of the dictionary that these data
+            ask for, in the place of what is won, and ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
-        rows = rows_of(check_data(y, self.num_observed), population)
-        weights, weight = population.weights(temperature), self.weight.double()
-        squares = rows.double().nan_to_num(0.0).square().sum(0)
-        active, _, wins, sums = ops.maximum_statistics(population.words, weights, rows, weight)
+        y = check_data(y, self.num_observed)
 
-        def errors_of(weight: Tensor) -> Tensor:
-            """Expected squared residuals under a dictionary, with the winners that it has."""
-            return _errors(weight, *ops.maximum_statistics(population.words, weights, rows, weight)[2:], squares)
+        def won(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+            """What the causes win under a dictionary, and the expected squared residuals that are left."""
+            likelihood = self.likelihood(weight=weight)
+            statistics = likelihood.statistics(population, y, temperature)
+            return statistics, likelihood.square_error(statistics)
 
-        before = _errors(weight, wins, sums, squares)
-        observed = (~rows.isnan()).double().sum()
-        floor = WEIGHT_FLOOR * data_scale(squares.sum(), observed)
-        chosen, errors = better_maximum_dictionary(weight, sums, wins, before, squares, errors_of, floor)
-        return {
-            "num_data": active.new_tensor(len(rows)),
-            "states": active.sum(0),
-            "wins": wins,
-            "claims": wins * chosen,
-            "errors": errors.sum(),
-            "squares": squares.sum(),
-            "observed": observed,
-        }
+        statistics: dict[str, Tensor] = best_claims(self.weight.double(), won)
+        return statistics
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -95,29 +79,4 @@ class MaximalCauses(SparseCoding):
         :meth:`sufficient_statistics`); :math:`\sigma^2` is the mean expected squared residual of the observed entries, and
         :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. Entries that never win stay as they are.
         """
-        wins = statistics["wins"]
-        floor = WEIGHT_FLOOR * data_scale(statistics["squares"], statistics["observed"])
-        weight = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, self.weight.double()).maximum(floor)
-        self._set_dictionary(weight, statistics["errors"], statistics)
-
-    @torch.no_grad()
-    @takes_arrays
-    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        """Posterior mean of the noise-free data, for denoising and in-painting.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
-                scored first.
-            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
-
-        Returns:
-            ``(N, D)`` for the population's data points, in the type of the data.
-        """
-        rows = rows_of(check_data(y, self.num_observed), population)
-        population = scored(self, population, y)
-        return ops.maximum_statistics(population.words, population.weights(), rows, self.weight)[1].to(y.dtype)
-
-
-def _errors(weight: Tensor, wins: Tensor, sums: Tensor, squares: Tensor) -> Tensor:
-    """Expected squared residuals of every dimension, ``(D,)``: the square of a maximum is that of its winner's entry."""
-    return squares + (weight * (weight * wins - 2 * sums)).sum(1)
+        self._set_dictionary(claimed_dictionary(self.weight.double(), statistics), statistics, statistics["errors"])

@@ -9,14 +9,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import ops
-from pyro_truncated.distributions import NoisyOrSuperposition
-from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior, random_rows, rows_of
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.missing import or_missing
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
@@ -72,7 +67,7 @@ class NoisyOr(UniqueModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
+        check_counts(num_observed=num_observed, num_latents=num_latents)
         if update not in ("exact", "fixed_point"):
             raise ValueError(f"update must be 'exact' or 'fixed_point'; got {update!r}")
         if not (0 < leak < 1 if learn_leak else 0 <= leak < 1):
@@ -124,32 +119,17 @@ class NoisyOr(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            ``num_data``; ``states``, the sum of :math:`\langle s \rangle`, ``(H,)``; ``observed``, how often each dimension is observed,
-            ``(D,)``; ``trials``, the sum of :math:`\langle s_h \rangle` over the data points that have dimension ``d``, ``(D, H)``;
-            ``causes`` and ``leak_causes``, the expected number of hidden causes :math:`t` that are on, ``(D, H)`` and ``(D,)``; with
-            ``update="fixed_point"`` also ``claims``, the sum of :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that
-            have dimension ``d``. All can be added and scaled.
+            Those of :meth:`.NoisyOrSuperposition.statistics`; with ``update="fixed_point"`` also ``claims``, the sum of
+            :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
         """
-        rows = rows_of(check_data(y, self.num_observed), population)
-        weights = population.weights(temperature)
-        weight, leak = self.weight.double(), self.leak.double().expand(self.num_observed)
-        log_complements = torch.log1p(-weight), torch.log1p(-leak)
-        active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, weights, rows, *log_complements)
-        observed = (~rows.isnan()).double()
-        statistics = {
-            "num_data": active.new_tensor(len(rows)),
-            "states": active.sum(0),
-            "observed": observed.sum(0),
-            "trials": observed.mT @ active,
-            "causes": weight * ratio,
-            "leak_causes": leak * leak_ratio,
-        }
+        likelihood = NoisyOrSuperposition(self.weight.new_zeros(self.num_latents), self.weight, self.leak)
+        statistics = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
         if self.update == "fixed_point":
-            everything_on = torch.where(rows.isnan(), rows, 1.0)
-            statistics["claims"] = ops.noisy_or_statistics(population.words, weights, everything_on, *log_complements)[1]
+            everything_on = torch.where(y.isnan(), y, 1.0)
+            statistics["claims"] = likelihood.statistics(population, everything_on, temperature)["causes"] / self.weight.double()
         return statistics
 
     @torch.no_grad()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pyro
 import pyro.distributions as dist
 import torch
@@ -9,13 +11,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import best_prior, check_sizes, rows_of
-from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
-from pyro_truncated.ops.scenes import scene_statistics, squared_errors
-from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions, depth_rank
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated import Population, UniqueModule, check_counts, takes_arrays
+from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
+from pyro_truncated.models.binary_causes import best_prior
 
 _NEVER_SEEN = 1e-8
 _MOST_WINDOWS = 500
@@ -87,7 +85,7 @@ class OcclusiveComponents(UniqueModule):
         super().__init__()
         if order not in ("exclusive", "depth"):
             raise ValueError(f"order must be 'exclusive' or 'depth'; got {order!r}")
-        check_sizes(num_objects=num_objects, num_channels=num_channels)
+        check_counts(num_objects=num_objects, num_channels=num_channels)
         if not 0 < min_mask < 0.5 or not min_scale > 0:
             raise ValueError(f"min_mask must lie in (0, 0.5) and min_scale be positive; got {min_mask} and {min_scale}")
         self.num_objects, self.num_channels, self.order = num_objects, num_channels, order
@@ -104,18 +102,21 @@ class OcclusiveComponents(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
-        features, masks, scale = self.features, self.masks, self.scale
-        background, background_scale, prior = self.background, self.background_scale, self.prior
+        prior = self.prior
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             presence = pyro.sample("presence", dist.Bernoulli(prior).to_event(1))
             position = pyro.sample("position", Positions(presence, self.canvas.num_places))
             order = pyro.sample("order", DepthOrder(presence)) if self.order == "depth" else None
-            scene = OccludedScene(
-                presence, position, features, masks, scale, background, background_scale,
-                (self.canvas.height, self.canvas.width), wrap=self.canvas.wrap, order=order,
-            )  # fmt: skip
+            scene = self.likelihood(presence, position, order)
             return pyro.sample("y", scene, obs=None if y is None else y[index])
+
+    def likelihood(self, presence: Tensor, position: Tensor, order: Tensor | None = None) -> OccludedScene:
+        """The likelihood of images of these objects."""
+        return OccludedScene(
+            presence, position, self.features, self.masks, self.scale, self.background, self.background_scale,
+            (self.canvas.height, self.canvas.width), wrap=self.canvas.wrap, order=order,
+        )  # fmt: skip
 
     @torch.no_grad()
     @takes_arrays
@@ -169,14 +170,11 @@ class OcclusiveComponents(UniqueModule):
             temperature: temperature of the posteriors.
 
         Returns:
-            ``owned (H, T, F + 2)``, ``on (H, T)``, ``present (H,)`` and ``background (F + 2,)``, see
-            :class:`~pyro_truncated.ops.canvas.SceneStatistics`, and ``num_data``. All can be added and scaled.
+            Those of :meth:`.OccludedScene.statistics`.
         """
-        images = self._checked(rows_of(y, population)).flatten(1, 2)
-        places, rank = self.places(population)
-        sums = self._statistics(places, population.weights(temperature), images, rank)
-        count = torch.tensor(float(len(population)), dtype=torch.float64, device=sums.on.device)
-        return {**sums._asdict(), "num_data": count}
+        rows = self._checked(population.rows_of(y))
+        statistics: dict[str, Tensor] = self._any_scene().statistics(dataclasses.replace(population, indices=None), rows, temperature)
+        return statistics
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -199,28 +197,20 @@ class OcclusiveComponents(UniqueModule):
         self.background_scale = self._best_scale(rest, background, self.background_scale)
         self.prior = best_prior(statistics["present"], statistics["num_data"], False).to(self.prior)
 
-    def places(self, population: Population) -> tuple[Tensor, Tensor | None]:
-        """Places ``(N, S, H)`` of the objects in the states of a population, -1 for absent ones, and their depth, if there is one."""
-        levels = population.states(torch.int32)
-        presence, position = levels[..., : self.num_objects], levels[..., self.num_objects : 2 * self.num_objects]
-        rank = depth_rank(levels[..., 2 * self.num_objects :], presence) if self.order == "depth" else None
-        return torch.where(presence > 0, position, -1), rank
-
     @torch.no_grad()
     def parameters_of_scene(self) -> SceneParameters:
         """Objects and background at their present values, without gradients."""
-        variance, background_variance = (value.detach().double().square() for value in (self.scale, self.background_scale))
-        return SceneParameters(
-            self.features.detach().flatten(1, 2), self.masks.detach().flatten(1), variance,
-            self.background.detach(), background_variance,
-        )  # fmt: skip
+        parameters: SceneParameters = self._any_scene().parameters
+        return parameters
 
-    def _statistics(self, places: Tensor, weights: Tensor, images: Tensor, rank: Tensor | None) -> SceneStatistics:
-        return scene_statistics(places, weights, images, self.parameters_of_scene(), self.canvas, rank)
+    def _any_scene(self) -> OccludedScene:
+        """The likelihood, for what is the same for all scenes."""
+        nothing = torch.zeros(self.num_objects, dtype=torch.int64, device=self.features.device)
+        return self.likelihood(nothing, nothing)
 
     def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
-        variance = squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
+        variance = _squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
         best = variance.clamp(min=self.min_scale**2).sqrt()
         return torch.where(weight > _NEVER_SEEN, best, old.detach().double()).to(old)
 
@@ -235,6 +225,12 @@ def _means(sums: Tensor, old: Tensor) -> Tensor:
     """Weighted means ``(..., F)`` from sums ``(..., F + 2)``; the old ones where there is no weight."""
     weight = sums[..., :1]
     return torch.where(weight > _NEVER_SEEN, sums[..., 1:-1] / weight.clamp(min=_NEVER_SEEN), old)
+
+
+def _squared_errors(sums: Tensor, means: Tensor) -> Tensor:
+    """Sum of squared distances to means ``(..., F)``, from sums ``(..., F + 2)``."""
+    errors: Tensor = sums[..., -1] - 2 * (sums[..., 1:-1] * means).sum(-1) + sums[..., 0] * means.square().sum(-1)
+    return errors.sum()
 
 
 def _windows(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,12 +9,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import check_data, check_sizes, random_rows, rows_of
-from pyro_truncated.models.mixture import NEVER_USED, best_weights, responsibilities
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.models.binary_causes import check_data, random_rows
+from pyro_truncated.models.mixture import NEVER_USED, best_weights
 
 _RATE_FLOOR = 1e-6
 
@@ -40,7 +37,7 @@ class PoissonMixture(UniqueModule):
 
     def __init__(self, num_observed: int, num_components: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_components=num_components)
+        check_counts(num_observed=num_observed, num_components=num_components)
         self.num_observed, self.num_components = num_observed, num_components
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
@@ -81,14 +78,14 @@ class PoissonMixture(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
             With responsibilities :math:`r_{nk}`: ``counts``, :math:`\sum_n r_{nk}`, ``(K,)``; ``sums``, :math:`\sum_n r_{nk} y_n`,
             ``(K, D)``. Both can be added and scaled.
         """
-        rows = rows_of(check_data(y, self.num_observed), population).double()
-        shares = responsibilities(population, temperature)
+        rows = population.rows_of(check_data(y, self.num_observed)).double()
+        shares = population.value_probabilities(temperature)[:, 0].double()
         return {"counts": shares.sum(0), "sums": shares.mT @ rows}
 
     @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import ClassVar, Self
 
@@ -12,12 +13,10 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.models.binary_causes import best_prior, check_data, check_sizes, first_prior
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.distributions import Superposition, or_missing
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
-from pyro_truncated.program.observed import check_observable
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.missing import or_missing
-from pyro_truncated.utils.parameters import UniqueModule
 
 
 class SparseCoding(UniqueModule):
@@ -40,7 +39,7 @@ class SparseCoding(UniqueModule):
         ValueError: if a size is no positive integer.
     """
 
-    superposition: ClassVar[Callable[..., dist.TorchDistribution]]
+    superposition: ClassVar[Callable[..., Superposition]]
     is_positive: ClassVar[bool] = False
 
     weight: Tensor
@@ -49,7 +48,7 @@ class SparseCoding(UniqueModule):
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        check_sizes(num_observed=num_observed, num_latents=num_latents)
+        check_counts(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
         shape, support = (num_observed, num_latents), constraints.positive if self.is_positive else constraints.real
         weight = 0.5 + torch.rand(shape, dtype=dtype) if self.is_positive else torch.randn(shape, dtype=dtype)
@@ -60,15 +59,26 @@ class SparseCoding(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        prior, parameters = self.prior, self._superposition_parameters()
+        prior = self.prior
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", type(self).superposition(states, *parameters), obs=None if y is None else y[index])
+            return pyro.sample("y", self.likelihood(states), obs=None if y is None else y[index])
 
-    def _superposition_parameters(self) -> tuple[Tensor, ...]:
-        """What the likelihood takes after the states."""
-        return self.weight, self.scale
+    def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
+        r"""The likelihood :math:`p(y \mid s)`.
+
+        Args:
+            states: states ``(*batch, H)``; default: any, for what is the same for all of them.
+            weight: another dictionary.
+        """
+        weight = self.weight if weight is None else weight
+        states = weight.new_zeros(self.num_latents) if states is None else states
+        return type(self).superposition(states, weight, *self._parameters_of_superposition())
+
+    def _parameters_of_superposition(self) -> tuple[Tensor, ...]:
+        """What the likelihood takes after the dictionary."""
+        return (self.scale,)
 
     @torch.no_grad()
     @takes_arrays
@@ -96,8 +106,36 @@ class SparseCoding(UniqueModule):
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
-    def _set_dictionary(self, weight: Tensor, errors: Tensor, statistics: dict[str, Tensor]) -> None:
-        """Sets the dictionary, and noise and prior to their maximisers where ``errors`` are the expected squared residuals."""
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        """Posterior mean of the noise-free data, for denoising and in-painting.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
+                scored first.
+            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
+
+        Returns:
+            ``(N, D)`` for the population's data points, in the type of the data.
+        """
+        population = self._scored(population, check_data(y, self.num_observed))
+        return self.likelihood().reconstruct(population, y).to(y.dtype)
+
+    def _scored(self, population: Population, y: Tensor) -> Population:
+        """The population, with the data points that have never been scored scored under the model as it is now."""
+        is_new = population.log_joint.isnan().any(-1)
+        if not bool(is_new.any()):
+            return population
+        prior = self.prior.double().expand(self.num_latents)
+        scores = self.likelihood().packed_log_prob(population.words[is_new], population.rows_of(y)[is_new], prior.logit())
+        log_joint = population.log_joint.clone()
+        log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
+        return dataclasses.replace(population, log_joint=log_joint)
+
+    def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor | None = None) -> None:
+        """Sets the dictionary, and noise and prior to their maximisers; the expected squared ``errors`` are by default its own."""
+        errors = self.likelihood(weight=weight).square_error(statistics) if errors is None else errors
         self.weight = weight.to(self.weight)
-        self.scale = best_scale(errors, statistics["squares"], statistics["observed"]).to(self.scale)
+        self.scale = best_scale(errors.sum(), statistics["squares"].sum(), statistics["observed"].sum()).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)

@@ -11,13 +11,11 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import ops
+from pyro_truncated import Population, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.binary_causes import check_data, rows_of, scored
-from pyro_truncated.models.dictionary import best_dictionary, best_slabs, squared_residuals
+from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.dictionary import best_dictionary, best_slabs
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.states import Population
-from pyro_truncated.utils.arrays import takes_arrays
 
 _VANISHING = 1e-8
 
@@ -70,8 +68,8 @@ class SpikeSlabSparseCoding(SparseCoding):
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(slab_scale, constraints.positive)  # type: ignore[assignment]
 
-    def _superposition_parameters(self) -> tuple[Tensor, ...]:
-        return self.weight, self.scale, self.slab_mean, self.slab_scale
+    def _parameters_of_superposition(self) -> tuple[Tensor, ...]:
+        return self.scale, self.slab_mean, self.slab_scale
 
     @pyro_method
     @takes_arrays
@@ -107,33 +105,13 @@ class SpikeSlabSparseCoding(SparseCoding):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, num_data: int | None = None, *, temperature: float = 1.0
     ) -> dict[str, Tensor]:
-        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.em.closed_form.ClosedFormModel`.
+        r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            With :math:`s = b \odot z`: ``num_data``; ``states``, ``coefficients`` and ``coefficient_squares``, the sums of
-            :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``pairs``, that of
-            :math:`\langle s s^\top \rangle`, ``(H, H)``, or ``(D, H, H)`` over the data points with dimension ``d`` observed if some are
-            missing; ``cross``, :math:`\sum_n y_n \langle s \rangle^\top`, ``(D, H)``; ``squares``, the sum of the squared
-            entries; ``observed``, the number of entries. All can be added and scaled; pairs of the two shapes add up by broadcasting.
+            Those of :meth:`.SpikeSlabSuperposition.statistics`.
         """
-        rows = rows_of(check_data(y, self.num_observed), population)
-        arguments = population.words, population.weights(temperature), rows, *self._parameters64()
-        if bool(rows.isnan().any()):
-            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
-        else:
-            active, coefficients, pairs = ops.spike_slab_moments(*arguments)
-            squares = pairs.diagonal().clone()
-        observed = rows.double().nan_to_num(0.0)
-        return {
-            "num_data": active.new_tensor(len(rows)),
-            "states": active.sum(0),
-            "coefficients": coefficients.sum(0),
-            "coefficient_squares": squares,
-            "pairs": pairs,
-            "cross": observed.mT @ coefficients,
-            "squares": observed.square().sum(),
-            "observed": (~rows.isnan()).double().sum(),
-        }
+        statistics: dict[str, Tensor] = self.likelihood().statistics(population, check_data(y, self.num_observed), temperature)
+        return statistics
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -149,39 +127,16 @@ class SpikeSlabSparseCoding(SparseCoding):
         old = self.weight.double()
         pairs, cross, count = statistics["pairs"], statistics["cross"], statistics["states"]
         weight = best_dictionary(old, pairs, cross)
-        errors = squared_residuals(weight, pairs, cross, statistics["squares"])
+        errors = self.likelihood(weight=weight).square_error(statistics)
         sums, squares = statistics["coefficients"], statistics["coefficient_squares"]
         slab_mean, slab_scale = best_slabs(count, sums, squares, self.slab_mean, self.slab_scale)
         gain = _gauge(old, weight, slab_mean)
-        self._set_dictionary(weight / gain, errors, statistics)
+        self._set_dictionary(weight / gain, statistics, errors)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)
         outer = gain.unsqueeze(-1) * gain
         for name, factor in (("coefficients", gain), ("coefficient_squares", gain.square()), ("pairs", outer), ("cross", gain)):
             statistics[name] = statistics[name] * factor
-
-    @torch.no_grad()
-    @takes_arrays
-    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        r"""Posterior mean of the noise-free data, :math:`W \langle b \odot z \rangle`, for denoising and in-painting.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
-                scored first.
-            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
-
-        Returns:
-            ``(N, D)`` for the population's data points, in the type of the data.
-        """
-        rows = rows_of(check_data(y, self.num_observed), population)
-        population = scored(self, population, y)
-        _, coefficients, _ = ops.spike_slab_moments(population.words, population.weights(), rows, *self._parameters64())
-        mean: Tensor = (coefficients @ self.weight.double().mT).to(y.dtype)
-        return mean
-
-    def _parameters64(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        precision = self.scale.double().reciprocal().square().expand(self.num_observed)
-        return self.weight.double(), precision, self.slab_mean.double(), self.slab_scale.double()
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:

@@ -4,11 +4,12 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide
+from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
+from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsEM, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning
+from pyro_truncated.program.observed import check_observable
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population
@@ -17,6 +18,9 @@ from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.parameters import UniqueModule
 
 if TYPE_CHECKING:
     __version__: str
@@ -28,9 +32,11 @@ __all__ = [
     "AutoTruncated",
     "ChangedDataWarning",
     "ClosedForm",
+    "ClosedFormModel",
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
+    "GibbsDraws",
     "GibbsEM",
     "GibbsGuide",
     "InducingSubset",
@@ -47,15 +53,19 @@ __all__ = [
     "Training",
     "Truncated_ELBO",
     "TruncationWarning",
+    "UniqueModule",
     "VectorizationWarning",
     "__version__",
     "best_start",
+    "check_counts",
+    "check_observable",
     "check_truncation",
     "covered_mass",
     "diagnose",
     "estimate_evidence",
     "fit",
     "fit_restarts",
+    "takes_arrays",
     "to_arviz",
 ]
 

@@ -1,4 +1,4 @@
-"""Likelihoods that know their structure and so evaluate many states cheaply."""
+"""Likelihoods that know their structure: they score many states cheaply, and know their expected sufficient statistics."""
 
 import importlib
 from typing import Any
@@ -8,11 +8,14 @@ from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussi
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
+from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.utils.missing import or_missing
 
 __all__ = [
+    "ActiveSet",
     "ActiveSetGaussianProcess",
     "ActiveSetPosterior",
+    "Canvas",
     "DepthOrder",
     "GivenActiveSet",
     "LinearSuperposition",
@@ -22,14 +25,18 @@ __all__ = [
     "OccludedScene",
     "PiecewiseGaussian",
     "Positions",
+    "SceneParameters",
     "SpikeSlabSuperposition",
+    "Superposition",
     "or_missing",
 ]
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).
 _ELSEWHERE = {
     **dict.fromkeys(("ActiveSetGaussianProcess", "ActiveSetPosterior", "GivenActiveSet"), "pyro_truncated.gp.active_sets.distributions"),
-    **dict.fromkeys(("DepthOrder", "OccludedScene", "Positions"), "pyro_truncated.scenes.occlusion"),
+    "ActiveSet": "pyro_truncated.gp.active_sets.active_set",
+    **dict.fromkeys(("DepthOrder", "Positions"), "pyro_truncated.scenes.arrangement"),
+    **dict.fromkeys(("Canvas", "OccludedScene", "SceneParameters"), "pyro_truncated.scenes.occlusion"),
 }
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
+from pyro_truncated.distributions.linear import quadratic_error
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
@@ -158,9 +159,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
 
     def square_error(self, statistics: Statistics) -> Tensor:
         r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
-        weight, pairs = self.weight.double(), statistics["pairs"]
-        products = weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
-        return statistics["squares"] + (weight * (products - 2 * statistics["cross"])).sum(-1)
+        return quadratic_error(self.weight.double(), statistics["pairs"], statistics["cross"], statistics["squares"])
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:

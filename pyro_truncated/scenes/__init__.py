@@ -1,10 +1,11 @@
 """Scenes of objects that hide each other: data, likelihoods, and searches over what stands where."""
 
+from pyro_truncated.scenes.arrangement import DepthOrder, Positions
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, place_probabilities
 from pyro_truncated.scenes.colours import colour_maps
 from pyro_truncated.scenes.data import Objects, Scenes, coil_objects, generated_objects, occluded_scenes
 from pyro_truncated.scenes.matching import Match, match_objects
-from pyro_truncated.scenes.occlusion import DepthOrder, OccludedScene, Positions
+from pyro_truncated.scenes.occlusion import OccludedScene
 from pyro_truncated.scenes.place_moves import PlacementMoves
 from pyro_truncated.scenes.place_regression import PlaceRegression
 from pyro_truncated.scenes.place_scan import PlaceScan, RefinedPlaces

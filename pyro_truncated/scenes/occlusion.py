@@ -1,4 +1,4 @@
-"""Images of objects that hide each other, and the priors of where objects lie and in which order."""
+"""Images of objects that hide each other."""
 
 from __future__ import annotations
 
@@ -11,119 +11,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scenes import scene_log_prob
-
-
-class _OfPresent(TorchDistribution):
-    """Integers of objects, uniform over a range for those that are present and 0 for the absent ones, which so add no states.
-
-    Subclasses say how many values each object may take.
-    """
-
-    arg_constraints = {"presence": constraints.independent(constraints.boolean, 1)}  # noqa: RUF012 - an instance attribute in torch
-    presence: Tensor
-
-    def __init__(self, presence: Tensor, num_values: int, validate_args: bool | None = None) -> None:
-        if presence.dim() < 1:
-            raise ValueError("presence must have shape (*batch, H); got a scalar")
-        self.presence = presence
-        self.num_values = num_values
-        super().__init__(presence.shape[:-1], presence.shape[-1:], validate_args=validate_args)
-
-    @constraints.dependent_property(is_discrete=True, event_dim=1)
-    def support(self) -> Any:
-        """Integers below the number of values."""
-        return constraints.independent(constraints.integer_interval(0, self.num_values - 1), 1)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> _OfPresent:
-        """The same distribution over a larger batch."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: _OfPresent = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
-        new.presence, new.num_values = self.presence.expand(batch_shape + self.event_shape), self.num_values
-        super(_OfPresent, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
-
-    def _counts(self) -> Tensor:
-        """Number of values that each object may take, ``(*batch, H)``, or one for all present objects."""
-        return torch.as_tensor(self.num_values, device=self.presence.device)
-
-    def sample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws integers ``(*sample_shape, *batch, H)``, int64."""
-        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
-        counts = torch.where(self.presence > 0, self._counts(), 1).expand(shape)
-        uniform = torch.rand(shape, device=self.presence.device, dtype=torch.float64)
-        return torch.minimum((uniform * counts).long(), counts - 1)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of integers ``(*batch, H)``; minus infinity for an absent object that is not at 0."""
-        if self._validate_args:
-            self._validate_sample(value)
-        counts = torch.where(self.presence > 0, self._counts(), 1)
-        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
-        return torch.where(value < counts, -counts.to(dtype).log(), -math.inf).sum(-1)
-
-
-class Positions(_OfPresent):
-    r"""Where objects lie: uniform over ``num_values`` places for those that are present, place 0 for the others.
-
-    Args:
-        presence: which objects are present, ``(*batch, H)``, zeros and ones.
-        num_values: number of places ``L``.
-        validate_args: whether to check parameters and values.
-    """
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        r"""Log probability :math:`-|s| \log L` of places ``(*batch, H)``; minus infinity for an absent object that is not at place 0."""
-        if self._validate_args:
-            self._validate_sample(value)
-        present = self.presence > 0
-        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
-        number = present.sum(-1).to(dtype)
-        return torch.where((present | (value == 0)).all(-1), -math.log(self.num_values) * number, -math.inf)
-
-
-class DepthOrder(_OfPresent):
-    r"""A uniformly random order of the objects that are present, written as the place where each is inserted among those before it.
-
-    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index, so that every order of the present objects has exactly
-    one code; absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
-
-    Args:
-        presence: which objects are present, ``(*batch, H)``, zeros and ones.
-        validate_args: whether to check parameters and values.
-    """
-
-    def __init__(self, presence: Tensor, validate_args: bool | None = None) -> None:
-        super().__init__(presence, presence.shape[-1] if presence.dim() else 1, validate_args)
-
-    def _counts(self) -> Tensor:
-        present = (self.presence > 0).long()
-        return present.cumsum(-1)
-
-
-def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
-    """Ranks of the present objects, the foremost 0, from codes ``(*batch, H)``; absent objects get the number of objects."""
-    num_objects = code.shape[-1]
-    ranks: list[Tensor] = []
-    for h in range(num_objects):
-        here, present = code[..., h], presence[..., h] > 0
-        # Whatever lies at this rank or behind moves back by one.
-        ranks = [rank + ((rank >= here) & present) for rank in ranks]
-        ranks.append(torch.where(present, here, num_objects))
-    found = torch.stack(ranks, -1)
-    return found.masked_fill(presence <= 0, num_objects)
-
-
-def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
-    """Codes of a :class:`DepthOrder` from ranks ``(*batch, H)``, of which only those of present objects count and must differ."""
-    present = presence > 0
-    front = rank.unsqueeze(-2) < rank.unsqueeze(-1)
-    earlier = torch.ones(rank.shape[-1], rank.shape[-1], dtype=torch.bool, device=rank.device).tril(-1)
-    code: Tensor = (front & earlier & present.unsqueeze(-2)).sum(-1)
-    return code.masked_fill(~present, 0)
+from pyro_truncated.ops.scenes import scene_log_prob, scene_statistics
+from pyro_truncated.scenes.arrangement import depth_rank, places_of
+from pyro_truncated.states.population import Population
 
 
 class OccludedScene(TorchDistribution):
@@ -234,9 +124,46 @@ class OccludedScene(TorchDistribution):
         images = value.flatten(-3, -2).reshape(-1, self.canvas.num_pixels, value.shape[-1])
         places = self._by_image(torch.where(self.presence > 0, self.position.long(), -1), batch, len(own))
         rank = None if self.order is None else self._by_image(self._rank(), batch, len(own))
-        log_prob = scene_log_prob(places, images, self._scene(), self.canvas, rank)
+        log_prob = scene_log_prob(places, images, self.parameters, self.canvas, rank)
         dtype = torch.promote_types(self.features.dtype, value.dtype)
         return log_prob.mT.reshape(batch).to(dtype)
+
+    @torch.no_grad()
+    def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
+        r"""Expected sufficient statistics, summed over the population's data points, in float64.
+
+        Who owns the pixels: the states that the distribution was built with play no role. With the posterior probabilities
+        :math:`r_{hi}` that object ``h`` owns the pixel under its entry ``i``, summed over data points and states, the gradient of the
+        truncated free energy is
+
+        .. math:: \frac{\partial \mathcal F}{\partial w_{hi}} = \frac{\sum r_{hi}\, (y - w_{hi})}{\sigma^2}, \qquad
+            \frac{\partial \mathcal F}{\partial \alpha_{hi}} = \frac{m_{hi} - n_h\, \alpha_{hi}}{\alpha_{hi} (1 - \alpha_{hi})}
+
+        where :math:`m_{hi}` is how often the mask is on and :math:`n_h` how often the object is present.
+
+        Args:
+            population: truncated posteriors over the sites presence, position and, with an order, order; its ``indices`` select the data
+                points among all data.
+            value: all images, ``(N, height, width, F)``.
+            temperature: temperature of the posteriors.
+
+        Returns:
+            ``num_data``; ``owned (H, T, F + 2)`` and ``background (F + 2,)``, sums of the probability that an entry (or nothing) owns a
+            pixel, times one, the colours and the squared length of the colours; ``on (H, T)`` :math:`m` and ``present (H,)`` :math:`n`. All
+            can be added and scaled.
+        """
+        images = population.rows_of(value).flatten(1, 2)
+        places, rank = places_of(population, self.features.shape[0])
+        sums = scene_statistics(places, population.weights(temperature), images, self.parameters, self.canvas, rank)
+        return {**sums._asdict(), "num_data": sums.on.new_tensor(len(population))}
+
+    @property
+    def parameters(self) -> SceneParameters:
+        """Objects and background, with a template's entries in one dimension, and variances in float64."""
+        return SceneParameters(
+            self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
+            self.background, self.background_scale.double().square(),
+        )  # fmt: skip
 
     def _rank(self) -> Tensor:
         """Ranks of the present objects; codes that only other objects could have are scored, too, as it is the prior that excludes them."""
@@ -257,12 +184,6 @@ class OccludedScene(TorchDistribution):
     @property
     def _state_shape(self) -> torch.Size:
         return self.features.shape[:1]
-
-    def _scene(self) -> SceneParameters:
-        return SceneParameters(
-            self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
-            self.background, self.background_scale.double().square(),
-        )  # fmt: skip
 
     @torch.no_grad()
     def sample(self, sample_shape: Any = ()) -> Tensor:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.scenes.arrangement import depth_code, depth_rank
 from pyro_truncated.scenes.candidates import scene_sizes
-from pyro_truncated.scenes.occlusion import depth_code, depth_rank
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 

@@ -39,6 +39,7 @@ from pyro_truncated.scenes import (
     match_objects,
     occluded_scenes,
 )
+from pyro_truncated.scenes.arrangement import places_of
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity
 from pyro_truncated.search import SearchBatch
 
@@ -163,7 +164,7 @@ def evaluate(
     found = affinity(batch)
     result |= {"errors": errors(found, scenes, match), "recall": recall(found, scenes, match), "pass_seconds": seconds}
     mode = dataclasses.replace(population, words=population.mode().unsqueeze(1), log_joint=population.log_joint[:, :1])
-    places = model.places(mode)[0].squeeze(1).unsqueeze(-1)
+    places = places_of(mode, model.num_objects)[0].squeeze(1).unsqueeze(-1)
     present = Candidates((places >= 0).float(), places.clamp(min=0).long())
     return result | {"errors_mode": errors(present, scenes, match, only_present=True)}
 

@@ -1,0 +1,150 @@
+"""Where objects lie and in which order: their priors, and how populations hold them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.states.population import Population
+
+
+class _OfPresent(TorchDistribution):
+    """Integers of objects, uniform over a range for those that are present and 0 for the absent ones, which so add no states.
+
+    Subclasses say how many values each object may take.
+    """
+
+    arg_constraints = {"presence": constraints.independent(constraints.boolean, 1)}  # noqa: RUF012 - an instance attribute in torch
+    presence: Tensor
+
+    def __init__(self, presence: Tensor, num_values: int, validate_args: bool | None = None) -> None:
+        if presence.dim() < 1:
+            raise ValueError("presence must have shape (*batch, H); got a scalar")
+        self.presence = presence
+        self.num_values = num_values
+        super().__init__(presence.shape[:-1], presence.shape[-1:], validate_args=validate_args)
+
+    @constraints.dependent_property(is_discrete=True, event_dim=1)
+    def support(self) -> Any:
+        """Integers below the number of values."""
+        return constraints.independent(constraints.integer_interval(0, self.num_values - 1), 1)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> _OfPresent:
+        """The same distribution over a larger batch."""
+        batch_shape = torch.Size(batch_shape)
+        if batch_shape == self.batch_shape:
+            return self
+        new: _OfPresent = self._get_checked_instance(type(self), _instance)  # type: ignore[no-untyped-call]
+        new.presence, new.num_values = self.presence.expand(batch_shape + self.event_shape), self.num_values
+        super(_OfPresent, new).__init__(batch_shape, self.event_shape, validate_args=False)
+        new._validate_args = self._validate_args
+        return new
+
+    def _counts(self) -> Tensor:
+        """Number of values that each object may take, ``(*batch, H)``, or one for all present objects."""
+        return torch.as_tensor(self.num_values, device=self.presence.device)
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws integers ``(*sample_shape, *batch, H)``, int64."""
+        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
+        counts = torch.where(self.presence > 0, self._counts(), 1).expand(shape)
+        uniform = torch.rand(shape, device=self.presence.device, dtype=torch.float64)
+        return torch.minimum((uniform * counts).long(), counts - 1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log probability of integers ``(*batch, H)``; minus infinity for an absent object that is not at 0."""
+        if self._validate_args:
+            self._validate_sample(value)
+        counts = torch.where(self.presence > 0, self._counts(), 1)
+        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
+        return torch.where(value < counts, -counts.to(dtype).log(), -math.inf).sum(-1)
+
+
+class Positions(_OfPresent):
+    r"""Where objects lie: uniform over ``num_values`` places for those that are present, place 0 for the others.
+
+    Args:
+        presence: which objects are present, ``(*batch, H)``, zeros and ones.
+        num_values: number of places ``L``.
+        validate_args: whether to check parameters and values.
+    """
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        r"""Log probability :math:`-|s| \log L` of places ``(*batch, H)``; minus infinity for an absent object that is not at place 0."""
+        if self._validate_args:
+            self._validate_sample(value)
+        present = self.presence > 0
+        dtype = self.presence.dtype if self.presence.is_floating_point() else torch.get_default_dtype()
+        number = present.sum(-1).to(dtype)
+        return torch.where((present | (value == 0)).all(-1), -math.log(self.num_values) * number, -math.inf)
+
+
+class DepthOrder(_OfPresent):
+    r"""A uniformly random order of the objects that are present, written as the place where each is inserted among those before it.
+
+    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index, so that every order of the present objects has exactly
+    one code; absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
+
+    Args:
+        presence: which objects are present, ``(*batch, H)``, zeros and ones.
+        validate_args: whether to check parameters and values.
+    """
+
+    def __init__(self, presence: Tensor, validate_args: bool | None = None) -> None:
+        super().__init__(presence, presence.shape[-1] if presence.dim() else 1, validate_args)
+
+    def _counts(self) -> Tensor:
+        present = (self.presence > 0).long()
+        return present.cumsum(-1)
+
+
+def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
+    """Ranks of the present objects, the foremost 0, from codes ``(*batch, H)``; absent objects get the number of objects."""
+    num_objects = code.shape[-1]
+    ranks: list[Tensor] = []
+    for h in range(num_objects):
+        here, present = code[..., h], presence[..., h] > 0
+        # Whatever lies at this rank or behind moves back by one.
+        ranks = [rank + ((rank >= here) & present) for rank in ranks]
+        ranks.append(torch.where(present, here, num_objects))
+    found = torch.stack(ranks, -1)
+    return found.masked_fill(presence <= 0, num_objects)
+
+
+def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
+    """Codes of a :class:`DepthOrder` from ranks ``(*batch, H)``, of which only those of present objects count and must differ."""
+    present = presence > 0
+    front = rank.unsqueeze(-2) < rank.unsqueeze(-1)
+    earlier = torch.ones(rank.shape[-1], rank.shape[-1], dtype=torch.bool, device=rank.device).tril(-1)
+    code: Tensor = (front & earlier & present.unsqueeze(-2)).sum(-1)
+    return code.masked_fill(~present, 0)
+
+
+def places_of(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
+    """Places and order of the objects in the states of a population of the sites presence, position and, if there is one, order.
+
+    Args:
+        population: ``N`` data points with ``S`` states each.
+        num_objects: number of objects ``H``.
+
+    Returns:
+        Places ``(N, S, H)``, -1 for absent objects, and their ranks, the foremost 0, or ``None`` if the states have no order.
+
+    Raises:
+        ValueError: if the states do not have two or three latents for every object.
+    """
+    if population.space.num_latents not in (2 * num_objects, 3 * num_objects):
+        raise ValueError(
+            f"states of {num_objects} objects have {2 * num_objects} latents (presence and position) or {3 * num_objects} (and order); "
+            f"got {population.space!r}"
+        )
+    levels = population.states(torch.int32)
+    presence, position = levels[..., :num_objects], levels[..., num_objects : 2 * num_objects]
+    code = levels[..., 2 * num_objects :]
+    rank = depth_rank(code, presence) if code.shape[-1] else None
+    return torch.where(presence > 0, position, -1), rank
