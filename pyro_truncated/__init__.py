@@ -5,7 +5,8 @@ import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsEM, GibbsGuide
+from pyro_truncated.em.gibbs_em import GibbsEM
+from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning

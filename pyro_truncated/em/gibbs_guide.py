@@ -1,27 +1,22 @@
-"""EM with Gibbs sampling over a few selected latents of every data point, for models whose truncated posterior has no closed form."""
+"""Draws of the coefficients of a few selected latents of every data point, by Gibbs sampling, and the guide that keeps them."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.infer import ELBO
-from pyro.infer.enum import get_importance_trace
 from pyro.nn import PyroModule
-from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_truncated.em.closed_form import ClosedForm, Statistics
+from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.counts import check_count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +44,7 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """What a model of data ``y (N, D)`` offers to be trained by :class:`GibbsEM`."""
+    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`."""
 
     num_latents: int
     unit: Tensor
@@ -87,7 +82,7 @@ class GibbsGuide(PyroModule):
     r"""Draws from the posterior over the coefficients of a few selected latents of every data point, kept from step to step.
 
     A data point's chain goes on where it stopped; coefficients of latents that are no longer selected become zero. Train it with
-    :class:`GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for every data point,
+    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for every data point,
     so it works in :class:`~pyro.infer.Predictive`.
 
     Args:
@@ -252,96 +247,6 @@ class GibbsGuide(PyroModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class GibbsEM(ELBO):
-    r"""Monte Carlo EM: ``SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))``.
-
-    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of every data point, continues its Gibbs chain over these, and takes
-    the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`, hand-crafted or learned: a
-    :class:`~pyro_truncated.GPSelect` regresses on the means of the exact conditional probabilities that the latents are on, and starts from
-    random ones.
-
-    The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
-    bound of anything, but serves to watch convergence.
-
-    Args:
-        search: selects the latents; its proposals are not used.
-        sweeps: sweeps whose outcomes are kept as draws.
-        burn_in: sweeps before them.
-        temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
-        batch_size: data points per step, drawn without replacement; default: all.
-        generator: source of randomness; default: torch's global generator.
-
-    Raises:
-        TypeError: if the search does not select latents.
-        ValueError: if a number is out of range.
-
-    Reference:
-        Shelton, Bornschein, Sheikh, Berkes and Lücke, "Select and Sample - A Model of Efficient Neural Inference and Learning", NIPS 2011.
-    """
-
-    def __init__(
-        self,
-        search: Preselection,
-        *,
-        sweeps: int = 3,
-        burn_in: int = 2,
-        temperature: float | Callable[[int], float] = 1.0,
-        batch_size: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> None:
-        if not isinstance(search, Preselection):
-            raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
-        sweeps, burn_in = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0)
-        batch_size = None if batch_size is None else check_count("batch_size", batch_size)
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.search = search
-        self.sweeps = sweeps
-        self.burn_in = burn_in
-        self.temperature = temperature
-        self.batch_size = batch_size
-        self.generator = generator
-        self.num_steps = 0
-
-    def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
-        """Minus the mean log joint of the draws as they are; nothing changes."""
-        return -float(model.expected_log_joint(_checked(guide, model).draws(), y))
-
-    def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
-        """One E-step; returns minus the mean log joint of its draws and hands the statistics to the closed-form M-step.
-
-        Raises:
-            TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
-        """
-        closed_form = ClosedForm.driving(model)
-        if closed_form is None:
-            raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
-        indices = self._subsample(y)
-        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": self._temperature()}
-        draws = _checked(guide, model).update_(self.search, y, indices, generator=self.generator, **budget)
-        self.num_steps += 1
-        share = 1.0 if indices is None else len(indices) / len(y)
-        loss = -float(model.expected_log_joint(draws, y)) / share
-        warn_if_nan(loss, "loss")  # type: ignore[call-overload]
-        closed_form.collect(model.sufficient_statistics(draws, y), None, indices, len(y))
-        return loss
-
-    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
-        return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
-
-    def _subsample(self, y: Tensor) -> Tensor | None:
-        if self.batch_size is None or self.batch_size >= len(y):
-            return None
-        device = None if self.generator is None else self.generator.device
-        chosen = torch.randperm(len(y), generator=self.generator, device=device)[: self.batch_size]
-        return chosen.sort().values.to(y.device)
-
-    def _temperature(self) -> float:
-        value = self.temperature(self.num_steps) if callable(self.temperature) else self.temperature
-        if not value >= 1.0 or value == math.inf:
-            raise ValueError(f"temperature must be at least 1; got {value}")
-        return float(value)
-
-
 class _SingletonScore:
     """Log joints of states with at most one active latent: all that affinities of a selection ask for."""
 
@@ -355,9 +260,3 @@ class _SingletonScore:
         # Position 0 is the state without any.
         numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
         return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
-
-
-def _checked(guide: Any, model: Any) -> GibbsGuide:
-    if not isinstance(guide, GibbsGuide) or guide.model is not model:
-        raise TypeError(f"GibbsEM trains a GibbsGuide of the very model it was made for; got {type(guide).__name__}")
-    return guide

@@ -10,7 +10,8 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide, GibbsModel
+from pyro_truncated.em.gibbs_em import GibbsEM
+from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection

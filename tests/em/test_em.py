@@ -14,7 +14,8 @@ from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
 from pyro_truncated.datasets import bar_components, linear_bars, noisy_or_bars
-from pyro_truncated.em.gibbs_guide import GibbsEM, GibbsGuide
+from pyro_truncated.em.gibbs_em import GibbsEM
+from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, NoisyOr
 from pyro_truncated.search import Cosine, Preselection, SearchBatch
 from pyro_truncated.training.best_start import best_start
