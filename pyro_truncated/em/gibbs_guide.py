@@ -82,8 +82,8 @@ class GibbsGuide(PyroModule):
     r"""Draws from the posterior over the coefficients of a few selected latents of every data point, kept from step to step.
 
     A data point's chain goes on where it stopped; coefficients of latents that are no longer selected become zero. Train it with
-    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for every data point,
-    so it works in :class:`~pyro.infer.Predictive`.
+    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for
+    every data point, so it works in :class:`~pyro.infer.Predictive`.
 
     Args:
         model: a model with a Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`.
