@@ -4,8 +4,9 @@ from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
-from pyro_truncated.gp.subset.sparse_model import SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp.subset.sparse_regression import SubsetSparseGPRegression
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.gp.subset.variational import SubsetVariationalGP
 
 __all__ = [
     "AllNoiseWarning",

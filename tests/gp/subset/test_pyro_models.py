@@ -15,7 +15,9 @@ from pyro.optim import Adam, ClippedAdam
 from pyro_truncated.gp.data_kernels.features import CountKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
 from pyro_truncated.gp.likelihoods import StudentT
-from pyro_truncated.gp.subset.sparse_model import SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp.subset.gaussian_surrogate import gaussian_surrogate
+from pyro_truncated.gp.subset.sparse_regression import SubsetSparseGPRegression
+from pyro_truncated.gp.subset.variational import SubsetVariationalGP
 from tests.gp.subset.subset_reference import toy
 
 INDEX = torch.arange(0, 60, 6)
@@ -151,7 +153,7 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
 def test_surrogate_of_gaussian_noise_is_exact():
     kernel, Y = toy(60)
     gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.3))), 10, index=INDEX)
-    found, deviations = gp._surrogate(2, torch.Generator().manual_seed(0))
+    found, deviations = gaussian_surrogate(gp.likelihood, *gp.marginals(), gp.y, 2, torch.Generator().manual_seed(0))
     torch.testing.assert_close(found[:, 0], Y[:, 0], rtol=0, atol=1e-6)
     torch.testing.assert_close(deviations.square(), torch.full((60,), 0.3, dtype=torch.float64), rtol=1e-6, atol=0)
 
