@@ -66,3 +66,16 @@ class FreeBasis(Basis):
     def cross(self, new: Any) -> Tensor:
         """Covariances ``(n_new, m)`` of new inputs, in float64."""
         return self.kernel.between(new.to(self.kernel.inputs), self.inputs).double()
+
+
+def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
+    """Covariances ``(n_new, m)`` of new inputs with inducing inputs, and variances ``(n_new,)``, in float64.
+
+    Raises:
+        ValueError: if one of them is not finite.
+    """
+    cross, prior = basis.cross(new), basis.kernel.diag_new(new).double()
+    strange = ~(cross.isfinite().all(1) & prior.isfinite())
+    if bool(strange.any()):
+        raise ValueError(f"the kernel is not finite at new input {int(strange.nonzero()[0])}; check the new inputs")
+    return cross, prior

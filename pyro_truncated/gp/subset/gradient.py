@@ -81,13 +81,13 @@ def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, obje
         return math.nan
     with torch.enable_grad():
         fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
-        _backward([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
+        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
         for rows in blocks if first is None else ():
-            _backward([(basis.columns(rows), terms.columns[rows])])
+            backward_through([(basis.columns(rows), terms.columns[rows])])
     return terms.value
 
 
-def _backward(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
+def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
     """Differentiates outputs with their gradients, but for those that depend on nothing that is learned (a frozen kernel)."""
     learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
     if learned:

@@ -4,45 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.subset.all_noise import warn_of_noise
+from pyro_truncated.gp.subset.alternation import Alternation, Plan, hyper_parameters
 from pyro_truncated.gp.subset.basis import Basis, FreeBasis
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
+from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
+from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
-from pyro_truncated.gp.subset.objective import OBJECTIVES, SubsetProblem, check_index
-from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
+from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
-from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
+from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.counts import check_count, check_counts
 
-_EXPLAINED_BY_NOISE = 0.02
 _MANY_ROWS, _SOME_ROWS = 50_000, 20_000
-
-
-class AllNoiseWarning(UserWarning):
-    """The fit explains nearly all of the data as noise."""
-
-
-class _Plan(NamedTuple):
-    """How the subset and hyper-parameters take turns."""
-
-    max_epochs: int
-    hyper_evaluations: int
-    attempts: int
-    tolerance: float
-    rows: int
-    clock: Callable[[], float]
 
 
 class SubsetGPRegression(torch.nn.Module):
@@ -67,7 +51,8 @@ class SubsetGPRegression(torch.nn.Module):
         kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are
             learned in place; with float64 inputs they converge further.
         targets: ``(n,)`` or ``(n, H)``, finite.
-        num_inducing: number of inducing inputs ``m``.
+        num_inducing: number of inducing inputs ``m``. Default: none; up to 5000 data points the regression is exact, by a Cholesky factor
+            of their covariance matrix, for which all objectives are the evidence. Of more, 512.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
         algorithm: ``"exchange"``, ``"cholqr"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
@@ -75,8 +60,10 @@ class SubsetGPRegression(torch.nn.Module):
         generator: source of randomness.
 
     Attributes:
+        is_exact: whether there are no inducing inputs: ``index`` is then all data.
         index: positions of the inducing inputs; -1 where there are fewer than ``m``, and before :meth:`fit`.
-        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``) and objective; of the last phase, each improvement.
+        history: seconds, phase (``"start"``, ``"hyper"``, ``"subset"``, ``"polish"``, or ``"exact"``) and objective; of the last two, each
+            improvement.
         objective_value: the objective in nats of standardised targets, without its constant; NaN before :meth:`fit`.
 
     Raises:
@@ -92,7 +79,7 @@ class SubsetGPRegression(torch.nn.Module):
         self,
         kernel: Any,
         targets: Tensor,
-        num_inducing: int,
+        num_inducing: int | None = None,
         *,
         noise: float = 0.5,
         objective: str = "vfe",
@@ -104,7 +91,8 @@ class SubsetGPRegression(torch.nn.Module):
         n = self.kernel.num_data
         if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
             raise ValueError(f"targets must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
-        num_inducing = check_count("num_inducing", num_inducing)
+        self.is_exact = num_inducing is None and n <= EXACT_UP_TO
+        num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing)
         if num_inducing > n:
             raise ValueError(f"num_inducing must lie in 1 .. {n}, the number of inputs; got {num_inducing}")
         if not NOISE_FLOOR < noise < math.inf:
@@ -122,12 +110,13 @@ class SubsetGPRegression(torch.nn.Module):
         self.register_buffer("target_mean", matrix.mean(0))
         self.register_buffer("target_scale", torch.where(scale > 0, scale, torch.ones_like(scale)))
         self.register_buffer("targets", (matrix - self.target_mean) / self.target_scale, persistent=False)
-        self.register_buffer("index", torch.full((num_inducing,), -1, dtype=torch.int64, device=targets.device))
+        chosen = torch.arange(n) if self.is_exact else torch.full((num_inducing,), -1, dtype=torch.int64)
+        self.register_buffer("index", chosen.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
         self.inducing_inputs: torch.nn.Parameter | None = None
         self.objective_value = math.nan
         self.history: list[tuple[float, str, float]] = []
-        self._posterior: SparsePosterior | None = None
+        self._posterior: SparsePosterior | ExactPosterior | None = None
 
     @property
     def noise(self) -> float:
@@ -190,6 +179,8 @@ class SubsetGPRegression(torch.nn.Module):
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
+        if polish and self.is_exact:
+            raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
         if polish and not isinstance(self.kernel, InputKernel):
             raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
@@ -200,89 +191,30 @@ class SubsetGPRegression(torch.nn.Module):
         num_rows = (n if n <= _MANY_ROWS else max(_SOME_ROWS, 4 * m)) if max_rows is None else max_rows
         if num_rows < m:
             raise ValueError(f"max_rows must be at least num_inducing={m}; got {max_rows}")
-        start = clock()
-        share = subset_share if polish else 1.0
-
-        def seconds_left(of: float = 1.0) -> float:
-            """What is left of a share of the budget."""
-            return math.inf if max_seconds is None else of * max_seconds - (clock() - start)
-
-        if polish and self.inducing_inputs is not None:
-            share = 0.0
-        else:
+        record = FitRecord(self.history, max_seconds, clock, progress)
+        if self.is_exact:
+            self.objective_value = fit_exactly(
+                self.kernel, self.targets, self.log_noise, max_iterations=max_epochs, tolerance=tolerance, record=record
+            )
+        elif not (polish and self.inducing_inputs is not None):
             self.inducing_inputs = None
-        bar = tqdm(disable=not progress, unit="phase")
-
-        def note(phase: str, value: float) -> None:
-            """Adds a line to the history, and to the progress bar."""
-            self.history.append((clock() - start, phase, value))
-            bar.update()
-            bar.set_postfix_str(f"{phase} F={value:.6g}")
-
-        if share:
-            plan = _Plan(max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * len(self.targets), num_rows, clock)
-            self._alternate(plan, lambda: seconds_left(share), note)
+            share = subset_share if polish else 1.0
+            plan = Plan(max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * n, num_rows, lambda: record.seconds_left(share))
+            found, self.objective_value = self._alternation().run(self.index[self.index >= 0], plan, record)
+            self.index.fill_(-1)
+            self.index[: len(found)] = check_index(found, n)
         if polish:
             evaluations = (200 if max_seconds is None else 10**6) if polish_evaluations is None else polish_evaluations
-            self._polish(evaluations, lambda: seconds_left() <= 0, note)
-        bar.close()
+            self._polish(evaluations, record)
+        record.close()
         self._posterior = None
-        self._warn_of_noise()
+        warn_of_noise(self.posterior().fitted, self.noise, m)
         return self.objective_value
 
-    def _alternate(self, plan: _Plan, seconds_left: Callable[[], float], note: Callable[[str, float], None]) -> None:
-        num, attempts, index = plan.rows, plan.attempts, self.index[self.index >= 0]
-        if not len(index):
-            sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
-            index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept = math.inf, self._state(index)
-        for epoch in range(plan.max_epochs + 1):
-            sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
-            chosen = sample.inducing
-            if epoch:
-                limit = seconds_left()
-                budget = Budget(None, attempts, None if limit == math.inf else max(0.0, limit), plan.clock)
-                chosen = self._improve(sample, chosen, budget)
-                index = sample.among_all(chosen)
-                if sample.rows is None:
-                    note("subset", self._subset_value(index))
-            value = minimize(
-                lambda sample=sample, chosen=chosen: backward(  # type: ignore[misc]
-                    Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective
-                ),
-                self._hyper_parameters(),
-                max_evaluations=plan.hyper_evaluations,
-                is_spent=lambda: seconds_left() <= 0,
-            ).value
-            if sample.rows is not None:
-                # What some rows liked has to prove itself on all.
-                value = self._value_of_all(index)
-            note("hyper" if epoch else "start", value)
-            gained = best - value
-            if value < best:
-                best, kept = value, self._state(index)
-            elif sample.rows is not None:
-                index = self._restore(kept)
-            if seconds_left() <= 0:
-                break
-            is_settled = bool(epoch) and abs(gained) < plan.tolerance
-            if sample.rows is not None:
-                num = num if gained >= plan.tolerance else 2 * num
-            elif is_settled and attempts > plan.attempts:
-                break
-            # A few attempts may fail by chance: before it ends, every member has had its turn.
-            attempts = plan.attempts + self.num_inducing if is_settled else plan.attempts
-        if not math.isfinite(best):
-            raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-        self._restore(kept)
-        self.objective_value = best
+    def _alternation(self) -> Alternation:
+        return Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, self.num_inducing, self.generator)
 
-    def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
-        objective = "vfe" if self.objective == "fitc" else self.objective
-        problem = SubsetProblem(sample.kernel, sample.targets, self.noise, objective)
-        return self.search.improve(problem, self.num_inducing, index, budget, self.generator)
-
-    def _polish(self, evaluations: int, is_spent: Callable[[], bool], note: Callable[[str, float], None]) -> None:
+    def _polish(self, evaluations: int, record: FitRecord) -> None:
         kernel = self.kernel
         if not isinstance(kernel, InputKernel):
             raise TypeError("only kernels of numeric inputs can be polished")
@@ -291,10 +223,10 @@ class SubsetGPRegression(torch.nn.Module):
         inputs = self.inducing_inputs
         value = minimize(
             lambda: backward(FreeBasis(kernel, inputs), self.targets, self.log_noise, self.objective),
-            [*self._hyper_parameters(), inputs],
+            [*hyper_parameters(kernel, self.log_noise), inputs],
             max_evaluations=evaluations,
-            is_spent=is_spent,
-            on_better=lambda value: note("polish", value),
+            is_spent=lambda: record.seconds_left() <= 0,
+            on_better=lambda value: record.note("polish", value),
         ).value
         self.objective_value = value
 
@@ -320,10 +252,13 @@ class SubsetGPRegression(torch.nn.Module):
         """
         return self._original(*self.posterior().leave_one_out())
 
-    def posterior(self) -> SparsePosterior:
+    def posterior(self) -> SparsePosterior | ExactPosterior:
         """The posterior of the function, of standardised targets. It is kept until the next :meth:`fit` or loaded state."""
         if self._posterior is None:
-            self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective)
+            if self.is_exact:
+                self._posterior = ExactPosterior(self.kernel, self.targets, self.noise)
+            else:
+                self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective)
         return self._posterior
 
     def save(self, path: str | Path) -> None:
@@ -358,49 +293,6 @@ class SubsetGPRegression(torch.nn.Module):
             return FreeBasis(self.kernel, self.inducing_inputs)
         return Basis(self.kernel, self.subset)
 
-    @torch.no_grad()
-    def _subset_value(self, index: Tensor) -> float:
-        """The objective that subsets are chosen by."""
-        problem = SubsetProblem(self.kernel, self.targets, self.noise, "vfe" if self.objective == "fitc" else self.objective)
-        return ExchangeFactors(problem, len(index), index).value()
-
-    def _value_of_all(self, index: Tensor) -> float:
-        """The objective of all data."""
-        if self.objective != "fitc":
-            return self._subset_value(index)
-        value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
-        self.zero_grad()
-        return value
-
-    def _hyper_parameters(self) -> list[Tensor]:
-        return [*(p for p in self.kernel.parameters() if p.requires_grad), self.log_noise]
-
-    def _state(self, index: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return index, [p.detach().clone() for p in self._hyper_parameters()]
-
-    @torch.no_grad()
-    def _restore(self, state: tuple[Tensor, list[Tensor]]) -> Tensor:
-        index, values = state
-        self.index.fill_(-1)
-        self.index[: len(index)] = check_index(index, len(self.targets))
-        for parameter, value in zip(self._hyper_parameters(), values, strict=True):
-            parameter.copy_(value)
-        return index
-
     def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
         return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
-
-    def _warn_of_noise(self) -> None:
-        fitted = self.posterior().fitted
-        # Of the mean, not of the prior: a kernel that has become a constant has all the prior variance one could want.
-        explained = float((fitted - fitted.mean(0)).square().mean())
-        if explained < _EXPLAINED_BY_NOISE:
-            warnings.warn(
-                f"the fit explains the targets as noise of variance {self.noise:.3g} (of 1): predictions from the {self.num_inducing} "
-                f"inducing inputs account for {explained:.2g} of the targets' variance. Start from more noise and other "
-                "length-scales (as smooth_rbf does), take more inducing inputs, or add an identity kernel "
-                "(SumKernel(..., redundant_sum=True, identity=True))",
-                AllNoiseWarning,
-                stacklevel=3,
-            )

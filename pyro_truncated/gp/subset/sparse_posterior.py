@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.noisy_covariance import LowRankCovariance
-from pyro_truncated.gp.subset.basis import Basis
+from pyro_truncated.gp.subset.basis import Basis, covariances_with
 
 
 class SparsePosterior:
@@ -68,11 +68,7 @@ class SparsePosterior:
     @torch.no_grad()
     def predict(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
-        cross = self.basis.cross(new)
-        prior = self.basis.kernel.diag_new(new).double()
-        strange = ~(cross.isfinite().all(1) & prior.isfinite())
-        if bool(strange.any()):
-            raise ValueError(f"the kernel is not finite at new input {int(strange.nonzero()[0])}; check the new inputs")
+        cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 
     @torch.no_grad()

@@ -15,11 +15,12 @@ from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
 from pyro_truncated.gp.subset import gradient as evidence
+from pyro_truncated.gp.subset.all_noise import AllNoiseWarning
 from pyro_truncated.gp.subset.basis import Basis, FreeBasis
 from pyro_truncated.gp.subset.gradient import backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.published.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
-from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
+from pyro_truncated.gp.subset.regression import SubsetGPRegression
 from pyro_truncated.gp.subset.row_sample import sample_rows
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy

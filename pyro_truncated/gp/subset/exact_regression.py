@@ -1,0 +1,120 @@
+r"""Regression without inducing inputs, for data small enough for the Cholesky factor of their covariance matrix.
+
+With :math:`S = K + \sigma^2 I` and :math:`a = S^{-1} Y` the objective, minus the log evidence without its constant, and its gradient are
+
+.. math:: F = \tfrac12 \operatorname{tr}(Y^\top a) + \tfrac H2 \log |S|, \qquad dF = \tfrac12 \langle H S^{-1} - a a^\top, dS \rangle .
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.cholesky import stable_cholesky
+from pyro_truncated.gp.data_kernels import DataKernel
+from pyro_truncated.gp.noisy_covariance import DenseCovariance
+from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.subset.alternation import hyper_parameters
+from pyro_truncated.gp.subset.basis import Basis, covariances_with
+from pyro_truncated.gp.subset.fit_record import FitRecord
+from pyro_truncated.gp.subset.gradient import backward_through, noise_of
+from pyro_truncated.utils.notes import note_once
+
+EXACT_UP_TO = 5000
+_DEFAULT_INDUCING = 512
+
+
+def default_size(num_data: int) -> int:
+    """Number of inducing inputs where none is given, which a line tells: all data points while an exact regression can be afforded."""
+    if num_data <= EXACT_UP_TO:
+        note_once(f"SubsetGPRegression is exact on up to {EXACT_UP_TO} data points; num_inducing=... makes it sparse")
+        return num_data
+    note_once(f"SubsetGPRegression takes {_DEFAULT_INDUCING} inducing inputs on more than {EXACT_UP_TO} data points; see num_inducing")
+    return _DEFAULT_INDUCING
+
+
+def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weight: float = 1.0) -> float:
+    """The objective times a weight, whose gradient is added to all leaves that covariances and noise depend on.
+
+    Args:
+        kernel: the kernel on the training inputs.
+        targets: ``(n, H)`` float64.
+        log_noise: unconstrained noise parameter, see :func:`~pyro_truncated.gp.subset.gradient.noise_of`.
+        weight: what the objective is multiplied by.
+    """
+    with torch.enable_grad():
+        matrix, noise = Basis(kernel, torch.arange(len(targets), device=targets.device)).square(), noise_of(log_noise)
+    with torch.no_grad():
+        factor = stable_cholesky(matrix + torch.diag_embed(noise.expand(len(matrix))))
+        a = torch.cholesky_solve(targets, factor)
+        value = 0.5 * (targets * a).sum() + targets.shape[1] * factor.diagonal().log().sum()
+        slope = 0.5 * weight * (targets.shape[1] * torch.cholesky_inverse(factor) - a @ a.mT)
+    backward_through([(matrix, slope), (noise, slope.diagonal().sum())])
+    return weight * float(value)
+
+
+def fit_exactly(
+    kernel: DataKernel, targets: Tensor, log_noise: Tensor, *, max_iterations: int, tolerance: float, record: FitRecord
+) -> float:
+    """Learns the kernel's parameters and the noise in place; returns the objective.
+
+    Args:
+        kernel: the kernel on the training inputs.
+        targets: ``(n, H)`` float64.
+        log_noise: unconstrained noise parameter.
+        max_iterations: most iterations of L-BFGS.
+        tolerance: gain per data point below which it ends.
+        record: says when time is up, and takes each improvement.
+
+    Raises:
+        ValueError: if the objective is not finite at the start.
+    """
+    n = len(targets)
+    value = (
+        n
+        * minimize(
+            lambda: exact_backward(kernel, targets, log_noise, 1 / n),
+            hyper_parameters(kernel, log_noise),
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            is_spent=lambda: record.seconds_left() <= 0,
+            on_better=lambda value: record.note("exact", n * value),
+        ).value
+    )
+    if not value < float("inf"):
+        raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
+    return value
+
+
+class ExactPosterior:
+    """The posterior of a Gaussian process given all training data.
+
+    Args:
+        kernel: the kernel on the training inputs.
+        targets: ``(n, H)`` float64.
+        noise: noise variance.
+
+    Attributes:
+        fitted: means at the training inputs, ``(n, H)``.
+    """
+
+    @torch.no_grad()
+    def __init__(self, kernel: DataKernel, targets: Tensor, noise: float) -> None:
+        self.basis, self.targets = Basis(kernel, torch.arange(len(targets), device=targets.device)), targets
+        self.covariance = DenseCovariance(self.basis.square(), torch.as_tensor(noise, dtype=targets.dtype, device=targets.device))
+        self.weights = torch.cholesky_solve(targets, self.covariance.cholesky)
+        self.fitted = targets - noise * self.weights
+
+    @torch.no_grad()
+    def predict(self, new: Any) -> tuple[Tensor, Tensor]:
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
+        cross, prior = covariances_with(self.basis, new)
+        explained = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False).square().sum(0)
+        return cross @ self.weights, (prior - explained).clamp(min=0.0)
+
+    @torch.no_grad()
+    def leave_one_out(self) -> tuple[Tensor, Tensor]:
+        """Means ``(n, H)`` and variances ``(n,)``, noise included, of each data point given all others."""
+        return self.covariance.leave_one_out(self.targets)

@@ -1,0 +1,45 @@
+"""The time that a fit takes, and what it has reached when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from tqdm.auto import tqdm
+
+
+class FitRecord:
+    """The clock, the history and the progress bar of one fit.
+
+    Args:
+        history: seconds, phase and objective after each phase, which it adds to.
+        max_seconds: most seconds; default: no limit.
+        clock: seconds from some moment on.
+        progress: whether to show a progress bar.
+    """
+
+    def __init__(
+        self,
+        history: list[tuple[float, str, float]],
+        max_seconds: float | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: bool = False,
+    ) -> None:
+        self.history, self.max_seconds, self.clock = history, max_seconds, clock
+        self._start = clock()
+        self._bar: tqdm[None] = tqdm(disable=not progress, unit="phase")
+
+    def seconds_left(self, share: float = 1.0) -> float:
+        """What is left of a share of the time."""
+        return math.inf if self.max_seconds is None else share * self.max_seconds - (self.clock() - self._start)
+
+    def note(self, phase: str, value: float) -> None:
+        """Adds a line to the history, and to the progress bar."""
+        self.history.append((self.clock() - self._start, phase, value))
+        self._bar.update()
+        self._bar.set_postfix_str(f"{phase} F={value:.6g}")
+
+    def close(self) -> None:
+        """Ends the progress bar."""
+        self._bar.close()
