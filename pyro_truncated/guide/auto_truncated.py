@@ -719,7 +719,7 @@ class AutoTruncated(AutoGuide):
         """Batch shape with the draws of other latents (vectorised particles) at the plates that they come from, else left-most."""
         if not draws:
             return tuple(batch)
-        dims = [frame.dim for frame in inspection.plates_around(self._prototype_frames) if frame.size > 1]
+        dims = [frame.dim for frame in inspection.plates_around(self._prototype_frames, self.index_name) if frame.size > 1]
         if len(dims) != len(draws):
             dims = list(range(-depth, -depth + len(draws)))
         shape = [1] * (max(-min(dims), len(batch)) - len(batch)) + list(batch)
@@ -738,6 +738,7 @@ class AutoTruncated(AutoGuide):
             # Given always: with integer values the default would bring a float32 density into a float64 model.
             log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
             value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
+            stack.enter_context(self.layout.room_for(site, log_density.dim()))
             return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))
 
     @property

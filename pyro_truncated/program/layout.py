@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pyro.poutine as poutine
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence
+from pyro_truncated.program.nesting import nesting_with_room, room_for_events
 from pyro_truncated.program.sites import DiscreteSite, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
@@ -40,6 +42,7 @@ class Layout:
         space: the joint state space of one data point.
         other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
         depth: number of plate dimensions in the model.
+        nesting: number of plate dimensions that Pyro must count to compare the shapes of model and guide rightly; mostly the same.
         checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
             that other latents or other data points do not allow, observations that a latent does not allow.
 
@@ -84,6 +87,11 @@ class Layout:
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
         frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
         self.depth: int = max((-frame.dim for frame in frames if frame.vectorized), default=0)
+        self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
+
+    def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
+        """Where Pyro must count more plates than there are, lets it, while a value of so many batch dimensions is sampled."""
+        return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
 
     def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
         """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""

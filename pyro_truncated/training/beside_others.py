@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,9 +97,6 @@ class BesideOthers:
         """Lets Pyro's ELBO count plates, before a guide is trained for the first time."""
         if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
             self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
-            with poutine.block(), torch.no_grad():
-                nodes = sample_nodes(call.trace())
-            self.stock.max_plate_nesting = _room_for_events(nodes, self.stock.max_plate_nesting)
 
     def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
         """The truncated part of a guide if it scores this very model, and Pyro cannot enumerate it in parallel."""
@@ -138,17 +135,3 @@ def pyros_own() -> Iterator[None]:
             "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
         )
         raise
-
-
-def _room_for_events(nodes: Mapping[str, Any], nesting: int) -> int:
-    """A plate nesting with which Pyro compares model and guide rightly: at least the one given.
-
-    ``pyro.util.check_model_guide_match`` cuts the shape of a site, from ``len(shape) - max_plate_nesting - event_dim`` on, as soon as it is
-    longer than ``max_plate_nesting``. Where the site lies in fewer plates than there are that start is negative, counts from the right, and
-    the model's shape loses dimensions that the guide's, made longer by enumeration, keeps. The start should be ``max(0, ...)``.
-    """
-    sizes = [(len(node["fn"].batch_shape), node["fn"].event_dim) for node in nodes.values() if not node["is_observed"]]
-    for depth, event_dim in sorted(sizes, key=sum):
-        if depth < nesting < depth + event_dim:
-            nesting = depth + event_dim
-    return nesting
