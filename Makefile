@@ -12,7 +12,7 @@ WORKERS ?= 2
 TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test arviz1 lint format papers foreign bench faults clean
+.PHONY: demo test quick arviz1 lint format papers foreign bench faults clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,6 +25,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# For the time between two edits.
+quick: $(INSTALLED)
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not paper and not benchmark and not foreign and not faults"
 
 # What meets ArviZ, with ArviZ 1.x: it cannot share an environment with 0.2x, which constraints.txt pins, and needs Python 3.12 or newer:
 # make arviz1 PYTHON=python3.13

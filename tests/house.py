@@ -34,6 +34,9 @@ OF_OTHERS = {
     "_modules": "a module's children without those that a property computes",
     "_buffers": "a module's buffers, those that are not set included: what a module is put back to",
     # Pyro
+    "_PYRO_STACK": "which handlers are open, those too that answer no message, such as traces",
+    "_DIM_ALLOCATOR": "the dimensions of open plates: set aside while the model runs on its own",
+    "_stack": "the dimensions of open plates",
     "_pyro_context": "within it, a PyroModule's attributes are one draw",
     "_pyro_name": "what the names of a PyroModule's parameters begin with",
     "_model": "the model that an automatic guide is of",

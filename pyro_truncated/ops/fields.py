@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.ops.budget import rows_per_block
 
 WORD_BITS = 64
 
@@ -53,22 +53,12 @@ class Fields:
     @functools.cached_property
     def is_binary(self) -> bool:
         """Whether every latent has two values."""
-        return len(self.binary) == self.num_latents
+        return bool((self.cardinality == 2).all())
 
     @functools.cached_property
     def mutable(self) -> Tensor:
         """Positions of the latents of more than one value, int64."""
         return (self.cardinality > 1).nonzero().squeeze(-1)
-
-    @functools.cached_property
-    def binary(self) -> Tensor:
-        """Positions of the latents of two values, int64."""
-        return (self.cardinality == 2).nonzero().squeeze(-1)
-
-    @functools.cached_property
-    def several(self) -> Tensor:
-        """Positions of the latents of more than two values, int64."""
-        return (self.cardinality > 2).nonzero().squeeze(-1)
 
     @functools.cached_property
     def masks(self) -> Tensor:

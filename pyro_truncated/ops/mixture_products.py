@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.backend import backend
 
 
 def mixture_products(
@@ -59,13 +60,13 @@ class _MixtureProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_sharp: int, summed: bool, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(*factors)
-        remember_context(ctx)
         ctx.num_sharp = num_sharp
-        return backend("mixture_products", factors[0]).products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
+        ctx.kernels = backend("mixture_products", factors[0])
+        return ctx.kernels.products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @gradient
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         factors = ctx.saved_tensors
-        found = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
+        found = ctx.kernels.gradients(factors, ctx.num_sharp, grad)
         return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(found, factors, strict=True))

@@ -37,6 +37,8 @@ def save_checkpoint(
 
     Example::
 
+        from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
+
         history = load_checkpoint("run.pt", svi, settings=settings) if Path("run.pt").exists() else []
         for step in range(len(history), 200):
             history.append(svi.step(y))

@@ -34,6 +34,8 @@ class SubsetVariationalGP(SubsetModel):
 
     Example::
 
+        from pyro.contrib.gp import likelihoods
+
         gp = SubsetVariationalGP(kernel, y, likelihoods.Binary(), num_inducing=64, batch_size=256)
         gp.reselect()
         svi = SVI(gp.model, gp.guide, Adam({"lr": 0.02}), Trace_ELBO())

@@ -54,6 +54,8 @@ class SASDecoder(UniqueModule):
 
     Example::
 
+        from pyro_truncated.gp import UniformSplits
+
         pyro.clear_param_store()
         decoder = SASDecoder(len(x), x.shape[1], num_active=200, batch_size=1000).initialize(x)
         svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())

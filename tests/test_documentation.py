@@ -1,0 +1,176 @@
+"""What the documentation shows runs: the examples of docstrings on small data, and the README's code."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import arviz as az
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro import poutine
+from pyro.infer import SVI, Trace_ELBO
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.optim import Adam
+
+import pyro_truncated
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, Truncated_ELBO, models
+
+ROOT = Path(__file__).parents[1]
+PYRO = {"pyro": pyro, "dist": dist, "torch": torch, "SVI": SVI, "Trace_ELBO": Trace_ELBO, "Adam": Adam, "AutoNormal": AutoNormal}
+ALWAYS = PYRO | {"az": az, "Path": Path}
+
+
+def literal_blocks(docstring: str) -> list[str]:
+    """The indented blocks after a double colon that are code (what follows a directive, such as a formula, is none)."""
+    found = re.finditer(r"^(.*)::\n\n((?:[ ]{4}.*\n|\n)+)", docstring + "\n", re.MULTILINE)
+    return [textwrap.dedent(match[2]) for match in found if not match[1].lstrip().startswith("..")]
+
+
+def documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """The docstrings inside a file, by qualified name."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef):
+            qualified = f"{name}.{child.name}".lstrip(".")
+            yield qualified, ast.get_docstring(child) or ""
+            yield from documented(child, qualified)
+
+
+def collect() -> dict[str, tuple[str, str]]:
+    """Every example of a docstring: the code, and the part of the library whose names it knows, such as ``pyro_truncated.gp``."""
+    examples = {}
+    for path in sorted(path for folder in ("pyro_truncated", "models") for path in (ROOT / folder).rglob("*.py")):
+        parts = path.relative_to(ROOT).parts
+        part = "pyro_truncated.models" if parts[0] == "models" else ".".join(parts[:2]).removesuffix(".py")
+        for name, docstring in documented(ast.parse(path.read_text()), ""):
+            blocks = literal_blocks(docstring)
+            for number, code in enumerate(blocks):
+                examples[name if len(blocks) == 1 else f"{name} {number + 1}"] = code, part
+    return examples
+
+
+EXAMPLES = collect()
+
+
+def causes(num_data: int = 12) -> dict[str, Any]:
+    """A model of binary causes with a global latent, and data."""
+    y = torch.randn(num_data, 4)
+
+    def model(y: torch.Tensor) -> None:
+        noise = pyro.sample("noise", dist.LogNormal(0.0, 0.1))
+        weight = pyro.param("weight", lambda: torch.randn(4, 5, generator=torch.Generator().manual_seed(0)))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((5,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, noise).to_event(1), obs=y)
+
+    return {"model": model, "y": y}
+
+
+def list_of_guides() -> dict[str, Any]:
+    names = causes()
+    guide_list = AutoGuideList(names["model"])
+    guide_list.append(AutoNormal(poutine.block(names["model"], hide=["s"])))
+    guide_list.append(AutoTruncated(names["model"], num_states=32))
+    SVI(names["model"], guide_list, Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch())).step(names["y"])
+    return {**names, "guide_list": guide_list, "y_new": torch.randn(6, 4), "search": ExhaustiveSearch()}
+
+
+def local_causes() -> dict[str, Any]:
+    names = causes()
+    return {**names, "model": poutine.condition(names["model"], {"noise": torch.tensor(1.0)})}
+
+
+def training() -> dict[str, Any]:
+    names = local_causes()
+    guide = AutoTruncated(names["model"], num_states=8)
+    elbo = Truncated_ELBO(EvolutionarySearch())
+    return {**names, "guide": guide, "elbo": elbo, "svi": SVI(names["model"], guide, Adam({"lr": 0.01}), elbo), "settings": {"seed": 0}}
+
+
+def regression() -> dict[str, Any]:
+    def model(x: torch.Tensor, y: torch.Tensor | None = None) -> None:
+        slope = pyro.sample("slope", dist.Normal(0.0, 1.0))
+        with pyro.plate("data", len(x)):
+            pyro.sample("y", dist.Normal(slope * x, 1.0), obs=y)
+
+    x, y = torch.randn(2, 20)
+    SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO()).step(x, y)
+    return {"model": model, "x": x, "y": y}
+
+
+def gaussian_process(targets: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
+    X = torch.linspace(-200.0, 200.0, 300).unsqueeze(-1)
+    kernel = pyro_truncated.gp.PyroKernel(pyro.contrib.gp.kernels.RBF(1), X)
+    return {"X": X, "kernel": kernel, "y": targets(X.squeeze(-1).sin())}
+
+
+def molecules() -> dict[str, Any]:
+    molecules = ["C" * (n % 7) + "N" * (n % 5) + "O" * (n % 11) for n in range(205)]
+    old, new = (pyro_truncated.gp.spectrum(some, 2) for some in (molecules[:200], molecules[200:]))
+    return {"fingerprints": old, "y": torch.randn(200), "new_fingerprints": new}
+
+
+def gated() -> dict[str, Any]:
+    return {"examples": torch.randn(8, 6), "switches": torch.ones(8, 2), "poses": torch.randn(8, 2, 1), "x": torch.randn(4, 6)}
+
+
+def short_fit(*args: Any) -> Any:
+    return pyro_truncated.gplvm.fit(*args, steps=5, warm_up=5, rounds=1)
+
+
+def views() -> dict[str, Any]:
+    images, texts = torch.randn(2, 20, 3)
+    return {"images": images, "texts": texts, "fit": short_fit}
+
+
+def trained_switches() -> dict[str, Any]:
+    return {"model": pyro_truncated.gplvm.SpikeSlabGPLVM(12, 3, num_latents=3), "y": torch.randn(12, 3)}
+
+
+DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "AutoTruncated": local_causes,
+    "AutoTruncated.infer": list_of_guides,
+    "BinaryVAE": lambda: {"model": models.BinaryVAE(4, 5), "y": torch.randn(10, 4)},
+    "GatedDecoder": gated,
+    "InducingSubset": molecules,
+    "MaxSpikeSlabSparseCoding 1": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
+    "MaxSpikeSlabSparseCoding 2": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
+    "SASDecoder": lambda: {"x": torch.randn(1200, 4), "x_new": torch.randn(3, 4)},
+    "SASFunctionDecoder": lambda: {"x": torch.rand(10, 784).round()},
+    "SpikeSlabGPLVM": lambda: {"y": torch.randn(20, 3), "fit": short_fit},
+    "SpikeSlabMRD": views,
+    "SpikeSlabMRD.switch_model": trained_switches,
+    "SpikeSlabSparseCoding": lambda: {"model": models.SpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
+    "SubsetSparseGPRegression": lambda: gaussian_process(lambda f: f),
+    "SubsetVariationalGP": lambda: gaussian_process(lambda f: (f > 0).float()),
+    "fit": training,
+    "save_checkpoint": training,
+    "to_arviz": regression,
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
+    """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""
+    code, part = EXAMPLES[name]
+    monkeypatch.chdir(tmp_path)
+    faces = [pyro_truncated, importlib.import_module(part)]
+    names: dict[str, Any] = {public: getattr(face, public) for face in faces for public in getattr(face, "__all__", ())}
+    names |= ALWAYS | {"range": lambda *limits: itertools.islice(range(*limits), 3)}
+    names |= DATA[name]()
+    exec(compile(code, f"example of {name}", "exec"), names)
+    if "svi" in names and isinstance(names["svi"].guide, AutoTruncated | GibbsGuide):
+        assert math.isfinite(names["svi"].step(*(names[argument] for argument in ("x", "y") if argument in names)))
+
+
+def test_no_data_are_left_of_examples_that_are_gone():
+    assert DATA.keys() == EXAMPLES.keys()
