@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.compiled import maximum_slabs as maximum_slabs_cpu
+from pyro_truncated.ops.compiled import truncated_normal
 from pyro_truncated.ops.piecewise import log_interval, maximum_segments, truncated_standard_normal
 from pyro_truncated.ops.vectorised import maximum_slabs as maximum_slabs_dense
 from pyro_truncated.ops.vectorised.maximum_slabs import log_likelihood
@@ -121,7 +122,7 @@ def log_mass_by_quadrature(lower: float, upper: float) -> float:
 def test_normal_masses_are_right_in_the_tails() -> None:
     expected = [log_mass_by_quadrature(lower, upper) for lower, upper in INTERVALS]
     dense = log_interval(*torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)).tolist()
-    compiled = [maximum_slabs_cpu._log_interval(lower, upper) for lower, upper in INTERVALS]
+    compiled = [truncated_normal.log_interval(lower, upper) for lower, upper in INTERVALS]
     assert dense == pytest.approx(expected, rel=1e-11, abs=1e-9)
     assert compiled == pytest.approx(expected, rel=1e-11, abs=1e-9)
 
@@ -129,7 +130,7 @@ def test_normal_masses_are_right_in_the_tails() -> None:
 def test_empty_intervals_have_no_mass() -> None:
     for x in POINTS:
         assert log_interval(torch.tensor(x), torch.tensor(x)).item() == -math.inf
-        assert maximum_slabs_cpu._log_interval(x, x) == -math.inf
+        assert truncated_normal.log_interval(x, x) == -math.inf
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "dense"])
@@ -137,7 +138,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
     quantiles = torch.tensor([1e-12, 1e-5, 0.1, 0.4999, 0.7, 1 - 1e-5], dtype=torch.float64)
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unsqueeze(1).expand(-1, len(quantiles), -1).unbind(-1)
     if implementation == "cpu":
-        numbers = [[maximum_slabs_cpu._truncated(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
+        numbers = [[truncated_normal.truncated_standard_normal(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
         x = torch.tensor(numbers, dtype=torch.float64)
     else:
         x = truncated_standard_normal(low, high, quantiles)
@@ -153,7 +154,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
 def test_quantile_zero_is_finite() -> None:
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)
     assert truncated_standard_normal(low, high, torch.zeros_like(low)).isfinite().all()
-    assert all(math.isfinite(maximum_slabs_cpu._truncated(lower, upper, 0.0)) for lower, upper in INTERVALS)
+    assert all(math.isfinite(truncated_normal.truncated_standard_normal(lower, upper, 0.0)) for lower, upper in INTERVALS)
 
 
 def test_draws_follow_the_density() -> None:

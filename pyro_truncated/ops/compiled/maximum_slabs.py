@@ -17,15 +17,9 @@ from torch import Tensor
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
 from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
+from pyro_truncated.ops.compiled.truncated_normal import LOG_2PI, log_interval, truncated_standard_normal
 from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, as_array, count_blocks
 
-_ROOT_HALF = math.sqrt(0.5)
-_LOG_2PI = math.log(2 * math.pi)
-_LOG_HALF = -math.log(2)
-# Below this the complementary error function is on its way to underflow, and an asymptotic series is exact.
-_FAR = -35.0
-_NARROW = 1e-5
-_NEWTON_STEPS = 8
 # Segments this many nats below the best one are never drawn.
 _NEGLIGIBLE = 40.0
 _SMALLEST = 1e-300
@@ -60,71 +54,6 @@ def statistics(value: Tensor, selected: Tensor, draws: Tensor, weight: Tensor) -
     inputs = as_array(value), selected.contiguous().numpy(), as_array(draws), as_array(weight.mT)
     _statistics(*inputs, products.numpy(), squares.numpy(), errors.numpy())
     return products.sum(0).mT, squares.sum(0).mT, errors.sum(0)
-
-
-@njit(cache=True, nogil=True)
-def _log_ndtr(x):
-    """Logarithm of the standard normal distribution function."""
-    if x > _FAR:
-        return math.log(0.5 * math.erfc(-_ROOT_HALF * x))
-    if x == -np.inf:
-        return -np.inf
-    r = 1.0 / (x * x)
-    return -0.5 * x * x - math.log(-x) - 0.5 * _LOG_2PI + math.log1p(-r * (1.0 - r * (3.0 - r * (15.0 - 105.0 * r))))
-
-
-@njit(cache=True, nogil=True)
-def _log_interval(lower, upper):
-    """Logarithm of the standard normal mass between two numbers, the smaller one first."""
-    low, high = (-upper, -lower) if lower + upper > 0.0 else (lower, upper)
-    width = high - low
-    if not width > 0.0:
-        return -np.inf
-    if width * max(1.0, -low) < _NARROW:
-        middle = 0.5 * (low + high)
-        return -0.5 * (middle * middle + _LOG_2PI) + math.log(width)
-    if high > 0.0:
-        return math.log1p(-0.5 * (math.erfc(-_ROOT_HALF * low) + math.erfc(_ROOT_HALF * high)))
-    if low > _FAR or (high > _FAR + 5.0):
-        return math.log(0.5 * (math.erfc(-_ROOT_HALF * high) - math.erfc(-_ROOT_HALF * low)))
-    top = _log_ndtr(high)
-    return top + math.log(-math.expm1(_log_ndtr(low) - top))
-
-
-@njit(cache=True, nogil=True)
-def _inverse_log_ndtr(log_p):
-    """Newton's method from the left of the root for probabilities up to one half; it never crosses, the function being concave."""
-    x = -math.sqrt(-2.0 * log_p)
-    for _ in range(_NEWTON_STEPS):
-        value = _log_ndtr(x)
-        step = (log_p - value) * math.exp(value + 0.5 * (x * x + _LOG_2PI))
-        x += step
-        if step < 1e-12 * (1.0 - x):
-            break
-    return x
-
-
-@njit(cache=True, nogil=True)
-def _log_add(a, b):
-    top = max(a, b)
-    return top if top == -np.inf else top + math.log(math.exp(a - top) + math.exp(b - top))
-
-
-@njit(cache=True, nogil=True)
-def _truncated(lower, upper, u):
-    """The standard normal variate between two numbers at quantile ``u``, by inversion in the log domain."""
-    is_flipped = lower + upper > 0.0
-    low, high = (-upper, -lower) if is_flipped else (lower, upper)
-    # Strictly between zero and one, whose quantiles may be infinite.
-    u = min(max(1.0 - u if is_flipped else u, 2.0**-54), 1.0 - 2.0**-53)
-    share = _log_interval(low, high)
-    below_x = _log_add(_log_ndtr(low), math.log(u) + share)
-    if below_x < _LOG_HALF:
-        x = _inverse_log_ndtr(below_x)
-    else:
-        x = -_inverse_log_ndtr(min(_log_add(_log_ndtr(-high), math.log1p(-u) + share), _LOG_HALF))
-    x = min(max(x, low), high)
-    return -x if is_flipped else x
 
 
 @njit(cache=True, nogil=True)
@@ -173,7 +102,7 @@ def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
 
     Returns the largest of the log masses, that of the spike (zero) among them. Negligible segments are not evaluated.
     """
-    normalizer = 0.5 * (_LOG_2PI - math.log(inverse_variance))
+    normalizer = 0.5 * (LOG_2PI - math.log(inverse_variance))
     constant = log_odds - normalizer - 0.5 * inverse_variance * mean * mean
     linear, precision = inverse_variance * mean, inverse_variance
     lower, best = -np.inf, 0.0
@@ -186,8 +115,8 @@ def _masses(terms, order, count, log_odds, mean, inverse_variance, segments):
             # The precision is at least the prior's, so this bounds the mass.
             if constant + peak * (linear - 0.5 * precision * peak) + normalizer > best - _NEGLIGIBLE:
                 root = math.sqrt(precision)
-                inside = _log_interval((lower - loc) * root, (upper - loc) * root)
-                mass = constant + 0.5 * linear * loc + 0.5 * _LOG_2PI - math.log(root) + inside
+                inside = log_interval((lower - loc) * root, (upper - loc) * root)
+                mass = constant + 0.5 * linear * loc + 0.5 * LOG_2PI - math.log(root) + inside
                 segments[2, j], segments[3, j] = root, mass
                 best = max(best, mass)
         lower = upper
@@ -217,7 +146,7 @@ def _draw(segments, count, best, first, second):
                 break
     lower = segments[0, chosen - 1] if chosen > 0 else -np.inf
     upper, loc, root = segments[0, chosen], segments[1, chosen], segments[2, chosen]
-    z = loc + _truncated((lower - loc) * root, (upper - loc) * root, second) / root
+    z = loc + truncated_standard_normal((lower - loc) * root, (upper - loc) * root, second) / root
     z = min(max(z, lower), upper)
     return (z if z != 0.0 else _SMALLEST), slab / (spike + slab)
 
