@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyro_truncated import ops
+from pyro_truncated.states import StateSpace
 
 
 @pytest.fixture(params=["compiled", "vectorised"])
@@ -14,3 +15,9 @@ def kind(request: pytest.FixtureRequest) -> Iterator[str]:
     """Makes the public functions use one of the two kinds of kernels."""
     with ops.use(request.param):
         yield request.param
+
+
+@pytest.fixture(params=[1, 8, 64, 70, 130])
+def space(request: pytest.FixtureRequest) -> StateSpace:
+    """Spaces that end inside a word, fill it to the sign bit, and need several words."""
+    return StateSpace([2] * request.param)
