@@ -148,8 +148,7 @@ def flip_sparse(
     _check_mutable(words, fields)
     if not 0 < flip_probability <= 1:
         raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
-    num_binary = int((fields.cardinality == 2).sum())
-    chances = sparse_flip_probabilities(num_binary, target_activity, flip_probability)
+    chances = sparse_flip_probabilities(len(fields.binary), target_activity, flip_probability)
     seed = draw_seed(generator)
     return backend("evolution", words).flip_sparse(words, fields, *chances, flip_probability, seed)  # type: ignore[no-any-return]
 

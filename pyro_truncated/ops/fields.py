@@ -53,12 +53,22 @@ class Fields:
     @functools.cached_property
     def is_binary(self) -> bool:
         """Whether every latent has two values."""
-        return bool((self.cardinality == 2).all())
+        return len(self.binary) == self.num_latents
 
     @functools.cached_property
     def mutable(self) -> Tensor:
         """Positions of the latents of more than one value, int64."""
         return (self.cardinality > 1).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def binary(self) -> Tensor:
+        """Positions of the latents of two values, int64."""
+        return (self.cardinality == 2).nonzero().squeeze(-1)
+
+    @functools.cached_property
+    def several(self) -> Tensor:
+        """Positions of the latents of more than two values, int64."""
+        return (self.cardinality > 2).nonzero().squeeze(-1)
 
     @functools.cached_property
     def masks(self) -> Tensor:

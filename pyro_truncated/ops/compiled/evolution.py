@@ -40,9 +40,9 @@ def flip_random(words: Tensor, fields: Fields, seed: int) -> Tensor:
 def flip_sparse(words: Tensor, fields: Fields, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.flip_sparse`; given the probabilities for every number of active binary latents."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    binary, others = ((fields.cardinality == 2).nonzero().squeeze(-1), (fields.cardinality > 2).nonzero().squeeze(-1))
+    binary = fields.binary
     mask = torch.zeros(fields.num_words, dtype=torch.int64, device="cpu").index_add_(0, fields.word[binary], 1 << fields.shift[binary])
-    tables = (fields.rows(latents).numpy() for latents in (binary, others, fields.mutable))
+    tables = (fields.rows(latents).numpy() for latents in (binary, fields.several, fields.mutable))
     stay_other = float(torch.log1p(torch.tensor(-rate, dtype=torch.double, device="cpu")))
     chances = torch.log1p(-switch_on).numpy(), switch_off.numpy(), stay_other
     _flip_sparse(words.contiguous().numpy(), mask.numpy(), *tables, *chances, seed, out.numpy())
