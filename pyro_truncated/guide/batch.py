@@ -13,6 +13,7 @@ from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.budget import memory_budget
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -71,7 +72,7 @@ class Batch:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         store, observations = self.populations, self.scorer.observations()
-        with poutine.block():
+        with poutine.block(), memory_budget(self.scorer.memory_budget):
             for rows in self.scorer.row_blocks(2 * store.num_states):
                 where = rows if self.indices is None else self.indices[rows]
                 words = self.scorer.fitted(store.words[where])

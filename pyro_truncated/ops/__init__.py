@@ -2,7 +2,6 @@
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import use
-from pyro_truncated.ops.budget import memory_budget
 from pyro_truncated.ops.evolution import cross, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
 from pyro_truncated.ops.fields import Fields, enumerate_states, pack
 from pyro_truncated.ops.initial import initial_states
@@ -15,6 +14,7 @@ from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moment
 from pyro_truncated.ops.square_error import square_error
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.words import check_bits, check_words, draw_seed, take
+from pyro_truncated.utils.budget import memory_budget
 
 __all__ = [
     "Fields",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar, copy_context
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 _KINDS = ("compiled", "vectorised")
 _chosen: ContextVar[str] = ContextVar("pyro_truncated_ops", default="compiled")
@@ -48,6 +51,25 @@ def use(kind: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def remember_context(ctx: Any) -> None:
+    """Called in the forward pass of an autograd function: notes the kind of kernels and the memory budget for :func:`gradient`."""
+    ctx.run_as_forward = copy_context().run
+
+
+def gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorates the backward pass of an autograd function that is differentiable once.
+
+    It runs with the kernels and the memory budget of the forward pass, on whatever thread and in whatever context autograd calls it.
+    """
+
+    @once_differentiable
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        return ctx.run_as_forward(backward, ctx, *grads)
+
+    return run
 
 
 def _load(kind: str, name: str) -> ModuleType:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.utils.budget import rows_per_block
 
 WORD_BITS = 64
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
@@ -63,15 +62,15 @@ class _MaximumError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         ctx.save_for_backward(words, value, weight, precision)
-        ctx.kernels = backend("maximum", words)
-        return ctx.kernels.maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
+        remember_context(ctx)
+        return backend("maximum", words).maximum_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         words, *inputs = ctx.saved_tensors
         value, weight, precision = (tensor.double() for tensor in inputs)
-        _, prediction, wins, sums = ctx.kernels.maximum_statistics(words, grad, value, weight)
+        _, prediction, wins, sums = backend("maximum", words).maximum_statistics(words, grad, value, weight)
         total = grad.double().sum(1, keepdim=True) * ~value.isnan()
         data = value.nan_to_num(0.0)
         # The square of a maximum is that of its winner's entry.

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 
 
 def mixture_products(
@@ -60,13 +59,13 @@ class _MixtureProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, num_sharp: int, summed: bool, *factors: Tensor) -> Tensor:
         ctx.save_for_backward(*factors)
+        remember_context(ctx)
         ctx.num_sharp = num_sharp
-        ctx.kernels = backend("mixture_products", factors[0])
-        return ctx.kernels.products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
+        return backend("mixture_products", factors[0]).products(factors, num_sharp, summed).to(factors[0].dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         factors = ctx.saved_tensors
-        found = ctx.kernels.gradients(factors, ctx.num_sharp, grad)
+        found = backend("mixture_products", grad).gradients(factors, ctx.num_sharp, grad)
         return None, None, *(gradient.to(factor.dtype) for gradient, factor in zip(found, factors, strict=True))

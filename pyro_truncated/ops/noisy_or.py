@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
@@ -77,17 +76,17 @@ class _NoisyOrLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor, linear: Tensor) -> Tensor:
         ctx.save_for_backward(words, value, log_complement, log_leak_complement)
+        remember_context(ctx)
         ctx.linear_type = linear.dtype
-        ctx.kernels = backend("noisy_or", words)
-        result = ctx.kernels.noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
+        result = backend("noisy_or", words).noisy_or_log_prob(words, value, log_complement, log_leak_complement, linear)
         return result.to(log_complement.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, Tensor, Tensor]:
         words, value, log_complement, log_leak_complement = ctx.saved_tensors
         # d/dl of y log(1 - e^l) + (1 - y) l is 1 - y / N with N = 1 - e^l.
-        first, ratio, leak_ratio = ctx.kernels.noisy_or_statistics(words, grad, value, log_complement, log_leak_complement)
+        first, ratio, leak_ratio = backend("noisy_or", words).noisy_or_statistics(words, grad, value, log_complement, log_leak_complement)
         is_observed = (~value.isnan()).double()
         grad_weight = is_observed.mT @ first - ratio
         grad_leak = is_observed.mT @ grad.double().sum(1) - leak_ratio

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_bits, check_rows, check_weights
 
 
@@ -66,13 +65,13 @@ class _PairEnergy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
         ctx.save_for_backward(words)
+        remember_context(ctx)
         ctx.options = (linear.dtype, pairwise.dtype, pairwise.dim() == 3, linear.shape[-1])
-        ctx.kernels = backend("quadratic", words)
-        return ctx.kernels.pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
+        return backend("quadratic", words).pair_energy(words, linear, pairwise).to(linear.dtype)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         linear_type, pairwise_type, per_datum, num_latents = ctx.options
-        first, second = ctx.kernels.moments(*ctx.saved_tensors, grad, num_latents, per_datum)
+        first, second = backend("quadratic", grad).moments(*ctx.saved_tensors, grad, num_latents, per_datum)
         return None, first.to(linear_type), second.to(pairwise_type)

@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
 
 MAX_OBJECTS = 62
@@ -66,11 +65,12 @@ class _SceneLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, places: Tensor, rank: Tensor | None, images: Tensor, canvas: Canvas, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(places, rank, images, *inputs)
+        remember_context(ctx)
         ctx.canvas = canvas
         return backend("scenes", places).log_prob(places, rank, images, SceneParameters(*inputs), canvas)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Fisher's identity: owners and masks are latents that have been summed out.
         places, rank, images, *inputs = ctx.saved_tensors

@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.quadratic import pair_energy
 from pyro_truncated.ops.words import check_likelihood, check_weights
+from pyro_truncated.utils.budget import rows_per_block
 
 
 def spike_slab_log_prob(
@@ -129,6 +128,7 @@ class _SpikeSlabLogProb(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, *inputs: Tensor) -> Tensor:
         ctx.save_for_backward(words, *inputs)
+        remember_context(ctx)
         value, weight, precision, slab_mean, slab_deviation = inputs
         linear, scaled, observed = _terms(value, weight, precision)
         precision = precision.double()
@@ -137,7 +137,7 @@ class _SpikeSlabLogProb(torch.autograd.Function):
         return constant + backend("spike_slab", words).log_prob(words, linear, scaled, observed, slab_mean, slab_deviation)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         # Fisher's identity: the gradient of the collapsed density is the posterior mean of that of the joint density with the slabs.
         words, *inputs = ctx.saved_tensors

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_likelihood
 
 
@@ -38,13 +37,13 @@ class _SquareError(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
         ctx.save_for_backward(words, value, weight, precision)
-        ctx.kernels = backend("square_error", words)
-        return ctx.kernels.square_error(words, value, weight, precision)  # type: ignore[no-any-return]
+        remember_context(ctx)
+        return backend("square_error", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
 
     @staticmethod
-    @once_differentiable
+    @gradient
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         words, *inputs = ctx.saved_tensors
-        gradients = ctx.kernels.square_error_gradients(words, grad, *inputs)
+        gradients = backend("square_error", words).square_error_gradients(words, grad, *inputs)
         value, weight, precision = (gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
         return None, value, weight, precision

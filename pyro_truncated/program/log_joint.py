@@ -15,6 +15,7 @@ from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Sc
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
+from pyro_truncated.utils.budget import memory_budget
 
 
 class LogJoint(Probe):
@@ -72,7 +73,8 @@ class LogJoint(Probe):
         """
         if rows is not None and self.packed is None and words.shape[0] != self.num_data:
             raise ValueError("this model can only be scored on all data points of the batch at once")
-        log_joint = self.packed.score(words, rows) if self.packed is not None else self._score_dense(words)
+        with memory_budget(self.memory_budget):
+            log_joint = self.packed.score(words, rows) if self.packed is not None else self._score_dense(words)
         if self.observed:
             log_joint = log_joint.masked_fill(self.contradicted(words), -math.inf)
         self._check_finite(log_joint, words)

@@ -13,7 +13,7 @@ from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.ops import repeated
+from pyro_truncated.ops import repeated, take
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_delta, sample_nodes
@@ -203,6 +203,6 @@ class Probe:
         put_in = space.pack(torch.where(self._known >= 0, self._known, space.unpack(words).long()))
         # States that have it already count as the first of their kind: they repeat none of each other.
         order = self.contradicted(words).byte().argsort(dim=-1, stable=True)
-        ordered = put_in.gather(1, order.unsqueeze(-1).expand_as(put_in))
+        ordered = take(put_in, order)
         repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(ordered))
         return torch.where(repeats.unsqueeze(-1), words, put_in)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.datasets import load
 
 
@@ -116,7 +117,7 @@ def occluded_scenes(
         column = (left[image, chosen, None] + torch.arange(width)) % columns
         pixels = (row.unsqueeze(-1) * columns + column.unsqueeze(-2)).flatten(1)
         shown = (objects.masks[chosen] & present[image, chosen, None, None]).flatten(1).unsqueeze(-1)
-        under = data.gather(1, pixels.unsqueeze(-1).expand(-1, -1, data.shape[-1]))
+        under = ops.take(data, pixels)
         data[image.unsqueeze(-1), pixels] = torch.where(shown, objects.features[chosen].flatten(1, 2), under)
     data += noise * torch.randn(data.shape, generator=generator)
     return Scenes(data.reshape(num_data, rows, columns, -1), present.to(torch.uint8), top * columns + left, depth)

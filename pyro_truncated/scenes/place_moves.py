@@ -72,7 +72,7 @@ class PlacementMoves(Search):
         if population.num_states < self.parents:
             raise ValueError(f"cannot select {self.parents} parents from populations of {population.num_states} states")
         chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, generator=self.generator)
-        parents = population.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
+        parents = population.take(chosen)
         levels = space.unpack(parents.repeat_interleave(self.children, 1), torch.int64)
         presence, position, code = levels[..., :num_objects] > 0, levels[..., num_objects : 2 * num_objects], levels[..., 2 * num_objects :]
         generator = torch.Generator(levels.device).manual_seed(ops.draw_seed(self.generator))

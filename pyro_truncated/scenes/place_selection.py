@@ -106,7 +106,7 @@ class PlacementSelection(Search):
         # Kept ones are out of the lottery, and its winners take the places that are left.
         lottery = torch.rand(scores.shape, **options).scatter(1, best, torch.where(is_kept, -1.0, torch.rand(best.shape, **options)))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
-        places = found.places.gather(1, objects.unsqueeze(-1).expand(-1, -1, found.places.shape[-1])).clone()
+        places = ops.take(found.places, objects)
         is_random = torch.rand(objects.shape, **options) < self.explore_places
         random_places = torch.randint(num_places, objects.shape, **options)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
@@ -129,7 +129,7 @@ class PlacementSelection(Search):
         """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""
         space, number = population.space, min(self.extended, population.num_states)
         best = population.log_joint.topk(number, 1).indices
-        parents = population.words.gather(1, best.unsqueeze(-1).expand(-1, -1, space.num_words)).unsqueeze(2)
+        parents = population.take(best).unsqueeze(2)
         full = _placed(space, objects, torch.full_like(objects, -1))
         return ((parents & ~full.unsqueeze(1)) | singles.unsqueeze(1)).flatten(1, 2)
 

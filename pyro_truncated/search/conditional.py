@@ -91,7 +91,7 @@ def _members(population: Population, count: int, generator: torch.Generator) -> 
     uniform = torch.rand(len(words), count, generator=generator, device=words.device)
     rank = (uniform * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
     place = population.log_joint.argsort(1, descending=True).gather(1, rank)
-    return words.gather(1, place.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    return ops.take(words, place)
 
 
 def _changed(words: Tensor, others: Tensor, space: StateSpace, generator: torch.Generator) -> Tensor:

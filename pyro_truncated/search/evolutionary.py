@@ -144,7 +144,7 @@ class EvolutionarySearch(Search):
             fitness = fitness.masked_fill(ops.repeated(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
         chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", generator=self.generator)
-        parents = pool.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, space.num_words))
+        parents = pool.take(chosen)
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
             return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
         return self._mutate(ops.cross(parents, space.fields, generator=self.generator), space, target)

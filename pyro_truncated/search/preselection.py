@@ -101,7 +101,7 @@ class Preselection(Search):
                 "select more latents (num_selected), raise max_active, or use fewer states (num_states)"
             )
         best = proposals.log_joint.topk(size, 1).indices
-        words = proposals.words.gather(1, best.unsqueeze(-1).expand(-1, -1, proposals.words.shape[-1]))
+        words = proposals.take(best)
         return dataclasses.replace(proposals, words=words, log_joint=proposals.log_joint.gather(1, best))
 
     def select(self, batch: SearchBatch) -> Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.budget import rows_per_block
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 
 States = Tensor | Mapping[str, Tensor]

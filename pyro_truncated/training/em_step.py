@@ -11,6 +11,7 @@ from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.budget import memory_budget
 
 # Entries of the weights of the states whose statistics are taken together.
 _BLOCK_ENTRIES = 2**22
@@ -39,7 +40,7 @@ class EMStep:
             ValueError: if statistics would have to be taken out of the sums at another temperature than they went in with.
         """
         call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
-        with poutine.block():
+        with poutine.block(), memory_budget(scorer.memory_budget):
             if self._revision is not None and self._revision != store.revision and closed_form.visited is not None:
                 # Somebody else scored or searched: what will be subtracted must be what is in the sums.
                 visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)

@@ -74,7 +74,7 @@ def certificate(log_joint: LogJoint, population: Population, num_parents: int | 
 def _best(population: Population, count: int) -> Tensor:
     """The most probable states ``(N, P, W)``."""
     chosen = population.log_joint.topk(min(count, population.num_states), -1).indices
-    return population.words.gather(1, chosen.unsqueeze(-1).expand(-1, -1, population.words.shape[-1]))
+    return population.take(chosen)
 
 
 def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:

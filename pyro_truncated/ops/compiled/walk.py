@@ -8,8 +8,8 @@ from numba import types
 from numba.extending import intrinsic
 from torch import Tensor
 
-from pyro_truncated.ops.budget import current_budget
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.utils.budget import current_budget
 
 # Data points are split into blocks whose number does not depend on that of the threads, so sums come out the same however many there are.
 MAX_BLOCKS = 64

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import rows_per_block
 from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.utils.budget import rows_per_block
 
 
 def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import blocks_of_rows
 from pyro_truncated.ops.fields import Fields, pack
 from pyro_truncated.ops.vectorised.values import unpack
+from pyro_truncated.utils.budget import blocks_of_rows
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: int) -> Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import rows_per_block
 from pyro_truncated.ops.piecewise import maximum_segments
+from pyro_truncated.utils.budget import rows_per_block
 
 # A cause that is on must not look as if it were off.
 _SMALLEST = 1e-300

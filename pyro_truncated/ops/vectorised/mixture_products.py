@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import rows_per_block
+from pyro_truncated.utils.budget import rows_per_block
 
 Factors = tuple[Tensor, ...]
 

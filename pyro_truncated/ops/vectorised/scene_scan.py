@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import rows_per_block
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.words import take
+from pyro_truncated.utils.budget import rows_per_block
 
 
 def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> Tensor:

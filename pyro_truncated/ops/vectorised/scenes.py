@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import blocks_of_rows
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.unpacked import normal_log_density
+from pyro_truncated.utils.budget import blocks_of_rows
 
 _TINY = 1e-300
 

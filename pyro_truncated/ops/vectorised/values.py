@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.budget import blocks_of_rows, rows_per_block
 from pyro_truncated.ops.fields import Fields, pack
+from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:

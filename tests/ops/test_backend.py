@@ -1,0 +1,109 @@
+"""Which kernels compute, under which memory budget: in threads, in backward passes, and all the way from a guide."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, StateSpace, Truncated_ELBO, ops
+from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.ops import backend as dispatch
+from pyro_truncated.ops.vectorised import blocks, square_error
+from pyro_truncated.utils.budget import DEFAULT_BUDGET, blocks_of_rows, current_budget, rows_per_block
+
+HERE = torch.zeros(1)
+
+
+def kind(tensor=HERE):
+    return dispatch.backend("selection", tensor).__name__.split(".")[-2]
+
+
+def test_kernels_are_compiled_unless_said_otherwise():
+    assert kind() == "compiled"
+    with ops.use("vectorised"):
+        assert kind() == "vectorised"
+        with ops.use("compiled"):
+            assert kind() == "compiled"
+        assert kind() == "vectorised"
+    assert kind() == "compiled"
+
+
+def test_no_kernels_are_compiled_for_other_devices():
+    with ops.use("compiled"):
+        assert kind(torch.zeros(1, device="meta")) == "vectorised"
+
+
+def test_the_choice_ends_with_an_error_and_holds_in_its_own_thread_only():
+    found = []
+
+    def fail_after_a_thread():
+        thread = threading.Thread(target=lambda: found.append((kind(), current_budget())))
+        thread.start()
+        thread.join()
+        raise RuntimeError("here")
+
+    with pytest.raises(RuntimeError, match="here"), ops.use("vectorised"), ops.memory_budget(100):
+        fail_after_a_thread()
+    assert found == [("compiled", DEFAULT_BUDGET)]
+    assert (kind(), current_budget()) == found[0]
+
+
+def test_an_unknown_kind_and_no_memory_are_refused():
+    with pytest.raises(ValueError, match="kind must be one of 'compiled', 'vectorised'; got 'dense'"), ops.use("dense"):
+        pass
+    with pytest.raises(ValueError, match="must be a positive number of bytes; got 0"), ops.memory_budget(0):
+        pass
+
+
+def test_rows_fill_the_budget():
+    with ops.memory_budget(100):
+        assert [rows_per_block(size) for size in (0, 7, 100, 101)] == [100, 14, 1, 1]
+        assert list(blocks_of_rows(5, 40)) == [slice(0, 2), slice(2, 4), slice(4, 6)]
+        with ops.memory_budget(None):
+            assert current_budget() == 100
+    assert rows_per_block(10, 35) == 3
+
+
+def test_a_gradient_is_computed_as_its_value_was(monkeypatch):
+    found = []
+    gradients = square_error.square_error_gradients
+
+    def spy(*arguments):
+        found.append(current_budget())
+        return gradients(*arguments)
+
+    monkeypatch.setattr(square_error, "square_error_gradients", spy)
+    weight = torch.ones(2, 3, requires_grad=True)
+    with ops.use("vectorised"), ops.memory_budget(100):
+        error = ops.square_error(torch.ones(1, 1, 1, dtype=torch.long), torch.zeros(1, 2), weight, torch.ones(2))
+    error.sum().backward()
+    assert found == [100]
+    assert torch.equal(weight.grad, 2.0 * torch.tensor([[1, 0, 0], [1, 0, 0]]))
+
+
+@pytest.mark.parametrize("optimizer", [ClosedForm, lambda model: Adam({"lr": 0.01})])
+def test_the_budget_of_a_guide_reaches_the_kernels(optimizer, monkeypatch):
+    found = set()
+
+    def spy(size):
+        found.add(current_budget())
+        return rows_per_block(size)
+
+    monkeypatch.setattr(blocks, "rows_per_block", spy)
+    y = torch.rand(10, 4).masked_fill(torch.rand(10, 4) < 0.2, torch.nan)
+    model = BinarySparseCoding(4, 5).initialize(y.nan_to_num(0.5))
+    guide = AutoTruncated(model, num_states=4, memory_budget=2**21)
+    with ops.use("vectorised"):
+        SVI(model, guide, optimizer(model), Truncated_ELBO(EvolutionarySearch())).step(y)
+    assert found == {2**21}
+
+
+def test_states_are_taken_by_their_positions():
+    population = Population(StateSpace([2] * 70), torch.randint(2**60, (3, 5, 2)), torch.zeros(3, 5))
+    positions = torch.tensor([[4, 0], [1, 1], [2, 3]])
+    taken = population.take(positions)
+    assert all(torch.equal(taken[n, k], population.words[n, positions[n, k]]) for n in range(3) for k in range(2))
