@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ EXAMPLES = {
     "moving_parts": (),
     "natural_images": ("--checkpoint-every", "0"),
     "occlusive_components": ("--selections", "scan,gp,gp-every-5,gp-low-rank"),
+    "own_closed_form_model": (),
     "question_latents": (),
     "question_models": (),
     "question_population": (),
@@ -49,6 +51,7 @@ PICTURES = {
     "moving_parts": {"moving_parts.png"},
     "natural_images": {"dictionary.png", "decompositions.png", "reconstruction.png", "free_energy.png", "activations.png"},
     "occlusive_components": {"objects.png", "locations.png", "free_energy.png"},
+    "own_closed_form_model": set(),
     "question_latents": {"question_latents.png"},
     "question_models": {"question_models.png"},
     "question_population": {"question_population.png"},
@@ -77,6 +80,15 @@ def test_example_runs(name, tmp_path, monkeypatch, capsys):
     run(name, "--smoke", "--output", str(tmp_path), *EXAMPLES[name], monkeypatch=monkeypatch)
     assert {path.name for path in tmp_path.glob("*.png")} == PICTURES[name]
     assert any(character.isdigit() for character in capsys.readouterr().out)
+
+
+def test_own_closed_form_model_never_loses_free_energy(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example = importlib.import_module("own_closed_form_model")
+    free_energies = example.main(example.parse_args(["--smoke"]))
+    for before, after in itertools.pairwise(free_energies):
+        assert after >= before - 1e-9 * abs(before)
+    assert free_energies[-1] > free_energies[0] + 1
 
 
 def outcome(folder: Path) -> dict[str, object]:
