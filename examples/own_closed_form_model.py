@@ -34,10 +34,12 @@ class BinaryFactorAnalysis(UniqueModule):
         self.prior = PyroParam(torch.full((num_latents,), 2 / num_latents).to(y), constraints.unit_interval)
 
     def likelihood(self, states: Tensor) -> LinearSuperposition:
+        """The likelihood of data under states."""
         return LinearSuperposition(states, self.weight, self.scale)
 
     @takes_arrays
     def forward(self, y: Tensor, batch_size: int | None = None) -> None:
+        """The model."""
         prior = self.prior
         with pyro.plate("data", len(y), subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).to_event(1))
@@ -47,10 +49,11 @@ class BinaryFactorAnalysis(UniqueModule):
     def sufficient_statistics(
         self, population: Population, y: Tensor, batch_size: int | None = None, temperature: float = 1.0
     ) -> dict[str, Tensor]:
+        """What the M-step needs."""
         return LinearSuperposition.statistics(population, y, temperature)
 
     def maximize(self, statistics: dict[str, Tensor]) -> None:
-        # W_d = A_d^-1 c_d, the least squares of every dimension; then what they leave is noise.
+        """The M-step: the least squares of every dimension, what they leave is noise."""
         self.weight = (torch.linalg.pinv(statistics["pairs"]) @ statistics["cross"].unsqueeze(-1)).squeeze(-1).to(self.weight)
         errors = self.likelihood(torch.zeros(self.num_latents).to(self.weight)).square_error(statistics)
         self.scale = (errors / statistics["observed"]).sqrt().to(self.scale)
