@@ -12,9 +12,8 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums
 from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.missing import or_missing
-
-_BLOCK_BYTES = 2**27
 
 
 class LinearSuperposition(GaussianSuperposition):
@@ -188,7 +187,7 @@ def _binary_moments(population: Population, temperature: float, observed: Tensor
     if observed is None:
         return ops.moments(population.words, weights, num_latents)
     first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
-    size = max(1, _BLOCK_BYTES // (8 * num_latents**2))
+    size = rows_per_block(16 * num_latents**2)
     for block_words, block_weights, seen in zip(population.words.split(size), weights.split(size), observed.split(size), strict=True):
         active, pairs = ops.moments(block_words, block_weights, num_latents, per_datum=True)
         first.append(active)
@@ -201,7 +200,7 @@ def _moments(population: Population, temperature: float, observed: Tensor | None
     shape = (population.space.num_latents,) * 2
     pairs = torch.zeros(shape if observed is None else (observed.shape[1], *shape), dtype=torch.float64, device=population.words.device)
     first = []
-    size = max(1, _BLOCK_BYTES // (32 * population.num_states * shape[0]))
+    size = rows_per_block(64 * population.num_states * shape[0])
     for start, block in zip(range(0, max(1, len(population)), size), population.split(size), strict=True):
         states = block.states(torch.int64)
         coefficients = states.double() if levels is None else levels.double()[states]

@@ -12,9 +12,9 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population, States
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.budget import rows_per_block
 
 # Values that are looked at together when states are loaded.
-_BLOCK_ENTRIES = 2**22
 
 Init = States | Callable[[], States] | None
 
@@ -40,7 +40,7 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
     if space.is_binary:
         ops.check_bits(words, space.num_latents)
         return
-    for rows in words.split(max(1, _BLOCK_ENTRIES // (words.shape[1] * space.num_latents))):
+    for rows in words.split(rows_per_block(64 * words.shape[1] * space.num_latents)):
         if not torch.equal(space.pack(space.unpack(rows)), rows):
             raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
 

@@ -16,9 +16,9 @@ from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
-_BLOCK_BYTES = 2**25
 _NEGLIGIBLE = 1e-4
 _MAX_FIT_OUTPUTS = 1000
 
@@ -183,7 +183,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         assert self._targets is not None
         outputs = self._targets.t().coalesce()
         num_objects = outputs.shape[0] // self.canvas.num_places
-        step = max(1, _BLOCK_BYTES // (4 * outputs.shape[0]))
+        step = rows_per_block(32 * outputs.shape[0])
         found = []
         for block in influence.split(step):
             scores = torch.sparse.mm(outputs, block.T.contiguous()).T

@@ -11,9 +11,9 @@ from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scene_scan import scan_at, scan_places
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
+from pyro_truncated.utils.budget import rows_per_block
 
 Scene = Callable[[], SceneParameters]
-_BLOCK_BYTES = 2**25
 
 
 class PlaceScan:
@@ -50,7 +50,7 @@ class PlaceScan:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
         images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
-        step = max(1, _BLOCK_BYTES // (4 * len(scene.features) * self.canvas.num_places))
+        step = rows_per_block(32 * len(scene.features) * self.canvas.num_places)
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
         found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
         return join([best_places(scores, self.canvas, self.num_candidates) for scores in found])

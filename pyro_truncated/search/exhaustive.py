@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
-
-_BLOCK_ENTRIES = 2**22
+from pyro_truncated.utils.budget import rows_per_block
 
 
 class ExhaustiveSearch(Search):
@@ -48,5 +47,5 @@ class ExhaustiveSearch(Search):
                 "use EvolutionarySearch, or raise max_states"
             )
         words = space.enumerate(batch.population.words.device)
-        for block in torch.split(words, max(1, _BLOCK_ENTRIES // max(1, num_data))):
+        for block in torch.split(words, rows_per_block(64 * num_data)):
             yield block.expand(num_data, -1, -1).contiguous()

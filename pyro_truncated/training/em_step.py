@@ -11,10 +11,7 @@ from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.budget import memory_budget
-
-# Entries of the weights of the states whose statistics are taken together.
-_BLOCK_ENTRIES = 2**22
+from pyro_truncated.utils.budget import memory_budget, rows_per_block
 
 
 class EMStep:
@@ -61,7 +58,7 @@ def _statistics(closed_form: ClosedForm, population: Population, temperature: fl
     model = closed_form.model
     rows = len(population)
     if getattr(model, "statistics_are_additive", True):
-        rows = max(1, _BLOCK_ENTRIES // population.num_states)
+        rows = rows_per_block(64 * population.num_states)
     total: Statistics = {}
     for block in population.split(rows):
         part = model.sufficient_statistics(block, *call.args, temperature=temperature, **call.kwargs)

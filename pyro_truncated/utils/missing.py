@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.utils.checkpoint import checkpoint
 
-_BLOCK_BYTES = 2**28
+from pyro_truncated.utils.budget import current_budget
 
 
 class or_missing(constraints.Constraint):
@@ -66,7 +66,7 @@ def in_blocks(
         The values of the function, ``batch_shape``.
     """
     numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
-    num_blocks = -(-8 * batch_shape.numel() * numbers_each // _BLOCK_BYTES)
+    num_blocks = -(-8 * batch_shape.numel() * numbers_each // current_budget())
     if num_blocks <= 1:
         return function(states, value)
     states = states.expand(batch_shape + states.shape[-1:])

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.states import StateSpace
-from pyro_truncated.utils import missing
+from pyro_truncated.utils.budget import memory_budget
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -61,13 +61,13 @@ def test_dense_and_packed_are_a_normal(dtype: torch.dtype, scale_dim: int, with_
     torch.testing.assert_close(slope, torch.einsum("cn,cnh->h", weights, states), rtol=RELATIVE[dtype], atol=RELATIVE[dtype])
 
 
-def test_values_and_gradients_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_in_blocks() -> None:
     states, parameters, value = draw()
     results = []
     for budget in (2**28, NUM_DATA * 8 * 2 * NUM_LATENTS * NUM_OBSERVED):
-        monkeypatch.setattr(missing, "_BLOCK_BYTES", budget)
-        log_prob = MaximumSuperposition(states, *parameters).log_prob(value)
-        results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
+        with memory_budget(budget):
+            log_prob = MaximumSuperposition(states, *parameters).log_prob(value)
+            results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 

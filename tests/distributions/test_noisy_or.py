@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.distributions import NoisyOrSuperposition
 from pyro_truncated.states import StateSpace
-from pyro_truncated.utils import missing
+from pyro_truncated.utils.budget import memory_budget
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 9, 5
 RELATIVE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -98,14 +98,14 @@ def test_impossible_states_do_not_spoil_dense_gradients() -> None:
     torch.testing.assert_close(torch.autograd.grad(total, weight)[0][0], torch.stack(expected), rtol=1e-12, atol=0)
 
 
-def test_missing_entries_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_entries_in_blocks() -> None:
     states, parameters, value = draw(torch.float64)
     value = hide(value)
     results = []
     for budget in (2**28, 8 * NUM_DATA * NUM_OBSERVED):
-        monkeypatch.setattr(missing, "_BLOCK_BYTES", budget)
-        log_prob = NoisyOrSuperposition(states, *parameters).log_prob(value)
-        results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
+        with memory_budget(budget):
+            log_prob = NoisyOrSuperposition(states, *parameters).log_prob(value)
+            results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 

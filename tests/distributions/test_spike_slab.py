@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.distributions import SpikeSlabSuperposition
 from pyro_truncated.states import StateSpace
-from pyro_truncated.utils import missing
+from pyro_truncated.utils.budget import memory_budget
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
 RELATIVE = {torch.float32: 1e-4, torch.float64: 1e-9}
@@ -103,13 +103,13 @@ def test_slabs_that_are_off_keep_their_prior() -> None:
     torch.testing.assert_close(posterior.covariance_matrix, deviation.square().diag().expand_as(posterior.covariance_matrix))
 
 
-def test_values_and_gradients_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_and_gradients_in_blocks() -> None:
     states, parameters, value = draw()
     results = []
     for budget in (2**28, NUM_DATA * 8 * 4 * NUM_LATENTS**2):
-        monkeypatch.setattr(missing, "_BLOCK_BYTES", budget)
-        log_prob = SpikeSlabSuperposition(states, *parameters).log_prob(value)
-        results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
+        with memory_budget(budget):
+            log_prob = SpikeSlabSuperposition(states, *parameters).log_prob(value)
+            results.append((log_prob, *torch.autograd.grad(log_prob.sum(), parameters)))
     torch.testing.assert_close(results[0], results[1], rtol=1e-12, atol=1e-12)
 
 

@@ -216,9 +216,9 @@ def test_bad_options(options: dict, message: str) -> None:
 
 
 class TestExhaustive:
-    def test_one_step_is_exact(self, toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("pyro_truncated.search.exhaustive._BLOCK_ENTRIES", 30 * 7)  # several blocks of seven states
-        population = ExhaustiveSearch().step(toy.batch(12))
+    def test_one_step_is_exact(self, toy: Toy) -> None:
+        with ops.memory_budget(64 * 30 * 7):  # several blocks of seven states
+            population = ExhaustiveSearch().step(toy.batch(12))
         torch.testing.assert_close(population.log_joint.sort(1, descending=True).values, toy.best(12))
         population.assert_distinct()
         assert ExhaustiveSearch().propose(toy.batch(12)).num_states == toy.space.size

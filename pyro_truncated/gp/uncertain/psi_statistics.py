@@ -13,8 +13,7 @@ from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs, default_expectation
 from pyro_truncated.ops.mixture_products import mixture_products
-
-_BUDGET = 2**27
+from pyro_truncated.utils.budget import rows_per_block
 
 
 class PsiStatistics(NamedTuple):
@@ -234,7 +233,7 @@ def _by_nodes(
 
 
 def _row_blocks(inputs: SpikeSlabInputs, entries_per_row: int) -> list[slice]:
-    rows = max(1, _BUDGET // (8 * entries_per_row))
+    rows = rows_per_block(16 * entries_per_row)
     return [slice(start, start + rows) for start in range(0, max(1, len(inputs)), rows)]
 
 

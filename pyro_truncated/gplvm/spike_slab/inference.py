@@ -12,9 +12,8 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
-
-_BLOCK_BYTES = 2**27
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,7 @@ class Posterior:
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
             raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
         process, posterior = self.model.views[view], self.inducing[view]
-        rows = max(1, _BLOCK_BYTES // (32 * (len(process.inducing) ** 2 + process.num_observed ** (2 if full_covariance else 1))))
+        rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_observed ** (2 if full_covariance else 1)))
         noise = process.noise.double()
         parts = [
             predict(process.statistics(inputs.rows(slice(start, start + rows)), per_datum=True), posterior, noise, full_covariance)
