@@ -12,7 +12,7 @@ from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning
 from pyro_truncated.program.observed import check_observable
 from pyro_truncated.program.vectorization import VectorizationWarning
-from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, GPSelect, Preselection, SampledSearch, Search
+from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.best_start import best_start
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from pyro_truncated.diagnostics import TruncationWarning, check_truncation, covered_mass, diagnose, estimate_evidence, to_arviz
     from pyro_truncated.gp import InducingSubset, SubsetGPRegression
     from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM, SpikeSlabMRD
+    from pyro_truncated.search import GPSelect
 
 __all__ = [
     "AutoTruncated",
@@ -71,13 +72,15 @@ __all__ = [
 ]
 
 _SUBPACKAGES = ("datasets", "diagnostics", "distributions", "gp", "gplvm", "models", "testing")
-# Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here.
+# Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here, and
+# Gaussian processes are not needed by those who have none.
 _LATER = {
     **dict.fromkeys(
         ("TruncationWarning", "check_truncation", "covered_mass", "diagnose", "estimate_evidence", "to_arviz"), "pyro_truncated.diagnostics"
     ),
     **dict.fromkeys(("InducingSubset", "SubsetGPRegression"), "pyro_truncated.gp"),
     **dict.fromkeys(("SASDecoder", "SpikeSlabGPLVM", "SpikeSlabMRD"), "pyro_truncated.gplvm"),
+    "GPSelect": "pyro_truncated.search.gp_select",
 }
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import pyro_truncated
 
-HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite")
+HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite", "pyro_truncated.gp")
 
 
 def test_heavy_libraries_wait_until_they_are_used():

@@ -1,14 +1,19 @@
 """Searches: strategies that propose better states for the populations of a batch of data points."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from pyro_truncated.search.affinities import Affinity, Cosine, Projection, Singletons
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
-from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
+
+if TYPE_CHECKING:
+    from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
 
 __all__ = [
     "Affinity",
@@ -27,3 +32,17 @@ __all__ = [
     "SearchBatch",
     "Singletons",
 ]
+
+# Loaded when first asked for (PEP 562), with the Gaussian processes that they need.
+_LATER = ("GPSelect", "RegressionAffinity")
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module("pyro_truncated.search.gp_select"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
