@@ -19,6 +19,7 @@ from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
+_BYTES_PER_SCORE = 32  # of an object at a place, temporaries included
 _NEGLIGIBLE = 1e-4
 _MAX_FIT_OUTPUTS = 1000
 
@@ -183,7 +184,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         assert self._targets is not None
         outputs = self._targets.t().coalesce()
         num_objects = outputs.shape[0] // self.canvas.num_places
-        step = rows_per_block(32 * outputs.shape[0])
+        step = rows_per_block(_BYTES_PER_SCORE * outputs.shape[0])
         found = []
         for block in influence.split(step):
             scores = torch.sparse.mm(outputs, block.T.contiguous()).T

@@ -14,6 +14,7 @@ from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
 from pyro_truncated.utils.budget import rows_per_block
 
 Scene = Callable[[], SceneParameters]
+_BYTES_PER_SCORE = 32  # of an object at a place, temporaries included
 
 
 class PlaceScan:
@@ -50,7 +51,7 @@ class PlaceScan:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
         images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
-        step = rows_per_block(32 * len(scene.features) * self.canvas.num_places)
+        step = rows_per_block(_BYTES_PER_SCORE * len(scene.features) * self.canvas.num_places)
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
         found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
         return join([best_places(scores, self.canvas, self.num_candidates) for scores in found])

@@ -12,6 +12,8 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.utils.budget import rows_per_block
 
+_BYTES_PER_STATE = 64  # of packing, scoring and merging
+
 
 class ExhaustiveSearch(Search):
     """Scores all states of the space and keeps the best; exact EM where a population holds the whole space.
@@ -47,5 +49,5 @@ class ExhaustiveSearch(Search):
                 "use EvolutionarySearch, or raise max_states"
             )
         words = space.enumerate(batch.population.words.device)
-        for block in torch.split(words, rows_per_block(64 * num_data)):
+        for block in torch.split(words, rows_per_block(_BYTES_PER_STATE * num_data)):
             yield block.expand(num_data, -1, -1).contiguous()

@@ -27,6 +27,7 @@ from pyro_truncated.scenes import (
 from pyro_truncated.scenes.candidates import Candidates, best_places, place_probabilities
 from pyro_truncated.search import SearchBatch
 from pyro_truncated.states import Population
+from pyro_truncated.utils.budget import memory_budget
 
 NUM_OBJECTS, GRID = 4, (5, 6)
 NUM_PLACES = GRID[0] * GRID[1]
@@ -235,7 +236,8 @@ def scene_batch(num_data: int = 60) -> tuple[SearchBatch, Canvas]:
 def test_regression_predicts_each_image_from_the_others(rank: int | None, smooth: bool) -> None:
     batch, canvas = scene_batch()
     affinity = PlaceRegression(canvas, rank=rank, smooth=smooth, refit_every=100, generator=torch.Generator().manual_seed(0))
-    found = affinity(batch)
+    with memory_budget(32 * NUM_OBJECTS * NUM_PLACES * 7):  # seven images at a time
+        found = affinity(batch)
     entries, values = place_probabilities(batch.population)
     targets = torch.zeros(60, NUM_OBJECTS * NUM_PLACES, dtype=torch.float64)
     targets[entries[0], entries[1]] = values

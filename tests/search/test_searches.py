@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_truncated import EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Search, StateSpace, ops
 from pyro_truncated.search import ConditionalSearch, Preselection, SearchBatch, Singletons
 from pyro_truncated.states.population import initial_population
+from pyro_truncated.utils.budget import memory_budget
 
 EVOLUTIONARY = {
     "fitparents-randflips": {},
@@ -217,8 +218,11 @@ def test_bad_options(options: dict, message: str) -> None:
 
 class TestExhaustive:
     def test_one_step_is_exact(self, toy: Toy) -> None:
-        with ops.memory_budget(64 * 30 * 7):  # several blocks of seven states
-            population = ExhaustiveSearch().step(toy.batch(12))
+        batch = toy.batch(12)
+        toy.calls = 0
+        with memory_budget(64 * len(batch.population) * 7):
+            population = ExhaustiveSearch().step(batch)
+        assert toy.calls == math.ceil(toy.space.size / 7)  # blocks of seven states
         torch.testing.assert_close(population.log_joint.sort(1, descending=True).values, toy.best(12))
         population.assert_distinct()
         assert ExhaustiveSearch().propose(toy.batch(12)).num_states == toy.space.size

@@ -15,6 +15,7 @@ from pyro_truncated.diagnostics.arviz.site_values import training_dataset
 from pyro_truncated.diagnostics.arviz.writer import Coords, Dims
 from pyro_truncated.utils.arviz_compat import make_idata
 from pyro_truncated.utils.arviz_converters import convert_owner, has_converter
+from pyro_truncated.utils.budget import DEFAULT_BUDGET
 
 
 def to_arviz(
@@ -31,7 +32,7 @@ def to_arviz(
     checks: Any = None,
     stores: Sequence[Any] | None = None,
     conditional_log_likelihood: bool = False,
-    memory_budget: int = 2**28,
+    memory_budget: int = DEFAULT_BUDGET,
     **kwargs: Any,
 ) -> Any:
     r"""Converts a model trained by SVI to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.

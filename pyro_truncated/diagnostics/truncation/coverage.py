@@ -15,6 +15,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population, initial_population
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 
 MOST_MOVES = 32  # of one latent: a certificate needs no more, and counts may have thousands of values
@@ -79,7 +80,7 @@ def _best(population: Population, count: int) -> Tensor:
 
 def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget: int) -> Tensor:
     """Which neighbours of the parents are outside the population and the first of their kind, ``(n, P * M)``."""
-    size = max(1, memory_budget // (32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count)))
+    size = rows_per_block(32 * words.shape[-1] * (words.shape[1] + parents.shape[1] * moves.count), memory_budget)
     blocks = [
         ~ops.repeated(torch.cat([own, moves.neighbours(chosen)], 1))[:, words.shape[1] :]
         for own, chosen in zip(words.split(size), parents.split(size), strict=True)
@@ -88,7 +89,7 @@ def _new_neighbours(moves: Moves, words: Tensor, parents: Tensor, memory_budget:
 
 
 def _columns(num_parents: int, moves: Moves, num_data: int, memory_budget: int) -> Iterator[slice]:
-    step = max(1, memory_budget // (64 * max(1, num_data * moves.count)))
+    step = rows_per_block(64 * num_data * moves.count, memory_budget)
     for start in range(0, num_parents if moves.count else 0, step):
         yield slice(start, min(start + step, num_parents))
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.budget import rows_per_block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +107,7 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
 
 def all_scores(log_joint: LogJoint, words: Tensor) -> Tensor:
     """Log joints ``(N, T)`` in float64 of packed states ``(T, W)`` for every data point."""
-    step = max(1, log_joint.memory_budget // (64 * max(1, log_joint.num_data)))
+    step = rows_per_block(64 * log_joint.num_data, log_joint.memory_budget)
     blocks = [log_joint.score(block.expand(log_joint.num_data, -1, -1).contiguous()) for block in words.split(step)]
     return torch.cat([block.double() for block in blocks], 1)
 

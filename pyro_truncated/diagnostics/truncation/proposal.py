@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.budget import rows_per_block
 
 # Share and expected number of changed latents of the kernels around the states; the rest goes to independent latents.
 _KERNELS = ((0.4, 1.0), (0.3, 3.0))
@@ -39,7 +40,7 @@ class Proposal:
     def block_sizes(self, num_samples: int, rows: slice, memory_budget: int) -> list[int]:
         """Numbers of draws that are made at once."""
         num_data = len(self.population.words[rows])
-        size = max(1, memory_budget // (32 * num_data * (self.values.shape[1] * self.values.shape[2] + self.population.num_states)))
+        size = rows_per_block(32 * num_data * (self.values.shape[1] * self.values.shape[2] + self.population.num_states), memory_budget)
         return [min(size, num_samples - start) for start in range(0, num_samples, size)]
 
     def sample(self, count: int, rows: slice) -> Tensor:
