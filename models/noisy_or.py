@@ -125,7 +125,7 @@ class NoisyOr(UniqueModule):
             Those of :meth:`.NoisyOrSuperposition.statistics`; with ``update="fixed_point"`` also ``claims``, the sum of
             :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
         """
-        likelihood = NoisyOrSuperposition(self.weight.new_zeros(self.num_latents), self.weight, self.leak)
+        likelihood = NoisyOrSuperposition(self.weight.new_zeros(self.num_latents), self.weight, self.leak, validate_args=False)
         statistics = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
         if self.update == "fixed_point":
             everything_on = torch.where(y.isnan(), y, 1.0)

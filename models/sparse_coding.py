@@ -73,7 +73,11 @@ class SparseCoding(UniqueModule):
             weight: another dictionary.
         """
         weight = self.weight if weight is None else weight
-        states = weight.new_zeros(self.num_latents) if states is None else states
+        if states is None:
+            # Parameters satisfy their constraints by the way they are kept.
+            return type(self).superposition(
+                weight.new_zeros(self.num_latents), weight, *self._parameters_of_superposition(), validate_args=False
+            )
         return type(self).superposition(states, weight, *self._parameters_of_superposition())
 
     def _parameters_of_superposition(self) -> tuple[Tensor, ...]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 
-import pyro
 import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.states import Population
-from tests.models.enumeration import assert_never_falls, expected_log_joint, free_energies, full_population, generate, log_joint
+from tests.models.enumeration import expected_log_joint, free_energies, full_population, generate, log_joint
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 60, 7, 4
 
@@ -33,50 +32,6 @@ def test_model_is_bernoulli_times_normal() -> None:
     prior = torch.distributions.Bernoulli(model.prior).log_prob(states).sum(-1)
     likelihood = torch.distributions.Normal(states @ model.weight.mT, model.scale).log_prob(y.unsqueeze(1)).sum(-1)
     torch.testing.assert_close(log_joint(model, y, states), prior + likelihood, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("shared_prior", [False, True])
-@pytest.mark.parametrize("start", ["truth", "random", "data"])
-def test_exact_em_never_lowers_the_free_energy(with_missing: bool, shared_prior: bool, start: str) -> None:
-    model = make_model(shared_prior)
-    y = make_data(model, with_missing)
-    if start != "truth":
-        model = make_model(shared_prior)
-    if start == "data":
-        model.initialize(y)
-    assert_never_falls(free_energies(model, y, num_iterations=40))
-
-
-@pytest.mark.parametrize("with_missing", [False, True])
-def test_truncated_em_with_fixed_states_never_lowers_the_free_energy(with_missing: bool) -> None:
-    model = make_model(num_latents=6)
-    y = make_data(model, with_missing)
-    everything = full_population(model, y)
-    best = everything.log_joint.topk(9).indices
-    values = []
-    for _ in range(20):
-        scores = full_population(model, y).log_joint.gather(1, best)
-        population = Population(everything.space, everything.words.gather(1, best.unsqueeze(-1)), scores)
-        values.append(population.free_energy().sum().item())
-        model.maximize(model.sufficient_statistics(population, y))
-    assert_never_falls(values)
-
-
-@pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("shared_prior", [False, True])
-def test_maximize_finds_the_stationary_point_of_q(with_missing: bool, shared_prior: bool) -> None:
-    model = make_model(shared_prior)
-    y = make_data(model, with_missing)
-    population = full_population(model, y)
-    before = expected_log_joint(model, y, population)
-    scale = torch.autograd.grad(before, model.weight_unconstrained)[0].abs().max()
-    model.maximize(model.sufficient_statistics(population, y))
-    after = expected_log_joint(model, y, population)
-    assert after > before
-    names = ("weight", "scale", "prior")
-    for gradient in torch.autograd.grad(after, [getattr(model, f"{name}_unconstrained") for name in names]):
-        assert gradient.abs().max() < 1e-8 * max(1, scale)
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
@@ -160,19 +115,6 @@ def test_clamps() -> None:
     assert model.prior.item() == pytest.approx(1e-6)
 
 
-def test_float32_parameters_follow_float64() -> None:
-    double = make_model()
-    y = make_data(double, with_missing=False)
-    single = make_model(dtype=torch.float32)
-    for name in ("weight", "scale", "prior"):
-        setattr(single, name, getattr(double, name).detach().float())
-    for model, data in ((double, y), (single, y.float())):
-        model.maximize(model.sufficient_statistics(full_population(model, data), data))
-    for name in ("weight", "scale", "prior"):
-        assert getattr(single, name).dtype == torch.float32
-        torch.testing.assert_close(getattr(single, name).double(), getattr(double, name), rtol=1e-4, atol=1e-4)
-
-
 def test_initialize_uses_the_data(generator: torch.Generator) -> None:
     y = 5 + 2 * torch.randn(40, NUM_OBSERVED, generator=generator).double()
     y[torch.rand(y.shape, generator=generator) < 0.2] = math.nan
@@ -190,15 +132,6 @@ def test_initialize_uses_the_data(generator: torch.Generator) -> None:
     assert torch.linalg.matrix_rank(small.weight) == NUM_OBSERVED
     with pytest.raises(ValueError, match=r"y must have shape \(N, 7\)"):
         model.initialize(y[:, :3])
-
-
-def test_generates_and_subsamples() -> None:
-    model = make_model()
-    y = make_data(model, with_missing=False)
-    assert y.shape == (NUM_DATA, NUM_OBSERVED)
-    trace = pyro.poutine.trace(model).get_trace(y, batch_size=8)
-    assert trace.nodes["s"]["value"].shape == (8, NUM_LATENTS)
-    assert trace.nodes["y"]["scale"] == NUM_DATA / 8
 
 
 @pytest.mark.slow

@@ -74,27 +74,6 @@ def test_log_joint_is_its_definition(values: tuple[float, ...], shared_prior: bo
     torch.testing.assert_close(log_joint(model, y, states), torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("options", [{}, {"shared_prior": False}, {"tied_signs": True}], ids=str)
-@pytest.mark.parametrize("values", [TERNARY, UNEVEN])
-def test_exact_em_never_lowers_the_free_energy(values: tuple[float, ...], options: dict[str, bool], with_missing: bool) -> None:
-    y = generate(make_model(values), NUM_DATA, with_missing)
-    for model in (make_model(values, **options), make_model(values, **options).initialize(y)):
-        assert_never_falls(free_energies(model, y, num_iterations=25))
-
-
-@pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("shared_prior", [False, True])
-def test_maximize_finds_the_stationary_point_of_q(with_missing: bool, shared_prior: bool) -> None:
-    model = make_model(UNEVEN, shared_prior=shared_prior)
-    y = generate(model, NUM_DATA, with_missing)
-    population = full_population(model, y)
-    model.maximize(model.sufficient_statistics(population, y))
-    expected = (population.weights() * log_joint(model, y, population.states(torch.int64)[0])).sum()
-    for gradient in torch.autograd.grad(expected, [getattr(model, f"{name}_unconstrained") for name in NAMES]):
-        assert gradient.abs().max() < 1e-8
-
-
 def test_tied_signs_have_equal_probabilities() -> None:
     model = make_model(TERNARY, tied_signs=True)
     y = generate(make_model(), NUM_DATA)
@@ -113,19 +92,6 @@ def test_binary_values_are_binary_sparse_coding() -> None:
     y = generate(model, NUM_DATA)
     binary.weight, binary.prior = model.weight.detach().clone(), model.prior[1].detach().clone()
     assert free_energies(model, y, 10) == pytest.approx(enumeration.free_energies(binary, y, 10), rel=1e-10)
-
-
-def test_statistics_add_up_over_parts_of_the_data_and_follow_the_temperature() -> None:
-    model = make_model(UNEVEN)
-    y = generate(model, NUM_DATA, with_missing=True)
-    population = full_population(model, y)
-    whole = model.sufficient_statistics(population, y, temperature=2.0)
-    parts = []
-    for index in (torch.arange(20), torch.arange(20, NUM_DATA)):
-        part = Population(population.space, population.words[index], population.log_joint[index] / 2.0, index)
-        parts.append(model.sufficient_statistics(part, y))
-    for name, value in whole.items():
-        torch.testing.assert_close(parts[0][name] + parts[1][name], value, rtol=1e-11, atol=1e-11)
 
 
 def test_values_that_never_occur_keep_a_little_probability() -> None:
@@ -180,18 +146,6 @@ def test_gradients_lead_to_the_optimum_of_the_closed_form() -> None:
     losses = [svi.step(y) for _ in range(150)]
     assert losses[0] > -best + 0.5
     assert losses[-1] == pytest.approx(-best, abs=0.1)
-
-
-def test_float32_follows_float64() -> None:
-    double, single = make_model(), make_model(dtype=torch.float32)
-    y = generate(double, NUM_DATA)
-    for name in NAMES:
-        setattr(single, name, getattr(double, name).detach().float())
-    for model, data in ((double, y), (single, y.float())):
-        model.maximize(model.sufficient_statistics(full_population(model, data), data))
-    for name in NAMES:
-        assert getattr(single, name).dtype == torch.float32
-        torch.testing.assert_close(getattr(single, name).detach().double(), getattr(double, name).detach(), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("values", [(1.0, 2.0), (0.0,), (0.0, 1.0, 1.0)])

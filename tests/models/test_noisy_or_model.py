@@ -41,25 +41,6 @@ def test_model_is_bernoulli_times_noisy_or() -> None:
     torch.testing.assert_close(log_joint(model, y, states), prior + likelihood, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("with_missing", [False, True])
-@pytest.mark.parametrize("options", [{}, {"shared_prior": True}, {"learn_leak": True}])
-@pytest.mark.parametrize("start", ["truth", "random", "data"])
-def test_exact_em_never_lowers_the_free_energy(with_missing: bool, options: dict[str, bool], start: str) -> None:
-    model = make_model(**options)
-    y = make_data(model, with_missing)
-    if start != "truth":
-        model = make_model(**options)
-        model.weight = torch.rand_like(model.weight)
-    if start == "data":
-        model.initialize(y)
-    inside = []
-    values = free_energies(
-        model, y, num_iterations=40, observe=lambda: inside.append(bool(((model.weight > 0) & (model.weight < 1)).all()))
-    )
-    assert_never_falls(values)
-    assert all(inside)
-
-
 def test_without_a_leak() -> None:
     model = make_model(leak=0.0)
     y = make_data(model, with_missing=False)
@@ -156,16 +137,6 @@ def test_latents_that_are_never_active_keep_their_weights() -> None:
     torch.testing.assert_close(model.weight[:, 2], before[:, 2], rtol=1e-12, atol=0)
     assert model.weight.isfinite().all()
     assert model.prior[2].item() == pytest.approx(1e-6)
-
-
-def test_float32_parameters_follow_float64() -> None:
-    double, single = make_model(), make_model(dtype=torch.float32)
-    y = make_data(double, with_missing=True)
-    single.weight, single.prior = double.weight.detach().float(), double.prior.detach().float()
-    for model, data in ((double, y), (single, y.float())):
-        model.maximize(model.sufficient_statistics(full_population(model, data), data))
-    assert single.weight.dtype == torch.float32
-    torch.testing.assert_close(single.weight.double(), double.weight, rtol=1e-4, atol=1e-5)
 
 
 def test_initialize_is_reproducible() -> None:
