@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pyro
@@ -18,7 +19,8 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.supports import bounds_of, elementwise, support_of
 from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
 
-_LEAKS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__", "ones", "zeros", "full", "nonzero"}
+_READS = {"item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+_LEAKS = _READS | {"ones", "zeros", "full", "nonzero"}
 # Functions that take of their other arguments the shape or type alone: a distribution's parameters are broadcast against each other.
 _KEEP_OWN_VALUES = {"broadcast_tensors", "type_as", "expand_as", "view_as", "reshape_as"}
 
@@ -32,6 +34,7 @@ class Dependencies:
         parents: by site, the latents that the bounds of its support are computed from.
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
         observed: by site, the latents that its observed value is computed from.
+        read: the latents whose values Python code reads anywhere.
 
     Args:
         call: the model and its arguments.
@@ -43,6 +46,7 @@ class Dependencies:
         self.leaked: dict[str, frozenset[str]] = {}
         self.observed: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
+        self.read: frozenset[str] = frozenset()
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
@@ -53,6 +57,7 @@ class Dependencies:
             return
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
         latents = {name for name, node in sites.items() if not node["is_observed"]}
+        self.read = reader.read & latents
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
@@ -102,16 +107,24 @@ class Dependencies:
 
 
 class PythonReads(TorchFunctionMode):
-    """Notes the latents whose values leave the world of tensors, where their provenance is lost, and keeps it from being wrong there."""
+    """Notes the latents whose values leave the world of tensors, where their provenance is lost, and keeps it from being wrong there.
+
+    Attributes:
+        names: the latents that have left it so far.
+        read: those of them whose values Python code has looked at.
+        stack: where that was so first; empty if nowhere.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: frozenset[str] = frozenset()
+        self.read: frozenset[str] = frozenset()
+        self.stack: Sequence[traceback.FrameSummary] = ()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
         if name in _LEAKS:
-            self.names |= get_provenance([args, kwargs or {}])
+            self._note(get_provenance([args, kwargs or {}]), name in _READS)
         if name == "new":
             # Pyro turns the shape, a torch.Size, into a tuple, which `new` takes for numbers (as in torch's Geometric).
             return func(_detached(args[0]), *args[1:], **(kwargs or {}))
@@ -123,6 +136,12 @@ class PythonReads(TorchFunctionMode):
             sources = args[0] if isinstance(args[0], (tuple, list)) else args
             return type(results)(track_provenance(value, get_provenance(own)) for value, own in zip(results, sources, strict=True))
         return track_provenance(results, get_provenance(args[0]))
+
+    def _note(self, names: frozenset[str], is_read: bool) -> None:
+        self.names |= names
+        if is_read and names:
+            self.stack = self.stack or traceback.extract_stack()
+            self.read |= names
 
 
 class _Marks(Messenger):

@@ -131,7 +131,7 @@ def _complaint(probe: Probe, node: Mapping[str, Any], invalid: Tensor) -> str:
     inner = _unwrapped(node["fn"])[0]
     support = elementwise(node["fn"].support)
     first = tuple(int(position) for position in invalid.nonzero()[0])
-    value = node["value"].expand(*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :])[first]
+    value = node["value"].expand((*invalid.shape, *node["value"].shape[node["value"].dim() - support.event_dim :]))[first]
     problem = (
         f"site '{node['name']}' observes {value.tolist()} at {_place(probe, node, first, support.event_dim)}, "
         f"outside the support of its distribution {type(inner).__name__} ({support}). "

@@ -59,7 +59,7 @@ def supported_log_prob(fn: Any, value: Tensor) -> Tensor:
     low = getattr(elementwise(support_of(fn)), "lower_bound", None)
     if low is not None:
         # A value that is possible, so that nothing infinite gets into gradients.
-        inside = possible.reshape(*possible.shape, *(1,) * fn.event_dim)
+        inside = possible.reshape(possible.shape + (1,) * fn.event_dim)
         value = torch.where(inside, value, torch.as_tensor(low, device=value.device).to(value.dtype))
     with pyro.validation_enabled(False):  # Nothing is possible where a total has become negative.
         log_prob: Tensor = fn.log_prob(value)

@@ -13,11 +13,13 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.inspect import TrackProvenance
 from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring
+from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
@@ -49,6 +51,9 @@ class VectorizationWarning(UserWarning):
 def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     """Tries a few states together and one by one; where the two disagree, the fastest way that is right, with a warning.
 
+    Where Python code looks at the values of discrete sites (``if (z > 1).any()``), what it does for many states at once is not what it does
+    for each of them, even if it is so for those tried: such states are scored one by one.
+
     Returns:
         How to score, and whether Pyro's own ELBOs can enumerate the states in parallel.
 
@@ -68,13 +73,20 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
         together, most_dims = _terms(log_joint, words, "together")
         is_enumerable = most_dims <= log_joint.depth + 1
         culprit = _difference(together, single)
-        if culprit is None or _difference(_terms(log_joint, words, "singly")[0], single) is not None:
+        read = log_joint.layout.read
+        if (culprit is None and not read) or _difference(_terms(log_joint, words, "singly")[0], single) is not None:
             return "together", is_enumerable
         # The draws of a conditional are no matter for vmap.
         is_mapped = log_joint.conditional is None and _difference(_terms(log_joint, words, "vmap")[0], single) is None
         scoring: Scoring = "vmap" if is_mapped else "singly"
-        where = _line_of_error(together) if isinstance(together, Exception) else _line_of_site(log_joint, culprit)
-    _warn(scoring, where, together if isinstance(together, Exception) else None, culprit)
+        if isinstance(together, Exception):
+            where, problem = _line_of_error(together), f"{type(together).__name__}: {next(iter(str(together).splitlines()), '')}"
+        elif culprit is not None:
+            where = _line_of_site(log_joint, culprit)
+            problem = f"no error, but site '{culprit}' gets other log probabilities than for one state at a time"
+        else:
+            where, problem = _line_of_read(log_joint), f"Python looks at values of {sorted(read)}, of all states at once"
+    _warn(scoring, where, problem)
     return scoring, False
 
 
@@ -141,6 +153,14 @@ def _line_of_site(log_joint: LogJoint, name: str) -> traceback.FrameSummary | No
     return where.lines.get(name)
 
 
+def _line_of_read(log_joint: LogJoint) -> traceback.FrameSummary | None:
+    """Where Python first looks at the value of a latent."""
+    call = log_joint.call
+    with isolated(), pyro.validation_enabled(False), PythonReads() as reader:
+        call.of(TrackProvenance()(call.model)).trace()
+    return _user_frame(reader.stack)
+
+
 def _line_of_error(error: Exception) -> traceback.FrameSummary | None:
     while error.__traceback__ is None and error.__cause__ is not None:
         error = error.__cause__  # type: ignore[assignment]
@@ -153,14 +173,9 @@ def _user_frame(frames: Sequence[traceback.FrameSummary]) -> traceback.FrameSumm
     return own[-1] if own else None
 
 
-def _warn(scoring: Scoring, where: traceback.FrameSummary | None, error: Exception | None, site: str) -> None:
+def _warn(scoring: Scoring, where: traceback.FrameSummary | None, problem: str) -> None:
     place = f"{where.filename}:{where.lineno}" if where is not None else "a line that cannot be told"
     source = linecache.getline(where.filename, where.lineno).strip() if where is not None and where.lineno is not None else ""
-    problem = (
-        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        if error is not None
-        else (f"no error, but site '{site}' gets other log probabilities than for one state at a time")
-    )
     idioms = [idiom for pattern, idiom in _IDIOMS if re.search(pattern, source)]
     way = "by torch.func.vmap" if scoring == "vmap" else "one after the other"
     warnings.warn(

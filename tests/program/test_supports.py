@@ -190,6 +190,12 @@ def test_loss_gradient_and_marginals_equal_brute_force_whatever_the_seed(model, 
             torch.testing.assert_close(found[row, latent], marginal, rtol=1e-10, atol=1e-12)
 
 
+def test_scalar_sites_are_scored_one_state_after_the_other_too():
+    exact = -torch.stack(list(scalar_chain_terms(torch.tensor(0.4))[0].values())).logsumexp(0)
+    guide = AutoTruncated(scalar_chain, 36, vectorize=False)
+    assert Truncated_ELBO().loss(scalar_chain, guide) == pytest.approx(exact.item(), rel=1e-12)
+
+
 def test_a_support_reaches_through_the_supports_of_others():
     def thrice():
         a = pyro.sample("a", dist.Binomial(2, rate()))

@@ -113,6 +113,14 @@ def chain(y):
             pyro.sample(f"y_{t}", dist.Normal(weight()[0] + weight()[3] * z, 1.0), obs=y)
 
 
+def rare_branch(y):
+    """What Python does is the same for most states, so that a few of them tell nothing."""
+    s = pyro.sample("s", dist.Bernoulli(torch.full((H,), 0.3)).to_event(1))
+    loc = weight()[0] + (weight()[1] if bool((s.sum(-1) > H - 1).any()) else weight()[2]) * s[..., 0]
+    with pyro.plate("data", N):
+        pyro.sample("y", dist.Normal(loc, 1.0), obs=y)
+
+
 # Model, values of its sites, whether they belong to data points, how it is scored, and what the warning says is fast.
 CASES = (
     (selection, {"gamma": bits()}, False, "vmap", r"\(X \* coefficients\).sum\(-1\)"),
@@ -120,13 +128,14 @@ CASES = (
     (reduction, {"s": bits()}, False, "vmap", r"s.sum\(-1\)"),
     (branch, {"z": classes(3)}, False, "singly", "torch.where"),
     (loop, {"k": list(torch.arange(4.0, dtype=torch.float64))}, False, "singly", "Vindex"),
+    (rare_branch, {"s": bits()}, False, "singly", "torch.where|from the right"),
     (sequence, {f"z_{i}": classes(3) for i in range(3)}, False, "together", None),
     (sequence_in_data, {f"z_{i}": bits(1) for i in range(2)}, True, "together", None),
     (chain, {f"z_{t}": bits(1) for t in range(3)}, True, "together", None),
 )
 names = ("model", "sites", "local", "scoring", "idiom")
 cases = pytest.mark.parametrize(names, CASES, ids=[case[0].__name__ for case in CASES])
-slow_cases = pytest.mark.parametrize(names, CASES[:5], ids=[case[0].__name__ for case in CASES[:5]])
+slow_cases = pytest.mark.parametrize(names, CASES[:6], ids=[case[0].__name__ for case in CASES[:6]])
 
 
 def table(model: Callable, sites: dict[str, list[Tensor]], local: bool) -> Tensor:

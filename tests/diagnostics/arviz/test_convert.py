@@ -510,3 +510,18 @@ def test_counts_are_integers_where_masks_hide_whole_data_points():
         assert get_dataset(idata, group)["y"].dtype == np.int32
     assert get_dataset(idata, "observed_data")["y"].values.tolist() == [0, 1]
     assert get_dataset(idata, "log_likelihood")["y"].dtype.kind == "f"
+
+
+def test_a_hidden_scalar_observation_is_missing() -> None:
+    def model(y: Tensor) -> None:
+        z = pyro.sample("z", dist.Bernoulli(0.3))
+        with poutine.mask(mask=torch.tensor(False)):
+            pyro.sample("y", dist.Normal(z, 1.0), obs=y)
+        pyro.sample("x", dist.Normal(z, 1.0), obs=2 * y)
+
+    y = torch.tensor(0.5)
+    guide = AutoTruncated(model, 2)
+    Truncated_ELBO(ExhaustiveSearch()).loss(model, guide, y)
+    observed = get_dataset(convert(model, guide, y, num_samples=5, num_predictive=2), "observed_data")
+    assert np.isnan(observed["y"]).all()
+    assert observed["x"] == 1.0
