@@ -106,7 +106,10 @@ def state(svi: SVI) -> dict[str, Tensor]:
     """All that was learned: parameters and buffers by name."""
     modules = {owner for part in (svi.model, svi.guide) if isinstance(owner := getattr(part, "__self__", part), torch.nn.Module)}
     named = [item for module in sorted(modules, key=lambda module: type(module).__name__) for item in module.state_dict().items()]
-    loose = relative_names(dict(pyro.get_param_store().named_parameters()), svi.model, svi.guide)
+    owned = {id(parameter) for module in modules for parameter in module.parameters()}
+    # What modules own is in the store too as soon as a step has been taken, but not where a finished run was merely loaded.
+    stored = {name: value for name, value in pyro.get_param_store().named_parameters() if id(value) not in owned}
+    loose = relative_names(stored, svi.model, svi.guide)
     return {name: value.detach().clone() for name, value in [*named, *loose.items()] if isinstance(value, Tensor)}
 
 

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from pyro_truncated import fit
+from tests.faults import runs
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 
@@ -28,6 +31,15 @@ def test_killed_runs_lose_nothing():
     kills, inside, *_ = map(int, table.splitlines()[-1].split()[1:])
     assert kills >= 8
     assert inside >= 2
+
+
+def test_a_finished_run_that_is_merely_loaded_has_learned_the_same(tmp_path):
+    states = []
+    for _ in range(2):
+        svi, args = runs.make("full")
+        fit(svi, *args, steps=2, progress=False, checkpoint=tmp_path / "run.pt", checkpoint_seconds=0.0)
+        states.append(runs.state(svi))
+    runs.assert_same(*states)
 
 
 @pytest.mark.faults
