@@ -141,8 +141,8 @@ def compare(case: Foreign) -> Errors:
     return Errors(
         abs(loss - expected) + abs(evaluated - expected),
         abs(stock - expected),
-        max([0.0, *(_difference(gradients.get(name), value) for name, value in expected_gradients.items())]),
-        max(_marginal_error(found[name], value) for name, value in exact.marginals().items()),
+        max([0.0, *(difference(gradients.get(name), value) for name, value in expected_gradients.items())]),
+        max(marginal_error(found[name], value) for name, value in exact.marginals().items()),
         len(exact.states),
         _excess(case, guide, expected),
     )
@@ -167,13 +167,13 @@ def continuous_values(case: Foreign, guide: Any) -> dict[str, Tensor]:
     return values
 
 
-def _difference(found: Tensor | None, expected: Tensor) -> float:
+def difference(found: Tensor | None, expected: Tensor) -> float:
     """Largest difference relative to one or to the size of what is expected."""
     found = torch.zeros_like(expected) if found is None else found
     return float(((found - expected).abs() / expected.abs().clamp(min=1.0)).max())
 
 
-def _marginal_error(found: Tensor, expected: Tensor) -> float:
+def marginal_error(found: Tensor, expected: Tensor) -> float:
     """Values that one side knows and the other does not have probability zero."""
     missing = found.shape[-1] - expected.shape[-1] if found.dim() == expected.dim() else 0
     if missing and found.shape[:-1] == expected.shape[:-1]:
