@@ -16,7 +16,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.gp.uncertain.inputs import Quadrature
 from pyro_truncated.gplvm import Analytic_ELBO, SpikeSlabGPLVM, SpikeSlabMRD, initialize, maximize_bound, switch_log_odds, update_switches
-from pyro_truncated.gplvm.spike_slab.fitting import switch_moves
+from pyro_truncated.gplvm.spike_slab.switches import switch_moves
 from tests.gplvm import exact
 
 DOUBLE = torch.float64

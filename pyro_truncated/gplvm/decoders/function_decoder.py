@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import pyro
 import torch
@@ -77,7 +77,7 @@ class SASFunctionDecoder(SASDecoder):
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
     @takes_arrays
-    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASFunctionDecoder:
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""
         self._check_data(x)
         self._check_latents(latents)
@@ -118,9 +118,7 @@ class SASFunctionDecoder(SASDecoder):
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
     @takes_arrays
-    def condition_(
-        self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None
-    ) -> SASFunctionDecoder:
+    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> Self:
         """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones (default: at most 1000).
 
         Raises:

@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Self
 
-import pyro
-import pyro.distributions as dist
-import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
-from pyro.nn import PyroParam, pyro_method
-from torch import Tensor, nn
-from torch.distributions import constraints
+from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
-from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
-from pyro_truncated.gp.active_sets.splits import Choose, Split, least_variance, split_weights
-from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gp.active_sets.splits import Choose, least_variance
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, checksum, is_same, keep_points
-from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize_latents, principal_components
+from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize_latents
+from pyro_truncated.gplvm.decoders.sas_model import SASModel
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.parameters import UniqueModule
-
-_NOISE_FLOOR = {torch.float64: 1e-8}
-_HYPERPARAMETERS = {"kernel", "noise", "width"}
+from pyro_truncated.utils.counts import check_count
 
 
-class SASDecoder(UniqueModule):
+class SASDecoder(SASModel):
     r"""Gaussian process latent variable model trained with stochastic active sets.
 
     Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian
@@ -88,125 +76,13 @@ class SASDecoder(UniqueModule):
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
 
-    loc: Tensor
-    # Descriptors of Pyro: tensors when read, parameters when set.
-    noise: Any
-    z_loc: Any
-    z_scale: Any
-
-    def __init__(
-        self,
-        num_data: int,
-        num_outputs: int,
-        latent_dim: int = 2,
-        *,
-        num_active: int | None = None,
-        batch_size: int | None = None,
-        bayesian: bool = False,
-        encoder: nn.Module | None = None,
-        encoder_sees_active: bool = False,
-        kernel: kernels.Kernel | None = None,
-    ) -> None:
-        super().__init__()
-        num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
-        if kernel is not None and kernel.input_dim != latent_dim:
-            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
-        if kernel is not None:
-            like = next(kernel.parameters(), torch.zeros(()))
-            check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
-        self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.batch_size = num_data if batch_size is None else check_count("batch_size", batch_size)
-        self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
-        split_weights(self.batch_size, self.num_active, num_data)
-        self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
-        self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
-        self.noise = PyroParam(torch.tensor(0.5), constraints.positive)
-        self.register_buffer("loc", torch.zeros(num_outputs))
-        if encoder is None:
-            self.z_loc = PyroParam(torch.randn(num_data, latent_dim), event_dim=1)
-            if bayesian:
-                self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
-        self._kept: KeptPoints | None = None
-
-    # --- set-up ---
+    _kept: KeptPoints | None = None
 
     @takes_arrays
-    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> SASDecoder:
-        """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
-
-        Args:
-            x: the training data.
-            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
-            latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
-
-        Raises:
-            ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
-        """
-        steps = check_count("steps", steps, least=0)
-        self._check_data(x)
-        self._check_latents(latents)
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
+        """Starts from the data; see :meth:`SASModel.initialize`."""
         self._kept = None
-        observed = ~x.isnan()
-        if not bool(observed.any(0).all()):
-            raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
-        with torch.no_grad():
-            self.loc.copy_(x.nanmean(0))
-            deviation = torch.where(observed, x - self.loc, 0.0)
-            variance = deviation.square().sum() / observed.sum()
-            if not float(variance) > 0:
-                raise ValueError("the data do not vary: there is nothing to learn")
-            self.noise = 0.5 * variance.to(self.loc)
-            if isinstance(self.kernel, kernels.Isotropy):
-                self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = self._first_latents(deviation, latents)
-            if self.encoder is None:
-                self.z_loc = scores
-        if self.encoder is not None and steps:
-            self._imitate(x, scores, steps)
-        return self
-
-    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
-        # A copy, or training would move the latents of whom they came from.
-        return principal_components(features, self.latent_dim).to(self.loc) if given is None else given.detach().to(self.loc).clone()
-
-    def _check_latents(self, latents: Tensor | None) -> None:
-        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
-            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
-
-    def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
-        assert self.encoder is not None
-        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
-        for _ in range(steps):
-            rows = torch.randperm(len(x), device=x.device)[:256]
-            loc, scale = self._encode(x[rows], x[rows[: max(1, len(rows) // 4)]])
-            loss = (loc - scores[rows]).square().mean()
-            if scale is not None:
-                loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
-        """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
-
-        The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
-        """
-        return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
-
-    def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and infinity."""
-        if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
-            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
-        self._check_points(x)
-
-    def _check_points(self, x: Tensor) -> None:
-        """Refuses data points, new or not, that the model cannot take."""
-        if x.dim() != 2 or x.shape[1] != self.num_outputs:
-            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
-        if not x.is_floating_point():
-            raise TypeError(f"data must be floating point; got {x.dtype}")
-        if bool(x.isinf().any()):
-            raise ValueError("data must be finite, or NaN where missing; got infinity")
+        return super().initialize(x, steps, latents=latents)
 
     @takes_arrays
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
@@ -266,93 +142,6 @@ class SASDecoder(UniqueModule):
         candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
         return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
-    # --- the Pyro program ---
-
-    @property
-    def noise_variance(self) -> Tensor:
-        """Noise variance: the parameter plus a floor of 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact."""
-        noise: Tensor = self.noise
-        if not isinstance(self.kernel, kernels.Isotropy):
-            return noise
-        return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
-
-    def _split(self, split: Split | None) -> Split:
-        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same."""
-        if split is not None:
-            return Split(split.indices.to(self.loc.device), split.num_active)
-        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
-        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
-        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
-        others[chosen] = False
-        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
-
-    @contextlib.contextmanager
-    def _plate(self, split: Split) -> Iterator[None]:
-        weights = split.weights(self.num_data, self.loc)
-        with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
-            yield
-
-    def _prior(self) -> Any:
-        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
-
-    @pyro_method
-    @takes_arrays
-    def model(self, x: Tensor, split: Split | None = None) -> None:
-        """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
-        split = self._split(split)
-        with self._plate(split):
-            z = pyro.sample("z", self._prior())
-            self._observe(z, x, split)
-
-    def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
-        likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
-        pyro.sample("x", likelihood, obs=x[split.indices])
-
-    @pyro_method
-    @takes_arrays
-    def guide(self, x: Tensor, split: Split | None = None) -> None:
-        """The approximate posterior of the latents of the same minibatch."""
-        split = self._split(split)
-        with self._plate(split):
-            self._sample_latents(x, split)
-
-    def _sample_latents(self, x: Tensor, split: Split) -> Tensor:
-        if self.encoder is None:
-            loc, scale = self.z_loc, self.z_scale if self.bayesian else None
-        else:
-            loc, scale = self._encode(x[split.indices], x[split.active])
-        posterior = dist.Delta(loc, event_dim=1) if scale is None else dist.Normal(loc, scale).to_event(1)
-        z: Tensor = pyro.sample("z", posterior)
-        return z
-
-    def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
-        assert self.encoder is not None
-        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in (x, active)]
-        output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
-        expected = (2 if self.bayesian else 1) * self.latent_dim
-        if output.shape != (len(x), expected):
-            raise ValueError(f"the encoder must return shape ({len(x)}, {expected}); got {tuple(output.shape)}")
-        if not self.bayesian:
-            return output, None
-        loc, raw = output.chunk(2, -1)
-        return loc, nn.functional.softplus(raw)
-
-    # --- after training ---
-
-    @takes_arrays
-    def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy."""
-        with torch.no_grad():
-            if self.encoder is None:
-                found: Tensor = self.z_loc
-                return found.detach().clone()
-            return self._encode(x, self._examples(x))[0]
-
-    def _examples(self, x: Tensor) -> Tensor:
-        """The training data that an encoder which looks at an active set is shown outside training."""
-        order = x.flatten(1).isnan().any(1).byte().argsort(stable=True)
-        return x[order[: max(1, self.num_active)]]
-
     @takes_arrays
     def encode(self, x: Tensor) -> Tensor:
         """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``.
@@ -373,7 +162,7 @@ class SASDecoder(UniqueModule):
             return self._encode(x, active)[0]
 
     @takes_arrays
-    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> SASDecoder:
+    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> Self:
         """Keeps what predictions condition on: all training data ``(N, D)``, or ``size`` of them chosen to leave the least variance.
 
         Call it again after more training. Incomplete data points cost a factorisation for each pattern of missing entries, so complete

@@ -4,106 +4,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import itertools
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
-from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
+from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, switch_moves, update_switches
 from pyro_truncated.utils.counts import check_count
 
-# Log odds of switches that are free again after they have been held on, and of moves.
-NEARLY_ON = 3.0
-_SURE = 12.0
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
 _STRETCH = 3.0
 _ROUGHLY = 30.0
-
-
-def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
-    """Raises the bound in all parameters (but held switches) by L-BFGS with all data.
-
-    A line search that fails ends a run of L-BFGS; the next one starts without memory of the curvature, until one of them gains nothing.
-
-    Args:
-        model: the model.
-        y: its data.
-        steps: iterations at most.
-        tolerance: gain per observed number below which it ends.
-        fixed: parts of the names of parameters that stay as they are, such as ``"noise"``.
-
-    Returns:
-        The bound, never below that of the start.
-    """
-    steps = check_count("steps", steps, least=0)
-    size = float(sum(v.numel() for v in model.check_data(y)))
-    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
-    with torch.no_grad():
-        bound = float(model.bound(y))
-    while steps > 0:
-        reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
-        steps -= max(1, taken)
-        gain, bound = reached - bound, reached
-        if not gain > tolerance * size:
-            break
-    return bound
-
-
-def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
-    """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
-
-    def loss() -> Tensor:
-        value = -model.bound(y) / size
-        value.backward()
-        return value
-
-    found = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
-    model.zero_grad()
-    return -found.value * size, found.iterations
-
-
-def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
-    r"""Optimal log odds of every switch given the posteriors of the inducing variables and of the other switches, ``(C, Q)``.
-
-    The expected log likelihood is linear in each :math:`\gamma_{cq}` at a fixed posterior of the inducing variables, so its derivative is
-    the difference between "on" and "off":
-
-    .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
-              - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
-    """
-    views = model.check_data(y)
-    gamma = model.probability.detach().clone().requires_grad_()
-    with torch.enable_grad(), model.holding(gamma):
-        terms = [view.data_term(model.inputs(c), data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
-        slope = torch.autograd.grad(torch.stack(terms).sum(), gamma)[0]
-    with torch.no_grad():
-        others = torch.stack([(1 - gamma)[torch.arange(len(gamma)) != c].prod(0) for c in range(len(gamma))])
-        return model.prior.logit() + slope - others * model.latent_divergence()
-
-
-def update_switches(model: SpikeSlabMRD, y: Views) -> float:
-    """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
-
-    All at once is tried first, which mostly serves.
-    """
-    with torch.no_grad():
-        before, start = float(model.bound(y)), model.logits.detach().clone()
-        model.logits = switch_log_odds(model, y)
-        after = float(model.bound(y))
-        if after >= before:
-            return after
-        model.logits = start
-        for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
-            updated = model.logits.detach().clone()
-            updated[c, q] = switch_log_odds(model, y)[c, q]
-            model.logits = updated
-        return float(model.bound(y))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +86,7 @@ def fit(
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
     before = copy.deepcopy(model.state_dict())
     for _ in range(num_starts):
-        _restore(model, before)
+        restore(model, before)
         initialize(model, y, start, generator)
         history = _train(model, y, steps, warm_up, rounds, tolerance)
         if removal_steps:
@@ -181,7 +97,7 @@ def fit(
         if best is None or reached[-1] == max(reached):
             best = copy.deepcopy(model.state_dict()), history
     assert best is not None
-    _restore(model, best[0])
+    restore(model, best[0])
     is_all_noise = bool((model.probability < 0.5).all())
     return Fit(max(reached), reached, best[1], is_all_noise)
 
@@ -205,12 +121,6 @@ def _stretch(kernel: Isotropy, factor: float) -> None:
     kernel.lengthscale, kernel.variance = factor * lengthscale, factor**2 * variance  # type: ignore[assignment]
 
 
-@torch.no_grad()
-def _restore(model: SpikeSlabMRD, state: dict[str, Tensor]) -> None:
-    for name, value in model.state_dict().items():
-        value.copy_(state[name])
-
-
 def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int, tolerance: float) -> list[float]:
     """The phases of one start; returns the bound after each."""
     size = float(sum(v.numel() for v in model.check_data(y)))
@@ -230,59 +140,3 @@ def _train(model: SpikeSlabMRD, y: Views, steps: int, warm_up: int, rounds: int,
         if len(history) > 2 and history[-1] - history[-2] <= tolerance * size:
             break
     return history
-
-
-@torch.no_grad()
-def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
-    """Tries every switch fully on and fully off, with the inducing variables adapted, and keeps what raises the bound; returns the bound.
-
-    Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
-    """
-    bound = float(model.bound(y))
-    for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
-        now = model.logits.detach().clone()
-        for value in (-_SURE, _SURE):
-            moved = now.clone()
-            moved[c, q] = value
-            model.logits = moved
-            tried = float(model.bound(y))
-            if tried > bound:
-                bound, now = tried, moved
-        model.logits = now
-    return bound
-
-
-def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patience: int = 2, tolerance: float = 1e-5) -> float:
-    """Switches dimensions off in views, least relevant first, where the bound rises once everything else has adapted; returns the bound.
-
-    :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get some quasi-Newton iterations to take over
-    what the dimension did, which for curved data is often better than a dimension for every bend. Switches are fully on or off meanwhile,
-    and afterwards.
-
-    Args:
-        model: the model.
-        y: its data.
-        steps: iterations after each removal, and at first for the model that it is compared with.
-        patience: removals in a row that may fail before it ends.
-        tolerance: gain per observed number below which iterations end.
-    """
-    is_on, failed = model.probability.detach() > 0.5, 0
-    kept = torch.zeros_like(is_on)
-    with model.holding(is_on.double()):
-        bound = maximize_bound(model, y, steps, tolerance=tolerance)
-    while failed < patience and bool((is_on & ~kept).any()):
-        with model.holding(1.0):
-            relevance = model.relevance()
-        share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
-        before, tried = copy.deepcopy(model.state_dict()), is_on.clone()
-        tried.view(-1)[share.argmin()] = False
-        with model.holding(tried.double()):
-            reached = maximize_bound(model, y, steps, tolerance=tolerance)
-        if reached > bound:
-            bound, is_on, failed = reached, tried, 0
-        else:
-            _restore(model, before)
-            kept, failed = kept | (is_on & ~tried), failed + 1
-    with torch.no_grad():
-        model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
-    return bound

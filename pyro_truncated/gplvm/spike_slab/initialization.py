@@ -9,7 +9,7 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gplvm.decoders.latents import principal_components
+from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
 

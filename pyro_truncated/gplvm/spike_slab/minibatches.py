@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON
 from pyro_truncated.utils.counts import check_count
 
 _INDUCING = (".mean", ".scale_tril")

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import pyro
 import pyro.distributions as dist
 import torch
-from pyro.contrib.gp import kernels
 from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.gp.kernels.evaluation import evaluate
-from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
-from pyro_truncated.gplvm.spike_slab.view import View, kernel_weights, make_kernel
+from pyro_truncated.gplvm.spike_slab.view import KernelSpec, View, kernel_weights, make_views
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.parameters import UniqueModule
 
-KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 Views = Tensor | Sequence[Tensor]
 
 
@@ -111,23 +106,10 @@ class SpikeSlabMRD(UniqueModule):
         self.loc = PyroParam(torch.randn(num_data, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.scale = PyroParam(torch.full((num_data, num_latents), 0.3, dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
-        if isinstance(kernel, Sequence) and not isinstance(kernel, str):
-            specs: list[KernelSpec] = list(kernel)
-        else:
-            # Views have kernels of their own: one that is given for all of them is copied.
-            specs = [kernel, *(copy.deepcopy(kernel) for _ in self.num_observed[1:])]
-        if len(specs) != shape[0]:
-            raise ValueError(f"kernel must be one kernel or one for each of the {shape[0]} views; got {len(specs)}")
-        most = min(50 if num_inducing is None else num_inducing, num_data)
-        views = [self._make_view(d, spec, most, expectation) for d, spec in zip(self.num_observed, specs, strict=True)]
+        views = make_views(
+            kernel, self.num_observed, self.loc.detach(), 50 if num_inducing is None else num_inducing, collapsed, expectation
+        )
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
-
-    def _make_view(self, num_observed: int, spec: KernelSpec, most: int, expectation: Expectation | None) -> View:
-        like = self.loc.detach()
-        made = make_kernel(spec, self.num_latents, like)
-        is_linear = isinstance(made, LinearARD)
-        inducing = torch.eye(self.num_latents, dtype=like.dtype) if is_linear else torch.randn(most, self.num_latents, dtype=like.dtype)
-        return View(num_observed, made, inducing, collapsed=self.collapsed, trainable=not is_linear, expectation=expectation)
 
     # --- the posterior in numbers ---
 
@@ -267,26 +249,9 @@ class SpikeSlabMRD(UniqueModule):
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
             x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             return [
-                self._observe(c, view, x * pattern[..., c, :], whitened[c], None if data is None else data[index])
+                view.observe(f"{c}", x * pattern[..., c, :], whitened[c], None if data is None else data[index])
                 for c, (view, data) in enumerate(zip(self.views, views, strict=True))
             ]
-
-    @staticmethod
-    def _observe(c: int, view: View, x: Tensor, whitened: Tensor, y: Tensor | None) -> Tensor:
-        # Left of the data there may be dimensions of samples, which kernels do not know of.
-        flat = x.reshape(-1, x.shape[-1])
-        cross = torch.linalg.solve_triangular(view.cholesky(), evaluate(view.kernel, view.inducing, flat).double(), upper=False)
-        cross = cross.mT.reshape(*x.shape[:-1], -1)
-        mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
-        left = evaluate(view.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
-        noise = view.noise.double()
-        if y is None:
-            spread = (noise + left.clamp(min=0)).sqrt().unsqueeze(-1)
-            return pyro.sample(f"y_{c}", dist.Normal(mean + view.center, spread).to_event(1))
-        data = view.observations(y)
-        seen = torch.ones_like(data.values) if data.observed is None else data.observed
-        pyro.factor(f"left_{c}", -data.counts * left / (2 * noise))
-        return pyro.sample(f"y_{c}", dist.Normal(mean, noise.sqrt()).mask(seen.bool()).to_event(1), obs=data.values)
 
     @pyro_method
     @takes_arrays

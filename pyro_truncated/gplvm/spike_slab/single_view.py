@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.uncertain.inputs import Expectation
-from pyro_truncated.gplvm.spike_slab.model import KernelSpec, SpikeSlabMRD
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.gplvm.spike_slab.view import KernelSpec
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):

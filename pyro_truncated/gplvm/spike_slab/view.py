@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import pyro
+import pyro.distributions as dist
 import torch
 from pyro.contrib.gp import kernels
 from pyro.nn import PyroParam
@@ -25,6 +28,8 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     expected_log_likelihood,
 )
 from pyro_truncated.utils.parameters import UniqueModule
+
+KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 
 
 class View(UniqueModule):
@@ -124,8 +129,59 @@ class View(UniqueModule):
         psi = self.statistics(inputs, per_datum or data.observed is not None)
         return expected_log_likelihood(psi, posterior, data, self.noise.double())
 
+    def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor | None) -> Tensor:
+        """Samples outputs ``(*, N, D)``, or conditions on those given, from switched latents ``(*, N, Q)`` and whitened inducing variables.
 
-def make_kernel(kernel: str | kernels.Kernel | Callable[[], kernels.Kernel], num_latents: int, like: Tensor) -> kernels.Kernel:
+        Inside a Pyro program: the site is ``y_<name>``, and the variance that the inducing variables leave is the factor ``left_<name>``.
+        """
+        # Left of the data there may be dimensions of samples, which kernels do not know of.
+        flat = x.reshape(-1, x.shape[-1])
+        cross = torch.linalg.solve_triangular(self.cholesky(), evaluate(self.kernel, self.inducing, flat).double(), upper=False)
+        cross = cross.mT.reshape(*x.shape[:-1], -1)
+        mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
+        left = evaluate(self.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
+        noise = self.noise.double()
+        if y is None:
+            spread = (noise + left.clamp(min=0)).sqrt().unsqueeze(-1)
+            return pyro.sample(f"y_{name}", dist.Normal(mean + self.center, spread).to_event(1))
+        data = self.observations(y)
+        seen = torch.ones_like(data.values) if data.observed is None else data.observed
+        pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
+        return pyro.sample(f"y_{name}", dist.Normal(mean, noise.sqrt()).mask(seen.bool()).to_event(1), obs=data.values)
+
+
+def make_views(
+    kernel: KernelSpec | Sequence[KernelSpec],
+    num_observed: Sequence[int],
+    latents: Tensor,
+    num_inducing: int,
+    collapsed: bool,
+    expectation: Expectation | None,
+) -> list[View]:
+    """A view for each number of outputs, on latents ``(N, Q)``, with ``num_inducing`` inducing inputs, at most ``N``.
+
+    Raises:
+        ValueError: if there is neither one kernel nor one for each view.
+    """
+    if isinstance(kernel, Sequence) and not isinstance(kernel, str):
+        specs: list[KernelSpec] = list(kernel)
+    else:
+        # Views have kernels of their own: one that is given for all of them is copied.
+        specs = [kernel, *(copy.deepcopy(kernel) for _ in num_observed[1:])]
+    if len(specs) != len(num_observed):
+        raise ValueError(f"kernel must be one kernel or one for each of the {len(num_observed)} views; got {len(specs)}")
+    views = []
+    for outputs, spec in zip(num_observed, specs, strict=True):
+        made = make_kernel(spec, latents.shape[1], latents)
+        is_linear = isinstance(made, LinearARD)
+        rows = latents.shape[1] if is_linear else min(num_inducing, len(latents))
+        make = torch.eye if is_linear else torch.randn
+        inducing = make(rows, latents.shape[1], dtype=latents.dtype)
+        views.append(View(outputs, made, inducing, collapsed=collapsed, trainable=not is_linear, expectation=expectation))
+    return views
+
+
+def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.Kernel:
     r"""A kernel of ``Q`` latents: ``"rbf"`` with one length-scale :math:`\sqrt Q` per latent, ``"linear"`` with one weight per latent.
 
     Raises:

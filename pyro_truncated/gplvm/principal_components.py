@@ -1,0 +1,63 @@
+"""Principal components, to start latents from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.utils.counts import check_count
+
+# Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
+_RANK_TOLERANCE = 1e-7
+
+
+def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: torch.Generator | None = None) -> Tensor:
+    r"""Leading principal components of the data, each scaled to variance one, to start latents from.
+
+    The data are centred here, so that the components are :math:`\sqrt N u_q` with the leading left singular vectors :math:`u_q` of the
+    centred data; their signs are arbitrary. Columns beyond the rank are filled with standard normal numbers. The rank counts the singular
+    values above 1e-7 of the largest (they come from the smaller of the two Gram matrices, whose rounding reaches 1e-8) and above the
+    rounding of the data themselves.
+
+    Args:
+        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are.
+        num: number of components.
+        generator: source of the random columns, default torch's global one. It advances by ``num`` columns whatever the rank.
+
+    Returns:
+        ``(N, num)``, with type and device of the data.
+
+    Raises:
+        TypeError: if the data are not floating point.
+        ValueError: if the data are empty, no matrix or not finite, or ``num`` is not positive.
+    """
+    joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
+    size = _checked_norm(joint, num)
+    centred = joint.double() - joint.mean(0, dtype=torch.float64)
+    kept = min(num, *centred.shape)
+    if centred.shape[1] <= centred.shape[0]:
+        _, vectors = torch.linalg.eigh(centred.mT @ centred)
+        scores = centred @ vectors.flip(1)[:, :kept]
+    else:
+        values, vectors = torch.linalg.eigh(centred @ centred.mT)
+        scores = vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt()
+    scale = scores.square().mean(0).sqrt()
+    rounding = 4 * torch.finfo(joint.dtype).eps * size / len(joint) ** 0.5
+    useful = scale > torch.maximum(_RANK_TOLERANCE * scale.max(), rounding)
+    device = joint.device if generator is None else generator.device
+    found = torch.randn(len(joint), num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
+    found[:, :kept] = torch.where(useful, scores / scale.clamp(min=1e-300), found[:, :kept])
+    return found.to(joint.dtype)
+
+
+def _checked_norm(data: Tensor, num: int) -> Tensor:
+    """The Frobenius norm, which also shows NaN and infinity without a copy of the data."""
+    if not data.is_floating_point():
+        raise TypeError(f"data must be floating point; got {data.dtype}")
+    size: Tensor = torch.linalg.vector_norm(data, dtype=torch.float64)
+    if data.ndim != 2 or data.numel() == 0 or not bool(size.isfinite()):
+        raise ValueError(f"data must be a finite matrix (N, D) that is not empty; got shape {tuple(data.shape)} and norm {float(size)}")
+    check_count("num", num)
+    return size
