@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.supports import supported_log_prob
 
@@ -96,7 +97,7 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
             "with a conditional, log joints depend on its draws; compare free energies with a collapsed model instead"
         )
     guide.setup(*args, **kwargs)
-    return guide.log_joint_of(*args, values={**guide.other_values(args, kwargs), **(values or {})}, **kwargs)
+    return guide.log_joint_of(*args, values={**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}, **kwargs)
 
 
 def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:

@@ -46,6 +46,7 @@ OF_OTHERS = {
     "_mask": "the mask inside a MaskedDistribution",
     "_slice_input": "how a Pyro kernel applies active_dims",
     "_load_pyro_samples": "how a GPModel draws its parameters",
+    "_setup_prototype": "how the guides of an AutoGuideList are shown the model",
     "_create_plates": "the plates of the AutoGuideList that a guide is part of",
     "_guess_max_plate_nesting": "how Pyro's ELBOs count plates",
     "_params": "the parameter store without its constraints",

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pyro.poutine as poutine
 import torch
@@ -14,12 +14,10 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_truncated.guide.truncated_guide import TruncatedGuide
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.isolation import spare_random_numbers
-
-if TYPE_CHECKING:
-    from pyro_truncated.guide.auto_truncated import AutoTruncated
 
 
 class OneDrawWarning(UserWarning):
@@ -39,7 +37,7 @@ class _GivenSubsamples(Messenger):
 
 
 @torch.no_grad()
-def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
+def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[str, Tensor] | None = None) -> Population | None:
     r"""The populations of the data points that the model selects, under weights averaged over ``guide.num_draws`` draws.
 
     With draws :math:`z_1, \dots, z_M` of the other latents these are
@@ -58,9 +56,8 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
     Returns:
         The populations, or ``None`` where no other guide makes draws.
     """
-    args, kwargs = call.args, call.kwargs
     with spare_random_numbers(), poutine.block():
-        values = guide.other_values(args, kwargs, subsamples=subsamples)
+        values = guide.other_values(call, subsamples=subsamples)
         if not values:
             return None
         num_draws, weights, free_energy = 0, torch.zeros(()), torch.zeros(())
@@ -70,7 +67,7 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
             weights = weights + population.weights().double()
             free_energy = free_energy + population.free_energy()
             num_draws, subsamples = num_draws + 1, batch.scorer.subsamples
-            following = guide.other_values(args, kwargs, subsamples=subsamples)
+            following = guide.other_values(call, subsamples=subsamples)
             if all(torch.equal(values[name], following[name]) for name in values):
                 break
             values = following
@@ -79,7 +76,7 @@ def average_over_draws(guide: AutoTruncated, call: Call, subsamples: Mapping[str
 
 
 @torch.no_grad()
-def average_stored(guide: AutoTruncated, population: Population, call: Call | None) -> Population:
+def average_stored(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
     """Populations as they are stored, with log joints averaged over draws where other guides make these.
 
     Args:
@@ -92,11 +89,11 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
     """
     if not _has_siblings(guide, call):
         return population
-    done = guide.populations.are_averages.to(guide.words.device)
+    done = guide.populations.are_averages.to(guide.populations.words.device)
     wanted = torch.arange(len(done), device=done.device) if population.indices is None else population.indices.long()
     if bool(done[wanted].all()):
         return population
-    log_joint = guide.log_joint.clone()
+    log_joint = guide.populations.log_joint.clone()
     for batch in [] if call is None else _averaged_batches(guide, call, wanted):
         where = slice(None) if batch.indices is None else batch.indices
         log_joint[where], done[where] = batch.log_joint, True
@@ -112,14 +109,14 @@ def average_stored(guide: AutoTruncated, population: Population, call: Call | No
     return dataclasses.replace(population, log_joint=log_joint[wanted])
 
 
-def _has_siblings(guide: AutoTruncated, call: Call | None) -> bool:
+def _has_siblings(guide: TruncatedGuide, call: Call | None) -> bool:
     if call is None:
         return guide.siblings is not None
     with spare_random_numbers():
-        return bool(guide.other_values(call.args, call.kwargs))
+        return bool(guide.other_values(call))
 
 
-def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[Population]:
+def _averaged_batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[Population]:
     """Averaged populations of the wanted data points, as far as a call of the model can reach them."""
     for subsamples in _batches(guide, call, wanted):
         batch = average_over_draws(guide, call, subsamples)
@@ -127,7 +124,7 @@ def _averaged_batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Itera
         yield batch
 
 
-def _batches(guide: AutoTruncated, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
+def _batches(guide: TruncatedGuide, call: Call, wanted: Tensor) -> Iterator[dict[str, Tensor]]:
     """Subsamples that together hold the wanted data points, as far as a call of the model can reach them."""
     given = _GivenSubsamples()
     with spare_random_numbers(), poutine.block():

@@ -9,6 +9,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search, SearchBatch
@@ -27,17 +28,34 @@ class Batch:
     Attributes:
         populations: where the populations of all data points are kept.
         scorer: scores states of the data points of this batch.
-        indices: positions ``(N,)`` of these among all data points, ``None`` for all in order.
     """
 
     populations: PopulationStore
     scorer: LogJoint
-    indices: Tensor | None
 
-    @classmethod
-    def of(cls, populations: PopulationStore, scorer: LogJoint) -> Batch:
-        """The batch of a scorer."""
-        return cls(populations, scorer, scorer.indices)
+    def check(self) -> None:
+        """Checks that the populations are of these data, and are where the model is.
+
+        Raises:
+            TypeError: if positions of data points are no integers.
+            ValueError: if the model's data are more or fewer, its subsample is out of range, or the populations are on another device.
+
+        Warns:
+            ChangedDataWarning: if the data are others than last time.
+        """
+        store, scorer = self.populations, self.scorer
+        refuse_other_size(len(store.words), scorer.full_size, scorer.layout.plates)
+        if scorer.device != store.words.device:
+            raise ValueError(
+                f"the populations are on {store.words.device}, the model's states on {scorer.device}; call guide.to({str(scorer.device)!r})"
+            )
+        store.check_indices(self.indices)
+        store.seen.compare(scorer)
+
+    @property
+    def indices(self) -> Tensor | None:
+        """Positions ``(N,)`` of the data points among all, ``None`` for all in order."""
+        return self.scorer.indices
 
     def population(self) -> Population:
         """The populations as they are stored, with what the model observes of their states put in."""

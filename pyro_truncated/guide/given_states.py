@@ -14,8 +14,6 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 
-# Values that are looked at together when states are loaded.
-
 Init = States | Callable[[], States] | None
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide import AutoContinuous, AutoGuideList
-from pyro.infer.autoguide.guides import AutoCallable
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK
@@ -18,8 +16,10 @@ from pyro.poutine.trace_messenger import TraceMessenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.guide.siblings import parts_of
+from pyro_truncated.program.call import Call
 from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
+
+# `_PYRO_STACK` is private, but no message says what the traces around have recorded, nor which plates (with their subsamples) are open.
 
 
 class SharedPlates(Messenger):
@@ -98,48 +98,63 @@ class _OpenedPlates(Messenger):
             msg["value"] = torch.arange(size if number is None else min(number, size), device=msg["fn"].device)
 
 
-def model_plates(model: Callable[..., Any], frames: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def model_plates(call: Call, frames: Mapping[str, Any]) -> dict[str, Any]:
     """New plates as the model opens them for these arguments, with the subsample that it is given or a fresh one of the size it asks for.
 
     The model runs only until it has opened the last of them.
 
     Args:
-        model: the model.
+        call: the model and its arguments.
         frames: plates of an earlier run, by name.
-        args: the model's positional arguments.
-        kwargs: its keyword arguments.
     """
     opened = _OpenedPlates(frames)
     if not frames:
         return {}
     with spare_random_numbers(), torch.no_grad(), poutine.block(), free_plate_dims(), suppress(_AllOpenError), opened:
-        model(*args, **kwargs)
+        call()
     return {name: pyro.plate(name, dim=frames[name].dim, **request) for name, request in opened.requests.items()}
 
 
-def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
-    """Lets the guides in a list that open plates of their own, functions above all, reuse those of the list."""
-    for part in parts_of(guide_list):
-        opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
-        if part is not truncated and opens_its_own and "forward" not in vars(part):
-            part.forward = SharedPlates()(part.forward)
+def made_anew(plates: Mapping[str, Any]) -> dict[str, Any]:
+    """The same plates made once more, for the trace that is being recorded."""
+    return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
 
 
-def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, Any]) -> None:
-    """Checks that no guide that has one vector of all its latents is asked for those of some of the data points.
+def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The plates, some of them with other subsamples."""
+    replaced = {
+        name: pyro.plate(name, plate.size, subsample=subsamples[name], dim=plate.dim)
+        for name, plate in plates.items()
+        if name in subsamples
+    }
+    return {**plates, **replaced}
+
+
+def subsamples_of(plates: Mapping[str, Any]) -> dict[str, Any]:
+    """Positions of the data points in plates, by name."""
+    return {name: plate.indices for name, plate in plates.items()}
+
+
+def refuse_other_size(held: int, size: int, plates: Iterable[str]) -> None:
+    """Checks that data are as many as those that populations are of.
+
+    Args:
+        held: number of data points that the populations are of.
+        size: number of data points that the model has now.
+        plates: names of its data plates.
 
     Raises:
-        ValueError: naming the guide, the latents and the plate.
+        ValueError: if they are not.
     """
-    partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
-    for part in parts_of(guide_list):
-        if not partial or not isinstance(part, AutoContinuous) or part.prototype_trace is None:
-            continue
-        for name, site in part.prototype_trace.iter_stochastic_nodes():
-            inside = partial & {frame.name for frame in site["cond_indep_stack"]}
-            if inside:
-                raise ValueError(
-                    f"{type(part).__name__} holds one vector for all latents it has seen and cannot take the latent '{name}' for a "
-                    f"subsample of plate '{min(inside)}'. Give latents of data points to AutoNormal or AutoDelta, which keep them by "
-                    "position in the data, or to a function of the data (an amortised guide), or train without minibatches."
-                )
+    if held != size:
+        raise ValueError(
+            f"the guide holds populations of {held} data points, but the model's data plate {list(plates)} now has {size}. For other data "
+            "use guide.infer(new_data, search, steps). Minibatches that are passed as arguments need their positions in the data: "
+            "pyro.plate(name, num_data, subsample=positions)."
+        )
+
+
+def enter(stack: ExitStack, plate: Any) -> None:
+    """Opens a plate that is not open already."""
+    if not any(handler is plate for handler in _PYRO_STACK):
+        stack.enter_context(plate)

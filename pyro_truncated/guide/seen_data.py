@@ -45,14 +45,13 @@ class SeenData:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_arguments": None}
 
-    def compare(self, log_joint: LogJoint, indices: Tensor | None) -> None:
+    def compare(self, log_joint: LogJoint) -> None:
         """Warns if data points of a scorer differ from what they were last time, and remembers what they are.
 
         What is new is checked first: values that its distributions do not allow are refused.
 
         Args:
             log_joint: the scorer, freshly made; where its arguments are the very tensors of last time, unchanged, nothing is computed.
-            indices: positions of its data points among all.
 
         Raises:
             ValueError: for observed values outside the support of their distribution.
@@ -61,7 +60,7 @@ class SeenData:
         if not _are_same(arguments, self._arguments):
             self._arguments = arguments
             self._round += 1
-        where = slice(None) if indices is None else indices
+        where = slice(None) if log_joint.indices is None else log_joint.indices
         if self._checked is None or self._checked.device != log_joint.device:
             with ordinary_tensors():
                 self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)

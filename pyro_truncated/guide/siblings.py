@@ -7,14 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.infer.autoguide import AutoGuide, AutoGuideList
+from pyro.infer.autoguide import AutoContinuous, AutoGuide, AutoGuideList
 from pyro.infer.autoguide.guides import AutoCallable
 from torch import Tensor
 
+from pyro_truncated.guide.plates import SharedPlates, made_anew, model_plates, subsamples_of, with_subsamples
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
+from pyro_truncated.program.subsampling import SparseSubsamples
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +28,13 @@ class Siblings:
         guide_list: the list, whose plates its parts enter.
         earlier: the parts before the truncated one, in order, which it scores states given draws of.
         later: the parts after it.
+        frames: plates of the model on new data, by name, where a guide for these has inherited the siblings; ``None`` in their own list.
     """
 
     guide_list: Any
     earlier: tuple[Any, ...]
     later: tuple[Any, ...]
+    frames: Mapping[str, Any] | None = None
 
     @classmethod
     def of(cls, guide: Any) -> Siblings:
@@ -39,39 +44,60 @@ class Siblings:
         position = next(i for i, part in enumerate(parts) if part is guide)
         return cls(guide_list, tuple(parts[:position]), tuple(parts[position + 1 :]))
 
-    def run(self, plates: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def inherited(self, frames: Mapping[str, Any]) -> Siblings:
+        """The siblings beside a guide for new data, of which the model has opened these plates."""
+        return dataclasses.replace(self, frames=frames)
+
+    def plates(self, call: Call) -> dict[str, Any]:
+        """Plates as the list would make them now, or for new data as the model does."""
+        if self.frames is not None:
+            return model_plates(call, self.frames)
+        if self.guide_list.prototype_trace is None:
+            self.guide_list._setup_prototype(*call.args, **call.kwargs)
+        kept = getattr(self.guide_list, "plates", {})
+        try:
+            return dict(self.guide_list._create_plates(*call.args, **call.kwargs))
+        finally:
+            self.guide_list.plates = kept
+
+    def run(self, plates: Mapping[str, Any], call: Call) -> None:
         """Runs the earlier parts in the given plates."""
         with self._entering(plates):
             for part in self.earlier:
-                part(*args, **kwargs)
+                call.of(part)()
 
-    def draw(
-        self, names: Sequence[str], plates: Mapping[str, Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], median: bool = False
+    def values(
+        self, names: Sequence[str], call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None
     ) -> dict[str, Any]:
         """Draws (or medians, of guides that know theirs) of the named latents, outside of any trace.
 
         Args:
             names: of the model's other latents.
-            plates: the plates to draw in.
-            args: the model's positional arguments.
-            kwargs: the model's keyword arguments.
+            call: the model and its arguments.
             median: whether to take medians.
+            subsamples: subsamples of plates by name; default: those of the model.
+
+        Returns:
+            The values, with the subsamples that they are for.
 
         Raises:
             ValueError: if some of the latents belong to parts after the truncated guide.
         """
+        with poutine.block(), SparseSubsamples():
+            plates = with_subsamples(self.plates(call), subsamples or {})
         found: dict[str, Any] = {}
         with poutine.block(), torch.no_grad():
             if median:
-                with self._entering(_anew(plates)):
+                with self._entering(made_anew(plates)):
                     for part in self.earlier:
-                        found.update(part.median(*args, **kwargs) or {})
+                        found.update(call.of(part.median)() or {})
             if any(name not in found for name in names):
                 with poutine.trace() as recorder:
-                    self.run(_anew(plates), args, kwargs)
+                    self.run(made_anew(plates), call)
                 found = {name: node["value"] for name, node in sample_nodes(recorder.trace).items()} | found
         self._refuse_late([name for name in names if name not in found])
-        return {name: found[name] for name in names if name in found}
+        wanted = {name: found[name] for name in names if name in found}
+        return wanted | subsamples_of(plates) if wanted else {}
 
     def _refuse_late(self, missing: Sequence[str]) -> None:
         prototypes = [part.prototype_trace for part in self.later]
@@ -82,18 +108,19 @@ class Siblings:
                 "AutoGuideList; append AutoTruncated last"
             )
 
-    def refuse_unknown(self, new: Any) -> None:
+    def refuse_unknown(self, layout: Layout, prototype: Any) -> None:
         """Checks that the siblings know the latents of new data.
 
         Args:
-            new: a truncated guide that has been set up on the new data.
+            layout: where the model has its latents.
+            prototype: a run of the model on the new data.
 
         Raises:
             ValueError: if a part has parameters for each data point it was trained on.
         """
-        nodes = {node["name"]: node for node in latent_nodes(new.prototype_trace)}
-        plates = set(new.layout.plates)
-        local = [name for name in new.layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
+        nodes = {node["name"]: node for node in latent_nodes(prototype)}
+        plates = set(layout.plates)
+        local = [name for name in layout.other_latents if plates & {frame.name for frame in nodes[name]["cond_indep_stack"]}]
         fixed = [part for part in self.guide_list.modules() if _has_parameters_of_its_own(part)]
         unknown = {name for name in local if any(name in part.prototype_trace for part in fixed)}
         if unknown:
@@ -114,48 +141,46 @@ class Siblings:
             self.guide_list.plates = kept
 
 
-def refuse_subsampling(guide: Any) -> None:
-    """Checks that the model took all data points when a guide was set up.
+def share_plates(guide_list: AutoGuideList, truncated: Any) -> None:
+    """Lets the guides in a list that open plates of their own, functions above all, reuse those of the list."""
+    for part in parts_of(guide_list):
+        opens_its_own = isinstance(part, AutoCallable) or not type(part).forward.__module__.startswith("pyro.")
+        if part is not truncated and opens_its_own and "forward" not in vars(part):
+            part.forward = SharedPlates()(part.forward)
+
+
+def refuse_subsampled_latents(guide_list: AutoGuideList, plates: Mapping[str, Any]) -> None:
+    """Checks that no guide that has one vector of all its latents is asked for those of some of the data points.
 
     Raises:
-        ValueError: naming the plate of which it took only some.
+        ValueError: naming the guide, the latents and the plate.
     """
-    for name in guide.layout.plates:
-        frame = guide._prototype_frames[name]
-        if frame.size != (frame.full_size or frame.size):
-            raise ValueError(
-                f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
-            )
+    partial = {name for name, plate in plates.items() if len(plate.indices) < plate.size}
+    for part in parts_of(guide_list):
+        if not partial or not isinstance(part, AutoContinuous) or part.prototype_trace is None:
+            continue
+        for name, site in part.prototype_trace.iter_stochastic_nodes():
+            inside = partial & {frame.name for frame in site["cond_indep_stack"]}
+            if inside:
+                raise ValueError(
+                    f"{type(part).__name__} holds one vector for all latents it has seen and cannot take the latent '{name}' for a "
+                    f"subsample of plate '{min(inside)}'. Give latents of data points to AutoNormal or AutoDelta, which keep them by "
+                    "position in the data, or to a function of the data (an amortised guide), or train without minibatches."
+                )
 
 
-def refuse_uncovered(guide: Any, values: Mapping[str, Any]) -> None:
-    """Checks that every other latent of the model has a value that a guide, or a conditional, gives it.
+def refuse_uncovered(names: Sequence[str]) -> None:
+    """Refuses new data of which no guide says anything about some latents.
 
     Raises:
-        ValueError: naming those without.
+        ValueError: naming them, if there are any.
     """
-    uncovered = [name for name in guide.layout.other_latents if name not in values]
-    if uncovered and guide.conditional is None:
+    if names:
         raise ValueError(
-            f"infer() knows nothing of the latents {uncovered}, which no guide beside AutoTruncated covers: they could only be drawn from "
-            "the prior. Train with an AutoGuideList that holds their guide before AutoTruncated, and call infer of that AutoTruncated; "
-            "or give it a conditional=... that samples them given the states."
+            f"infer() knows nothing of the latents {list(names)}, which no guide beside AutoTruncated covers: they could only be drawn "
+            "from the prior. Train with an AutoGuideList that holds their guide before AutoTruncated, and call infer of that "
+            "AutoTruncated; or give it a conditional=... that samples them given the states."
         )
-
-
-def _anew(plates: Mapping[str, Any]) -> dict[str, Any]:
-    """The same plates made once more, for the trace that is being recorded."""
-    return {name: pyro.plate(name, plate.size, subsample=plate.indices, dim=plate.dim) for name, plate in plates.items()}
-
-
-def with_subsamples(plates: Mapping[str, Any], subsamples: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The plates, some of them with other subsamples."""
-    replaced = {
-        name: pyro.plate(name, plate.size, subsample=subsamples[name], dim=plate.dim)
-        for name, plate in plates.items()
-        if name in subsamples
-    }
-    return {**plates, **replaced}
 
 
 def parts_of(guide_list: Any) -> Iterator[Any]:

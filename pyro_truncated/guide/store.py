@@ -18,8 +18,6 @@ from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.notes import note_once
 
-NOT_SET_UP = "the guide has not seen the model yet; call it (or svi.step) once with the model's arguments"
-
 
 class PopulationStore(PyroModule):
     """The states of all data points of a guide and their log joints, as buffers of a module.
@@ -137,7 +135,7 @@ class PopulationStore(PyroModule):
     def space(self) -> StateSpace:
         """The space of one data point's states."""
         if self._space is None:
-            raise RuntimeError(NOT_SET_UP)
+            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
         return self._space
 
     def check_indices(self, indices: Tensor | None) -> None:
@@ -163,6 +161,20 @@ class PopulationStore(PyroModule):
             raise RuntimeError("the guide has no populations yet; call it (or svi.step) once with the model's arguments")
         self.check_indices(indices)
         return self.take(indices)
+
+    def scored(self, indices: Tensor | None = None) -> Population:
+        """The stored populations of all or the given data points, which must have been scored.
+
+        Raises:
+            RuntimeError: if some of them never were.
+        """
+        population = self.population(indices)
+        if bool(population.log_joint.isnan().any()):
+            raise RuntimeError(
+                "some of these populations have never been scored under the model; train first, or refresh them with "
+                "guide.refresh_(*args) (with the model's arguments)"
+            )
+        return population
 
     def take(self, indices: Tensor | None = None) -> Population:
         """The stored populations of data points whose positions are known to be right."""
@@ -217,3 +229,13 @@ class PopulationStore(PyroModule):
         population = self.store_(averaged.log_joint, averaged.indices)
         self._averages = self.revision, known
         return population
+
+
+def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """What to do with the state of a guide whose populations were buffers of its own; ``None`` for any other."""
+    if f"{prefix}words" not in state_dict:
+        return None
+    return (
+        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
+        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
+    )

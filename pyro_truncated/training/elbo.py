@@ -14,8 +14,9 @@ from pyro.util import warn_if_nan
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.guide.auto_truncated import AutoTruncated, Searching
+from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.probe import AllObservedError

@@ -21,9 +21,9 @@ def test_loading_into_a_used_guide_is_a_change_of_its_populations():
     case = zoo.binary()
     guide, other = used(case, 8), AutoTruncated(case.model, 8)
     other.refresh_(*case.args)
-    revision = guide.revision
+    revision = guide.populations.revision
     guide.load_state_dict(other.state_dict())
-    assert guide.revision > revision
+    assert guide.populations.revision > revision
     assert torch.equal(guide.words, other.words)
 
 

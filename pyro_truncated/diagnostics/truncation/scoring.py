@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -42,10 +43,11 @@ def scored_populations(
     if part is not guide and part.prototype_trace is None:
         with spare_random_numbers(), poutine.block():
             guide(*args, **kwargs)
-    others = {**part.other_values(args, kwargs, median=True), **(values or {})}
+    call = Call(part.model, args, kwargs)
+    others = {**part.other_values(call, median=True), **(values or {})}
     with poutine.block():
-        log_joint = part.log_joint_of(*args, values=others, **kwargs)
-        return part, log_joint, part.rescored(log_joint)
+        batch = part.batch(call, others)
+        return part, batch.scorer, batch.rescored()
 
 
 def plain(value: Tensor) -> Tensor:

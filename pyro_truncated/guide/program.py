@@ -1,0 +1,212 @@
+"""A truncated guide as a Pyro program: one index per data point, enumerated, and the sites set to the state that it points at."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
+import torch
+from pyro.ops.indexing import Vindex
+from pyro.ops.provenance import get_provenance, track_provenance
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import effectful
+from torch import Tensor
+
+from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.plates import SharedPlates, enter, model_plates, open_plates, recorded_subsamples, subsamples_of
+from pyro_truncated.guide.siblings import Siblings
+from pyro_truncated.guide.truncated_guide import TruncatedGuide
+from pyro_truncated.program import inspection
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.probe import AllObservedError
+from pyro_truncated.program.sites import trim
+from pyro_truncated.search.base import Search
+from pyro_truncated.states.population import Population
+
+
+class Searching(Messenger):
+    """Effect handler under which a truncated guide improves its populations when it runs, once."""
+
+    def __init__(self, search: Search, steps: int) -> None:
+        super().__init__()
+        self.search, self.steps, self.done = search, steps, False
+
+    def _pyro_truncated_search(self, msg: Any) -> None:
+        if not self.done:
+            self.done, msg["value"], msg["done"] = True, self, True
+
+
+@effectful(type="truncated_search")
+def search_asked_for() -> Searching | None:
+    """The handler around that asks for a search, if there is one: a message that only :class:`Searching` answers."""
+    return None
+
+
+def recorded_values(guide: TruncatedGuide) -> dict[str, Any]:
+    """Draws of the model's other latents in the traces that are being recorded, with the subsamples of plates that they are for."""
+    names = guide.layout.other_latents
+    found = inspection.recorded_values(names, guide.frames, guide.layout.depth) if names else {}
+    return found | recorded_subsamples(guide.frames) if found else {}
+
+
+class ProgramRun:
+    """One run of a guide that has met its model: :meth:`sample` samples the discrete sites, and what ``conditional`` samples.
+
+    Args:
+        guide: the guide.
+        call: the model and the arguments of both.
+    """
+
+    def __init__(self, guide: TruncatedGuide, call: Call) -> None:
+        self._guide, self._call, self._layout = guide, call, guide.layout
+
+    def sample(self) -> dict[str, Tensor]:
+        """Samples the sites; returns their values, and those of the latents that the states were scored with."""
+        guide, values, plates = self._guide, recorded_values(self._guide), None
+        # A guide around this one may have sampled the other latents already.
+        if not values and guide.master is None and guide.siblings is not None:
+            values, plates = self._run_inherited(guide.siblings)
+        elif not values:
+            subsamples = {} if guide.master is None else subsamples_of(getattr(guide.master(), "plates", {}))
+            values = guide.other_values(self._call, subsamples=subsamples)
+        with torch.no_grad():
+            try:
+                plates, batch = self._open(values, plates)
+            except AllObservedError:
+                return self._sample_given_states(values)
+            population = self._improved(batch).without_impossible()
+        scorer = batch.scorer
+        hidden = scorer.hidden_log_probs(population.words)
+        # The draws that the states were scored with go with them: outside of a trace they are not the ones the list has just made.
+        result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
+        with ExitStack() as stack:
+            for name in self._layout.plates:
+                enter(stack, plates[name])
+            states = self._sample_states(population, hidden, scorer, plates)
+            return result | states | self._sample_conditional({name: scorer.nodes[name]["value"] for name in scorer.observed} | states)
+
+    def _improved(self, batch: Batch) -> Population:
+        """The populations with their log joints, improved first where an ELBO asks for it."""
+        # Under the name of a site, the message passes whatever lets that site pass.
+        asked = search_asked_for(name=next(iter(self._layout.sites)))
+        if asked is not None:
+            population = batch.search_(asked.search, asked.steps)
+            if not batch.scorer.is_vectorized:
+                return population
+        return batch.rescored()
+
+    def _sample_conditional(self, states: dict[str, Any]) -> dict[str, Tensor]:
+        conditional = self._guide.conditional
+        return {} if conditional is None else conditional(states, *self._call.args, **self._call.kwargs) or {}
+
+    def _run_inherited(self, siblings: Siblings) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Samples what the guides of the trained list sample, in plates of these data; returns the other latents, and the plates."""
+        # A trace of its own, so that what functions sample can be read even where nobody records it.
+        with poutine.trace():
+            self._guide.plates = plates = model_plates(self._call, self._guide.frames)
+            siblings.run(plates, self._call)
+            return recorded_values(self._guide), plates
+
+    def _sample_given_states(self, values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Where the model observes all discrete sites: nothing is left to sample but what ``conditional`` does."""
+        result: dict[str, Tensor] = {name: values[name] for name in self._layout.other_latents if name in values}
+        if self._guide.conditional is None:
+            return result
+        with SharedPlates(), ExitStack() as stack:
+            plates = self._guide.created_plates(self._call)
+            plates = model_plates(self._call, self._guide.frames) if plates is None else plates
+            for name in self._layout.plates:
+                enter(stack, plates[name])
+            try:
+                self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+            except AllObservedError as observed:
+                with torch.enable_grad():
+                    result.update(self._sample_conditional(observed.values))
+        return result
+
+    # --- plates ---
+
+    def _open(self, values: Mapping[str, Any], plates: dict[str, Any] | None) -> tuple[dict[str, Any], Batch]:
+        """The plates to sample in, with the batch in them: those given, or from the guide list or ``create_plates``, else the model's."""
+        plates = self._guide.created_plates(self._call) if plates is None else plates
+        if plates is None:
+            return self._open_as_the_model(values)
+        return plates, self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+
+    def _open_as_the_model(self, values: Mapping[str, Any]) -> tuple[dict[str, Any], Batch]:
+        """Plates with the very subsamples that the model draws.
+
+        So guide and model agree whatever the batch size, and a handler outside (a replay, say) still has the last word. A guide around
+        this one that has the plates already decides.
+        """
+        frames = {frame.name: frame for site in self._layout.sites.values() for frame in site.frames if frame.vectorized}
+        opened = open_plates({name: frame.dim for name, frame in frames.items()})
+        known = recorded_subsamples(frames) | subsamples_of(opened)
+        batch = self._guide.batch(self._call, {**values, **known})
+        drawn = batch.scorer.values
+        frames = {f.name: f for site in self._layout.sites for f in batch.scorer.nodes[site]["cond_indep_stack"] if f.vectorized}
+        with SharedPlates():
+            self._guide.plates = plates = {
+                name: opened.get(name) or pyro.plate(name, frame.full_size or frame.size, subsample=drawn[name], dim=frame.dim)
+                for name, frame in frames.items()
+            }
+        if any(plate.indices is not drawn[name] for name, plate in plates.items()):
+            batch = self._guide.batch(self._call, {**values, **subsamples_of(plates)})
+        return plates, batch
+
+    # --- sites ---
+
+    def _sample_states(
+        self, population: Population, hidden: Mapping[str, Tensor], scorer: LogJoint, plates: Mapping[str, Any]
+    ) -> dict[str, Tensor]:
+        layout, words = self._layout, population.words
+        logits = population.log_joint.log_softmax(-1)
+        batch = layout.spread(scorer.sizes)
+        logits = logits.reshape(*self._spread_draws(logits.shape[:-2], batch, scorer.depth), logits.shape[-1])
+        # What does not take many states at once can be enumerated one by one, by Pyro's ELBOs too.
+        enumerate_ = "parallel" if self._guide.is_enumerable else "sequential"
+        infer: Any = {"enumerate": enumerate_, "is_auxiliary": True, "truncated": {"guide": weakref.ref(self._guide)}}
+        # A scale that the model puts on its discrete sites, beyond that of subsampling, must weigh the guide's sites as well.
+        with poutine.scale(scale=scorer.scale_beyond_plates):
+            index = pyro.sample(self._guide.index_name, dist.Categorical(logits=logits), infer=infer)
+            rows = torch.arange(len(words), device=words.device).reshape(batch)
+            # Unpacking forgets that the states come from the index, which pictures of the guide should show.
+            levels = track_provenance(layout.space.unpack(words[rows, index]), get_provenance(index))
+            values = layout.decode(levels, max(layout.depth, levels.dim() - 1), scorer.dtypes)
+            # The guide's density gives back what a mask takes away from the model's, see LogJoint.
+            densities = {name: -Vindex(value.movedim(0, -1))[..., index] for name, value in hidden.items()}
+            zero = logits.new_zeros(())
+            latent = {name: value for name, value in values.items() if name not in scorer.observed}
+            return {name: self._sample_site(name, value, plates, densities.get(name, zero)) for name, value in latent.items()}
+
+    def _spread_draws(self, draws: Sequence[int], batch: Sequence[int], depth: int) -> tuple[int, ...]:
+        """Batch shape with the draws of other latents (vectorised particles) at the plates that they come from, else left-most."""
+        if not draws:
+            return tuple(batch)
+        dims = [frame.dim for frame in inspection.plates_around(self._guide.frames, self._guide.index_name) if frame.size > 1]
+        if len(dims) != len(draws):
+            dims = list(range(-depth, -depth + len(draws)))
+        shape = [1] * (max(-min(dims), len(batch)) - len(batch)) + list(batch)
+        for dim, size in zip(sorted(dims), draws, strict=True):
+            shape[dim] = size
+        return tuple(shape)
+
+    def _sample_site(self, name: str, value: Tensor, plates: Mapping[str, Any], log_density: Tensor) -> Tensor:
+        site = self._layout.sites[name]
+        with ExitStack() as stack:
+            for frame in site.frames:
+                if frame.vectorized and frame.name not in self._layout.plates:
+                    enter(stack, plates[frame.name])
+            value = trim(value, site.event_dim, site.depth)
+            shape = value.shape[: value.dim() - site.event_dim]
+            # Given always: with integer values the default would bring a float32 density into a float64 model.
+            log_density = log_density.expand(torch.broadcast_shapes(shape, log_density.shape))
+            value = value.expand((*log_density.shape, *value.shape[len(shape) :]))
+            stack.enter_context(self._layout.room_for(site, log_density.dim()))
+            return pyro.sample(name, dist.Delta(value, log_density=log_density, event_dim=site.event_dim))

@@ -1,0 +1,89 @@
+"""What a guide finds out about its model when it first meets it: the discrete sites, the plates, and how states can be scored."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.inspection import dependents, refuse_hidden_latents
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.utils.counts import naming_empty_plates
+from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+from pyro_truncated.utils.representation import power_of_ten
+from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
+
+
+def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
+    """A trace of a model that a guide has not met before.
+
+    Raises:
+        ValueError: if the model hides latents, or what Pyro's parameter store holds under its names belongs to others.
+    """
+    refuse_shadowed(call.model, conditional)
+    refuse_hidden_latents(call)
+    with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
+        return call.trace()
+
+
+def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> Layout:
+    """The discrete sites and the data plates of a model that has been run."""
+    layout = Layout(trace, max_count, lambda names: dependents(call, names), Dependencies(call))
+    if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
+        warnings.warn(
+            "AutoTruncated sees no observed site: its posterior would be the prior. "
+            "Give it the whole model, not poutine.block(model, ...).",
+            stacklevel=2,
+        )
+    return layout
+
+
+def frames_of(trace: poutine.Trace) -> dict[str, Any]:
+    """The vectorised plates of the latents of a run."""
+    return {frame.name: frame for _, site in trace.iter_stochastic_nodes() for frame in site["cond_indep_stack"] if frame.vectorized}
+
+
+def without_states(trace: Any, layout: Layout) -> torch.device:
+    """Leaves of the states in a trace that a guide keeps only shape and type; returns the device that they were on."""
+    nodes = sample_nodes(trace)
+    for name in layout.sites:
+        nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
+    device: torch.device = nodes[next(iter(layout.sites))]["value"].device
+    return device
+
+
+def are_all_observed(call: Call, layout: Layout) -> bool:
+    """Whether the model observes all discrete sites in a call."""
+    with spare_random_numbers(), torch.no_grad(), isolated():
+        nodes = sample_nodes(call.trace())
+    return all(name in nodes and nodes[name]["is_observed"] for name in layout.sites)
+
+
+def takes_arguments(model: Callable[..., Any], *, otherwise: bool) -> bool:
+    """Whether a model cannot be called without arguments.
+
+    Args:
+        model: the model.
+        otherwise: what is said of one with handlers around it, which hide what it takes.
+    """
+    parameters = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model).parameters.values()
+    if all(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return len(parameters) > 0 and otherwise
+    return True
+
+
+def describe(layout: Layout | None, num_states: int) -> str:
+    """What populations are of, in one line."""
+    if layout is None:
+        return f"num_states={num_states}, not set up yet: call it, or svi.step, with the model's arguments"
+    sites, plates = ", ".join(layout.sites), ", ".join(layout.plates)
+    data = f"{layout.num_data} data points in {plates}" if plates else "one state of all data (no data plate)"
+    return f"sites: {sites}; {data}; {num_states} of {power_of_ten(layout.space.size)} states each"

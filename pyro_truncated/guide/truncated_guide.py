@@ -1,0 +1,64 @@
+"""What the parts of a guide ask of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from pyro_truncated.guide.batch import Batch
+from pyro_truncated.guide.siblings import Siblings
+from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.layout import Layout
+
+
+class TruncatedGuide(Protocol):
+    """A guide whose distribution over the discrete latents is the posterior renormalised on populations of states.
+
+    Attributes:
+        master: a reference to the guide list that it is a part of, or ``None``.
+        plates: the plates that it sampled in when it last ran.
+        populations: where the states of all data points are kept.
+        num_draws: how many draws of the latents of other guides are averaged over.
+    """
+
+    master: Any
+    plates: Any
+    populations: PopulationStore
+    num_draws: int
+
+    @property
+    def layout(self) -> Layout:
+        """The discrete sites and the data plates."""
+
+    @property
+    def frames(self) -> Mapping[str, Any]:
+        """The plates of the model's latents by name."""
+
+    @property
+    def siblings(self) -> Siblings | None:
+        """The guides beside it."""
+
+    @property
+    def conditional(self) -> Conditional | None:
+        """The callable that samples continuous latents given the states."""
+
+    @property
+    def is_enumerable(self) -> bool:
+        """Whether Pyro's own ELBOs can run the model on many states at once."""
+
+    @property
+    def index_name(self) -> str:
+        """Name of the auxiliary index site."""
+
+    def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
+        """The populations of the data points that a call of the model selects."""
+
+    def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Draws of the model's other latents by the guides beside it."""
+
+    def created_plates(self, call: Call) -> dict[str, Any] | None:
+        """The plates that its list, or the user, makes for it."""

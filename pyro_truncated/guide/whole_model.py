@@ -1,0 +1,299 @@
+"""An automatic guide of the discrete latents of a model that it is given whole, alone or in a list with guides of the other latents."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer.autoguide import AutoGuide
+from torch import Tensor
+
+from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size, subsamples_of
+from pyro_truncated.guide.siblings import Siblings, refuse_subsampled_latents, share_plates
+from pyro_truncated.guide.structure import are_all_observed, find_layout, first_run, frames_of, without_states
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.candidate_runs import Conditional, Scoring
+from pyro_truncated.program.inspection import ordinary_tensors
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.subsampling import SparseSubsamples
+from pyro_truncated.program.vectorization import check_choice, scoring_for
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
+
+
+class WholeModelGuide(AutoGuide):
+    """What a guide of the discrete latents of a model knows of the model, and of the guides beside it, in whose list it stands.
+
+    It scores states; which states, and with what weights the guide samples them, is left to what is made of it.
+
+    Args:
+        model: a Pyro model, whole.
+        conditional: samples continuous latents given the states, or ``None``.
+        max_count: largest value of count sites, one number or by site name.
+        vectorize: how states are scored, ``None`` to find out.
+        create_plates: as for every autoguide.
+        memory_budget: bytes that the temporaries of one operation may take, roughly.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        *,
+        conditional: Conditional | None,
+        max_count: int | Mapping[str, int] | None,
+        vectorize: bool | None,
+        create_plates: Callable[..., Any] | None,
+        memory_budget: int,
+    ) -> None:
+        for name, function in (("model", model), ("conditional", conditional or model)):
+            if not callable(function):
+                raise TypeError(f"{name} must be callable; got {function!r}")
+        memory_budget = check_count("memory_budget (in bytes)", memory_budget, 2**20)
+        check_choice(vectorize)
+        super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
+        self.max_count = max_count
+        self.vectorize = vectorize
+        self.memory_budget = memory_budget
+        # Must not become a submodule: its parameters belong to the model or to other guides.
+        self._conditional = (conditional,)
+        self._layout: Layout | None = None
+        self._scoring: Scoring = "together"
+        self._is_enumerable = True
+        self._inherited: Siblings | None = None
+
+    # --- the model ---
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The model.
+
+        Raises:
+            RuntimeError: if pickling left it behind.
+        """
+        if self._model is None:
+            raise RuntimeError(
+                "pickling a guide leaves its model behind. Its populations can still be read, but to use it with a model make a new "
+                "AutoTruncated(model, ...) and load the state_dict() of this one."
+            )
+        model: Callable[..., Any] = self._model[0]
+        return model
+
+    @property
+    def conditional(self) -> Conditional | None:
+        """The callable that samples continuous latents given the states."""
+        return self._conditional[0]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that a guide for other data under the same model is made with."""
+        names = ("conditional", "max_count", "vectorize", "create_plates", "memory_budget")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether the guide has met its model."""
+        return self._layout is not None
+
+    @property
+    def layout(self) -> Layout:
+        """The discrete sites and the data plates."""
+        if self._layout is None:
+            raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
+        return self._layout
+
+    @property
+    def space(self) -> StateSpace:
+        """The space of one data point's states."""
+        return self.layout.space
+
+    @property
+    def index_name(self) -> str:
+        """Name of the auxiliary index site."""
+        return "_".join([*self.layout.sites, "index"])
+
+    @property
+    def frames(self) -> Mapping[str, Any]:
+        """The plates of the model's latents by name, as of the first run."""
+        frames: Mapping[str, Any] = self._prototype_frames
+        return frames
+
+    @property
+    def is_enumerable(self) -> bool:
+        """Whether Pyro's own ELBOs can run the model on many states at once; otherwise they enumerate them one after the other."""
+        return self._is_enumerable
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        """Inspects the model; called by the first use of the guide."""
+        if self.prototype_trace is None:
+            self._setup_prototype(*args, **kwargs)
+
+    def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        call = Call(self.model, args, kwargs)
+        with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
+            self._refuse_another()
+            trace = first_run(call, self.conditional)
+            self._layout = find_layout(call, trace, self.max_count)
+            # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
+            with torch.no_grad():
+                try:
+                    super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+                except NotImplementedError:
+                    # Sequential plates are no trouble to us: their sites are parts of a joint state.
+                    self._prototype_frames = frames_of(trace)
+                self._device = without_states(self.prototype_trace, self._layout)
+                self._scoring, self._is_enumerable = scoring_for(
+                    self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
+                )
+
+    def _forget_model(self) -> None:
+        """The next use of the guide shall not take it for one that is ready."""
+        self.prototype_trace, self._layout = None, None
+
+    def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint:
+        """A scorer of states for the data points that a call of the model selects.
+
+        Args:
+            call: the model and its arguments.
+            values: other latents, and subsamples of plates, by name; default: as the model draws them.
+
+        Raises:
+            NotImplementedError: under ``torch.jit.trace``, which would freeze the states of today.
+        """
+        if torch._C._get_tracing_state():
+            raise NotImplementedError(
+                "AutoTruncated cannot be traced by torch.jit: its states change while it trains. Use TraceEnum_ELBO, not JitTraceEnum_ELBO."
+            )
+        self.setup(*call.args, **call.kwargs)
+        uncovered = [name for name in self.layout.other_latents if name not in (values or {})]
+        if uncovered and self.conditional is None:
+            warnings.warn(
+                f"no guide covers the latents {uncovered}: they are drawn from the prior. Combine AutoTruncated with another guide in an "
+                "AutoGuideList, or give it a conditional.",
+                stacklevel=3,
+            )
+        return LogJoint(
+            call,
+            self.layout,
+            values=values,
+            conditional=self.conditional,
+            memory_budget=self.memory_budget,
+            scoring=self._scoring,
+        )
+
+    # --- the guides beside this one, and the plates that they share ---
+
+    @property
+    def siblings(self) -> Siblings | None:
+        """The guides beside this one, in its list or in that of the guide it was inferred from."""
+        return self._inherited if self.master is None else Siblings.of(self)
+
+    def other_values(self, call: Call, *, median: bool = False, subsamples: Mapping[str, Tensor] | None = None) -> dict[str, Any]:
+        """Draws (or medians) of the model's other latents by the guides beside this one, outside of any trace.
+
+        Args:
+            call: the model and its arguments.
+            median: whether to take medians, where a guide knows its own.
+            subsamples: subsamples of plates by name; default: those of the model.
+
+        Returns:
+            Values by site name, with the subsamples that they are for; nothing where there are no other guides or latents.
+        """
+        siblings = self.siblings
+        if siblings is None or not self.layout.other_latents:
+            return {}
+        return siblings.values(self.layout.other_latents, call, median=median, subsamples=subsamples)
+
+    def inherit(self, siblings: Siblings | None) -> None:
+        """Takes guides along that were trained beside another one, on other data; this one has been set up on all of its own.
+
+        Raises:
+            ValueError: if the model subsampled, or some of them have parameters for each data point that they were trained on.
+        """
+        for name in self.layout.plates:
+            frame = self.frames[name]
+            if frame.size != (frame.full_size or frame.size):
+                raise ValueError(
+                    f"infer() needs all {frame.full_size} data points of plate '{name}' at once; the model subsampled {frame.size} of them"
+                )
+        if siblings is not None:
+            siblings.refuse_unknown(self.layout, self.prototype_trace)
+            self._inherited = siblings.inherited(self.frames)
+
+    def created_plates(self, call: Call) -> dict[str, Any] | None:
+        """The plates of the guide list, or those that ``create_plates`` makes; ``None`` where the guide has neither.
+
+        Raises:
+            ValueError: if a guide in the list cannot follow a subsample.
+        """
+        if self.master is None and self.create_plates is None:
+            return None
+        with SharedPlates():
+            created: dict[str, Any] = self._create_plates(*call.args, **call.kwargs)  # type: ignore[no-untyped-call]
+        if self.master is not None:
+            refuse_subsampled_latents(self.master(), {name: created[name] for name in self.layout.plates})
+        return created
+
+    def fresh_subsamples(self, call: Call) -> dict[str, Tensor]:
+        """Fresh subsamples of the plates that ``create_plates`` makes, by name; none without it."""
+        if self.create_plates is None:
+            return {}
+        self.setup(*call.args, **call.kwargs)
+        with poutine.block(), SparseSubsamples():
+            return subsamples_of(self._create_plates(*call.args, **call.kwargs))  # type: ignore[no-untyped-call]
+
+    def _refuse_another(self) -> None:
+        parts = [] if self.master is None else self.master()
+        if any(isinstance(part, WholeModelGuide) and part is not self for part in parts):
+            raise ValueError(
+                "an AutoGuideList can hold only one AutoTruncated: it takes all discrete sites of the model, as their posterior is joint"
+            )
+
+    def _update_master(self, master_ref: Callable[[], Any]) -> None:
+        share_plates(master_ref(), self)
+        old = self.master() if self.master is not None else None
+        if old is not None and old.create_plates == self._plates_of_list:
+            old.create_plates = None
+        super()._update_master(master_ref)  # type: ignore[no-untyped-call]
+        if master_ref().create_plates is None:
+            master_ref().create_plates = self._plates_of_list
+
+    def _plates_of_list(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The plates of a guide list: those that the model opens for these arguments, in place of some of the size of its first run.
+
+        Raises:
+            ValueError: if the model takes other data than those of the populations, or a guide in the list cannot follow a subsample.
+        """
+        guide_list, call = self.master(), Call(self.model, args, kwargs)  # type: ignore[misc]
+        share_plates(guide_list, self)
+        found = model_plates(call, guide_list._prototype_frames)
+        if self._layout is not None:
+            size = math.prod(found[name].size for name in self.layout.plates if name in found)
+            if size != self.layout.num_data and not are_all_observed(call, self._layout):
+                refuse_other_size(self.layout.num_data, size, self.layout.plates)
+            refuse_subsampled_latents(guide_list, {name: found[name] for name in self.layout.plates if name in found})
+        return list(found.values())
+
+    # --- copies ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Autoguides are pickled without model and list, but the base class takes them from the living guide too.
+        model, master = self._model, self.master
+        try:
+            state: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        finally:
+            self._model, self.master = model, master
+        return {**state, "_conditional": (None,), "_inherited": None}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        duplicate = self.__class__.__new__(self.__class__)
+        memo[id(self)] = duplicate
+        duplicate.__setstate__(copy.deepcopy(self.__getstate__(), memo))  # type: ignore[no-untyped-call]
+        duplicate._model, duplicate._conditional, duplicate._inherited = self._model, self._conditional, self._inherited
+        return duplicate
