@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from pyro.contrib.gp import kernels
+from pyro.contrib.gp.likelihoods import Gaussian
 
 from pyro_truncated.gp import LeaveOneOutRegression
 from pyro_truncated.gp.data_kernels import PrecomputedKernel, PyroKernel
-from pyro_truncated.gp.subset import InducingSubset, SubsetGPRegression
+from pyro_truncated.gp.subset import InducingSubset, SubsetGPRegression, SubsetSparseGPRegression, SubsetVariationalGP
 from pyro_truncated.gplvm import Posterior, SASDecoder, SpikeSlabGPLVM
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]
@@ -56,7 +57,13 @@ MATRICES = {
 
 @pytest.mark.parametrize("message", MATRICES)
 def test_matrices_that_are_no_covariances(message):
-    for make in (lambda k: InducingSubset(k, Y, 3, 0.1), lambda k: SubsetGPRegression(k, Y, 3)):
+    makers = (
+        lambda k: InducingSubset(k, Y, 3, 0.1),
+        lambda k: SubsetGPRegression(k, Y, 3),
+        lambda k: SubsetSparseGPRegression(k, Y, 3),
+        lambda k: SubsetVariationalGP(k, Y, Gaussian(), 3),
+    )
+    for make in makers:
         make(Matrix(GOOD))
         with pytest.raises(ValueError, match=f"ProtocolKernel {message}"):
             make(Matrix(MATRICES[message]))
@@ -110,3 +117,17 @@ def test_positions_that_are_none(positions):
     subset = InducingSubset(PrecomputedKernel(GOOD), Y, 3, 0.1)
     with pytest.raises(ValueError, match="positions from 0 to 11"):
         subset.predict(torch.tensor(positions))
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e6])
+def test_a_sparse_regression_in_other_units_is_the_same_one(unit):
+    generator = torch.Generator().manual_seed(0)
+    y = Y + 0.1 * torch.randn(12, dtype=torch.float64, generator=generator)
+    fits = []
+    for targets in (y, unit * y):
+        regression = SubsetGPRegression(PyroKernel(kernels.RBF(1), X), targets, 3, generator=torch.Generator().manual_seed(1))
+        regression.fit()
+        fits.append(regression.predict(X[:4]))
+    (mean, variance), (other_mean, other_variance) = fits
+    torch.testing.assert_close(other_mean / unit, mean, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(other_variance / unit**2, variance, rtol=1e-6, atol=1e-12)

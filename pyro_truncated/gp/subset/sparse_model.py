@@ -11,9 +11,12 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel, as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.kernels.evaluation import outside_of_programs
 from pyro_truncated.gp.subset.objective import check_index
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.parameters import UniqueModule
 
 
@@ -29,6 +32,9 @@ class SubsetModel(UniqueModule, Parameterized):
 
     Attributes:
         index: positions of the inducing inputs, ``(m,)``, a buffer.
+
+    Raises:
+        ValueError: if targets or positions do not fit the kernel's data, or the kernel is no covariance function.
     """
 
     index: Tensor
@@ -36,7 +42,7 @@ class SubsetModel(UniqueModule, Parameterized):
 
     def __init__(self, kernel: Any, y: Tensor, num_inducing: int, index: Tensor | None, jitter: float) -> None:
         super().__init__()
-        self.kernel: DataKernel = _unused(as_data_kernel(kernel))
+        self.kernel: DataKernel = _checked(as_data_kernel(kernel))
         n, y = self.kernel.num_data, as_tensors(y)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")
@@ -67,8 +73,11 @@ class SubsetModel(UniqueModule, Parameterized):
         return True
 
 
-def _unused(kernel: DataKernel) -> DataKernel:
-    """Lets a kernel that was called before become part of a model, which Pyro would refuse."""
+def _checked(kernel: DataKernel) -> DataKernel:
+    """Looks at a kernel's covariances, and lets one that was called before become part of a model, which Pyro would refuse."""
+    # Random parameters are drawn for the look.
+    with spare_random_numbers(), outside_of_programs():
+        check_data_kernel(kernel)
     for module in kernel.modules():
         if isinstance(module, PyroModule):
             module._pyro_context.used = False
