@@ -174,3 +174,25 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
 
 def test_no_data_are_left_of_examples_that_are_gone():
     assert DATA.keys() == EXAMPLES.keys()
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name leads to a module or to what one holds."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found: Any = importlib.import_module(".".join(parts[:length]))
+        except ModuleNotFoundError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part, None)
+        return found is not None
+    return False
+
+
+def test_the_names_that_pages_and_docstrings_give_are_there():
+    files = [path for folder in ("pyro_truncated", "models", "examples") for path in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(path.read_text() for path in [*files, *ROOT.glob("*.md")])
+    names = set(re.findall(r"\bpyro_truncated(?:\.[A-Za-z_]\w*)+", text))
+    assert len(names) > 100
+    assert not {name for name in names if not is_there(name)}
