@@ -21,7 +21,7 @@ from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 if TYPE_CHECKING:
     __version__: str

@@ -110,3 +110,21 @@ def enumerate_states(fields: Fields, device: torch.device | str | None = None) -
         words[:, word] += (rest % cardinality) << shift
         rest = rest // cardinality
     return words
+
+
+def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+    """The states in which one latent has a value and all others are zero, on the CPU.
+
+    Args:
+        fields: where the latents lie.
+        first: the lowest value that a latent takes; 0 counts the state of zeros once for each.
+
+    Returns:
+        The latent of each state ``(P,)``, its value ``(P,)``, latent by latent, and the packed states ``(P, W)``.
+    """
+    counts = fields.cardinality - first
+    latent = torch.arange(fields.num_latents, device="cpu").repeat_interleave(counts)
+    value = torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + first
+    words = torch.zeros(len(latent), fields.num_words, dtype=torch.int64, device="cpu")
+    # A field never straddles words, so a single one is its value, shifted.
+    return latent, value, words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.fields import Fields, enumerate_states
+from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
 from pyro_truncated.ops.values import unpack
 from pyro_truncated.ops.words import draw_seed
 
@@ -33,19 +33,10 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: to
     if not 1 <= num_states <= fields.size:
         raise ValueError(f"num_states must be at least 1 and at most the number of states in the space, {fields.size}; got {num_states}")
     seed = draw_seed(generator)
-    singletons = _singletons(fields)
+    _, _, singletons = single_states(fields)
     others = singletons[:0]
     if fields.size <= max(_SMALL_SPACE, 4 * num_states):
         everything = enumerate_states(fields, "cpu")
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
     shape = num_data, num_states
     return backend("initial", singletons).initial_states(singletons, others, fields, shape, seed)  # type: ignore[no-any-return]
-
-
-def _singletons(fields: Fields) -> Tensor:
-    """All states with exactly one latent off zero, ``(sum of (cardinality - 1), W)``."""
-    latent = torch.arange(fields.num_latents, device="cpu").repeat_interleave(fields.cardinality - 1)
-    first = torch.cumsum(fields.cardinality - 1, 0) - (fields.cardinality - 1)
-    value = torch.arange(len(latent), device="cpu") - first[latent] + 1
-    words = torch.zeros(len(latent), fields.num_words, dtype=torch.int64, device="cpu")
-    return words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))

@@ -8,6 +8,7 @@ import functools
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.fields import single_states
 from pyro_truncated.states.space import StateSpace
 
 
@@ -48,12 +49,6 @@ class Options:
 def options_of(space: StateSpace) -> Options:
     """The options of a state space, on the CPU."""
     is_mixture = space.num_latents == 1
-    first = 0 if is_mixture else 1
-    counts = space.cardinality - first
-    latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(counts)
-    value = torch.arange(len(latent), device="cpu") - (counts.cumsum(0) - counts)[latent] + first
-    # A field never straddles words, so a single one is its value, shifted.
-    words = torch.zeros(len(latent), space.num_words, dtype=torch.int64, device="cpu")
-    words.scatter_(1, space.word[latent].unsqueeze(1), (value << space.shift[latent]).unsqueeze(1))
+    latent, value, words = single_states(space.fields, first=0 if is_mixture else 1)
     group = torch.arange(len(latent), device="cpu") if is_mixture else latent.unique_consecutive(return_inverse=True)[1]
     return Options(latent, value, group, words)

@@ -13,7 +13,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated.search.base import Search
-from pyro_truncated.utils.parameters import relative_names
+from pyro_truncated.utils.unique_names import relative_names
 
 _COUNTS = ("num_evaluations", "num_steps")
 

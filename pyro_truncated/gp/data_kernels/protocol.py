@@ -15,7 +15,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 
 class LinearARD(UniqueModule, Kernel):

@@ -17,7 +17,7 @@ from pyro_truncated.gp.subset.objective import check_index
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 
 class SubsetModel(UniqueModule, Parameterized):

@@ -21,7 +21,7 @@ from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = {"kernel", "noise", "width"}

@@ -18,7 +18,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.view import KernelSpec, View, kernel_weights, make_views
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 Views = Tensor | Sequence[Tensor]
 

@@ -27,7 +27,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     divergence,
     expected_log_likelihood,
 )
-from pyro_truncated.utils.parameters import UniqueModule
+from pyro_truncated.utils.unique_names import UniqueModule
 
 KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 
