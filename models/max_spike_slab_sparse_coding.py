@@ -93,7 +93,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        prior, slab_mean, slab_scale = self.prior, self.slab_mean, self.slab_scale
+        # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
+        prior, slab_mean, slab_scale, *_ = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))

@@ -102,7 +102,8 @@ class OcclusiveComponents(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
-        prior = self.prior
+        # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
+        prior, *_ = self.prior, self.features, self.masks, self.scale, self.background, self.background_scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             presence = pyro.sample("presence", dist.Bernoulli(prior).to_event(1))

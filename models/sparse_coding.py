@@ -59,7 +59,8 @@ class SparseCoding(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        prior = self.prior
+        # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
+        prior, _ = self.prior, self.likelihood()
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
