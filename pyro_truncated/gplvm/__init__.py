@@ -14,7 +14,7 @@ from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.gplvm.spike_slab.relevance_plots import plot_latents, plot_relevance, plot_switches
 from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
-from pyro_truncated.gplvm.spike_slab.switches import remove_dimensions, switch_log_odds, switch_moves, update_switches
+from pyro_truncated.gplvm.spike_slab.switches import remove_dimensions, settle_switches, switch_log_odds, switch_moves, update_switches
 
 __all__ = [
     "Analytic_ELBO",
@@ -39,6 +39,7 @@ __all__ = [
     "plot_switches",
     "principal_components",
     "remove_dimensions",
+    "settle_switches",
     "switch_log_odds",
     "switch_moves",
     "update_switches",

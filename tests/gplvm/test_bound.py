@@ -15,7 +15,16 @@ from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.gp.uncertain.inputs import Quadrature
-from pyro_truncated.gplvm import Analytic_ELBO, SpikeSlabGPLVM, SpikeSlabMRD, initialize, maximize_bound, switch_log_odds, update_switches
+from pyro_truncated.gplvm import (
+    Analytic_ELBO,
+    SpikeSlabGPLVM,
+    SpikeSlabMRD,
+    fit,
+    initialize,
+    maximize_bound,
+    switch_log_odds,
+    update_switches,
+)
 from pyro_truncated.gplvm.spike_slab.switches import switch_moves
 from tests.gplvm import exact
 
@@ -293,6 +302,25 @@ def test_svi_raises_the_bound(collapsed):
     assert float(model.bound(views).detach()) > before + 1
     name = model._pyro_name
     assert {f"{name}.{own}" for own in ("loc", "scale", "logits", "views.0.noise")} <= set(pyro.get_param_store().keys())
+
+
+@pytest.mark.slow
+def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
+    """Two views of two of three signals each, the last of them shared; a fourth dimension is of no use."""
+    generator = torch.Generator().manual_seed(0)
+    signals = torch.randn(30, 3, generator=generator, dtype=DOUBLE)
+    noise = [0.1 * torch.randn(30, 5, generator=generator, dtype=DOUBLE) for _ in range(2)]
+    views = [signals[:, c] @ torch.randn(2, 5, generator=generator, dtype=DOUBLE) + noise[v] for v, c in enumerate(([0, 2], [1, 2]))]
+    model, fitted = (SpikeSlabMRD(30, [5, 5], 4, kernel="linear") for _ in range(2))
+    initialize(model, views, generator=generator)
+    svi = SVI(model.model, model.guide, Adam({"lr": 0.02}), Analytic_ELBO(warm_up=400))
+    for _ in range(900):
+        svi.step(views)
+    is_on = model.probability.detach()
+    assert bool(((is_on > 0.999) | (is_on < 1e-4)).all())
+    assert is_on.round().sum(0).sort().values.tolist() == [0, 1, 1, 2]
+    assert is_on.round().sum(1).tolist() == [2, 2]
+    assert float(model.bound(views).detach()) > fit(fitted, views, generator=generator).bound - 2
 
 
 def test_models_do_not_share_parameters_through_the_store():

@@ -46,6 +46,7 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
     model.loc = loc.detach().to(model.loc, copy=True)
     model.scale = torch.full_like(model.scale, _START_SCALE)
     model.logits = model.prior.logit()
+    model.num_steps.zero_()
     for view, data in zip(model.views, complete, strict=True):
         _start_view(view, model.loc.detach(), data.square().mean(), generator)
 

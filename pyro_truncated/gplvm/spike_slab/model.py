@@ -41,7 +41,7 @@ class SpikeSlabMRD(UniqueModule):
     Example::
 
         model = SpikeSlabMRD(len(images), [images.shape[1], texts.shape[1]], num_latents=10)
-        fit(model, [images, texts])                     # or SVI(model.model, model.guide, Adam({"lr": 0.01}), Analytic_ELBO())
+        fit(model, [images, texts])                     # or initialize(model, ...), and SVI with Analytic_ELBO()
         model.probability                               # of every switch, (C, Q)
 
     Args:
@@ -61,6 +61,7 @@ class SpikeSlabMRD(UniqueModule):
         scale: standard deviations :math:`\sqrt s`, ``(N, Q)``.
         logits: log odds of the switches, ``(C, Q)``; see :attr:`probability`.
         prior: prior probabilities of the switches, ``(C, Q)``.
+        num_steps: training steps by :class:`Analytic_ELBO` since the model was made or initialised, a buffer.
         views: the Gaussian processes.
 
     Raises:
@@ -75,6 +76,7 @@ class SpikeSlabMRD(UniqueModule):
     scale: Tensor
     logits: Tensor
     prior: Tensor
+    num_steps: Tensor
     views: Sequence[View]
 
     def __init__(
@@ -101,6 +103,7 @@ class SpikeSlabMRD(UniqueModule):
         if not bool(((prior > 0) & (prior < 1)).all()):
             raise ValueError(f"prior must lie strictly between 0 and 1; got {prior.min():g} to {prior.max():g}")
         self.register_buffer("prior", prior)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         # When set, the switches have these probabilities instead of those that are trained.
         self._held: Tensor | None = None
         self.loc = PyroParam(torch.randn(num_data, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
@@ -151,8 +154,6 @@ class SpikeSlabMRD(UniqueModule):
         if any(bool(v.isinf().any()) for v in views):
             raise ValueError("data must be finite, or NaN where missing; got an infinite value")
         return views
-
-    # --- the bound ---
 
     @takes_arrays
     def bound(self, y: Views, batch_size: int | None = None) -> Tensor:

@@ -15,6 +15,8 @@ from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 # Log odds of switches that are free again after they have been held on, and of moves.
 NEARLY_ON = 3.0
 _SURE = 12.0
+# Evidence, in nats, that counts as none.
+_SILENT = 0.05
 
 
 def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
@@ -52,6 +54,20 @@ def update_switches(model: SpikeSlabMRD, y: Views) -> float:
             updated = model.logits.detach().clone()
             updated[c, q] = switch_log_odds(model, y)[c, q]
             model.logits = updated
+        return float(model.bound(y))
+
+
+def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
+    r"""Sets every switch to its optimum, and off where the data do not speak for "on"; returns the bound.
+
+    A dimension that a view's kernel has removed does not change the likelihood: the optimum of its switch is then the prior :math:`\pi`,
+    :math:`-\log(1 - \pi)` nats above "off", though nothing is on. Such a switch, and one that is less probable than at first, is turned
+    off for certain.
+    """
+    update_switches(model, y)
+    with torch.no_grad():
+        silent = model.logits <= model.prior.logit() + _SILENT
+        model.logits = torch.where(silent, -_SURE, model.logits)
         return float(model.bound(y))
 
 
