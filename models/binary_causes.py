@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any, TypeVar
+
 import torch
 from torch import Tensor
 
 PRIOR_FLOOR = 1e-6
+Model = TypeVar("Model", bound=Any)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:
@@ -44,3 +48,22 @@ def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:
     frequency = active / num_data
     frequency = frequency.mean() if is_shared else frequency
     return frequency.clamp(PRIOR_FLOOR, 1 - PRIOR_FLOOR)
+
+
+@torch.no_grad()
+def with_latents(model: Model, index: Tensor) -> Model:
+    r"""A copy of a model of exchangeable causes whose cause ``i`` is cause ``index[i]``; their mean number that is active stays.
+
+    Args:
+        model: has ``num_latents``, ``prior`` and parameters with the latents in their last dimension, named by ``latent_parameters``.
+        index: positions ``(H',)``; some may repeat, others be left out.
+    """
+    other = copy.deepcopy(model)
+    for name in other.latent_parameters:
+        value = getattr(other, f"{name}_unconstrained")
+        if value.dim():
+            setattr(other, f"{name}_unconstrained", torch.nn.Parameter(value[..., index.to(value.device)].clone()))
+    if other.prior.dim() == 0:
+        other.prior = (other.prior * other.num_latents / len(index)).clamp(max=0.5)
+    other.num_latents = len(index)
+    return other

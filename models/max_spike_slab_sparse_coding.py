@@ -69,6 +69,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
 
     superposition = MaximumSuperposition
     is_positive = True
+    latent_parameters = ("weight", "prior", "slab_mean", "slab_scale")
 
     slab_mean: Tensor
     slab_scale: Tensor

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import pyro
 import pyro.distributions as dist
 import torch
@@ -11,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows, with_latents
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
@@ -52,6 +54,8 @@ class NoisyOr(UniqueModule):
     statistics_depend_on_parameters = True
 
     weight: Tensor
+    latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
+
     leak: Tensor
     prior: Tensor
 
@@ -91,6 +95,10 @@ class NoisyOr(UniqueModule):
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
             return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=None if y is None else y[index])
+
+    def with_latents(self, index: Tensor) -> NoisyOr:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+        return with_latents(self, index)  # type: ignore[no-any-return]
 
     @torch.no_grad()
     @takes_arrays

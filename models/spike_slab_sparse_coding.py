@@ -58,6 +58,7 @@ class SpikeSlabSparseCoding(SparseCoding):
     statistics_depend_on_parameters = True
 
     superposition = SpikeSlabSuperposition
+    latent_parameters = ("weight", "prior", "slab_mean", "slab_scale")
 
     slab_mean: Tensor
     slab_scale: Tensor

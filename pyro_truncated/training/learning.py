@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
@@ -16,9 +18,7 @@ from pyro.optim import ClippedAdam
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
+from pyro_truncated.em import ClosedForm, ClosedFormModel, GibbsEM, GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
@@ -26,6 +26,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.gp_select import GPSelect
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Temperature, Truncated_ELBO
 from pyro_truncated.training.redundancy import losses_without
 from pyro_truncated.training.temperature import cooling
@@ -64,12 +65,18 @@ def learn(
     starts: int = 8,
     short_steps: int | None = None,
     temperature: float = 8.0,
-    tolerance: float = 0.1,
+    tolerance: float = 0.05,
     lr: float = 0.02,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Any:
-    r"""Trains a model on data and returns the trained guide: ``guide = learn(BinarySparseCoding(100, 20), y)``.
+    r"""Trains a model from several annealed starts, until two of them agree, and returns the trained guide.
+
+    Example::
+
+        model = BinarySparseCoding(100, 20)
+        guide = learn(model, y)
+        guide.marginals()["s"]
 
     EM finds the local optimum that its start leads to. Here short runs on a part of the data start from different points, each at a
     temperature that falls to one (:func:`cooling`), until two of them have reached the same free energy, which chance hardly does in a bad
@@ -92,7 +99,7 @@ def learn(
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts.
-        short_steps: steps of a start; default: 40 with closed-form M-steps, else half of ``steps``.
+        short_steps: steps of a start; default: 80 with closed-form M-steps, else half of ``steps``.
         temperature: temperature that a start begins with.
         tolerance: free energies per data point, in nats, that differ by less than this are the same.
         lr: learning rate of gradient steps.
@@ -111,27 +118,34 @@ def learn(
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
     closed_form = isinstance(model, ClosedFormModel)
-    short = short_steps if short_steps is not None else 40 if closed_form else max(1, steps // 2)
+    short = short_steps if short_steps is not None else 80 if closed_form else max(1, steps // 2)
     num_states, steps, starts, short = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short)
+    if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
+        raise TypeError(
+            "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
+            f"such as GPSelect(5); got {search!r}"
+        )
     if not tolerance >= 0.0 or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
-    part = y[_permutation(len(y), generator)[:_SHORT_DATA].to(y.device)]
+    part = y if len(y) <= _SHORT_DATA else y[_permutation(len(y), generator)[:_SHORT_DATA].to(y.device)]
     settings = _Settings(search, num_states, lr)
     reached: list[float] = []
-    best: dict[str, Tensor] = {}
+    best = _Start(-math.inf, {}, None)
     with _undriven(model), tqdm(total=starts * short + steps, disable=None if progress is None else not progress) as bar:
         for number in range(starts):
             bar.set_description(f"start {number + 1}")
-            free_energy, found = _start(model, part, settings, cooling(temperature, short), short, number, generator)
-            reached.append(free_energy)
-            best = found if free_energy >= max(reached) else best
+            found = _start(model, part, settings, cooling(temperature, short), short, number, generator)
+            reached.append(found.free_energy)
+            best = max(best, found, key=lambda start: start.free_energy)
             bar.update(short)
             if _agree(reached, tolerance):
                 break
-        _put_back(model, part, best)
+        _put_back(model, part, best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
         run = _Run(model, y, settings)
+        if best.states is not None and part is y:
+            _offer(run, y, best.states)
         for _ in range(steps):
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
@@ -160,14 +174,12 @@ class _Run:
         if settings.search is not None:
             settings.search.forget()
         if isinstance(model, GibbsModel):
-            search = settings.search or GPSelect(5)
-            if not isinstance(search, Preselection):
-                raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
+            search: Any = settings.search or GPSelect(5)
             self.guide: Any = GibbsGuide(model)
             elbo: Any = GibbsEM(search, temperature=temperature)
         else:
-            self.guide, self.truncated = _guides(model, y, settings.num_states)
-            search = settings.search or _default_search(self.truncated)
+            self.guide, self.truncated, space = _guides(model, y, settings.num_states)
+            search = settings.search or _default_search(space, settings.num_states)
             is_alone = self.guide is self.truncated
             elbo = Truncated_ELBO(search, temperature=temperature if is_alone else 1.0)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
@@ -182,50 +194,54 @@ class _Run:
             self._driver.release()
 
 
-def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated]:
-    """The guide of all latents of a model, and the part of it that is truncated."""
+def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated, StateSpace]:
+    """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
     truncated = AutoTruncated(model, num_states=num_states)
     with spare_random_numbers():
         truncated.setup(y)
-    if not truncated.layout.other_latents:
-        return truncated, truncated
-    guide = AutoGuideList(model)  # type: ignore[no-untyped-call]
-    guide.append(AutoNormal(poutine.block(model, hide=list(truncated.layout.sites))))  # type: ignore[no-untyped-call]
+    layout = truncated.layout
+    if not layout.other_latents:
+        return truncated, truncated, layout.space
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites))))
     truncated = AutoTruncated(model, num_states=num_states)
-    guide.append(truncated)  # type: ignore[no-untyped-call]
-    return guide, truncated
+    guide.append(truncated)
+    return guide, truncated, layout.space
 
 
-def _default_search(truncated: AutoTruncated) -> Search:
-    space = truncated.space
-    return EvolutionarySearch(crossover=True) if space.is_binary and space.size > truncated.num_states else AutomaticSearch()
+def _default_search(space: StateSpace, num_states: int) -> Search:
+    return EvolutionarySearch(crossover=True) if space.is_binary and space.size > num_states else AutomaticSearch()
 
 
 # --- one start ---
 
 
+class _Start(NamedTuple):
+    """What a short run reached: the free energy per data point, the model's parameters, and the states of binary latents."""
+
+    free_energy: float
+    parameters: dict[str, Tensor]
+    states: Tensor | None
+
+
 def _start(
     model: Any, y: Tensor, settings: _Settings, temperature: Temperature, steps: int, number: int, generator: torch.Generator | None
-) -> tuple[float, dict[str, Tensor]]:
-    """The free energy per data point that a short run reaches, and the model's parameters there."""
+) -> _Start:
     if isinstance(model, ResizableModel) and not isinstance(model, GibbsModel):
         with empty_store():
-            small, free_energy = _grown_and_shrunk(model, y, settings, temperature, steps, generator)
-            return free_energy, {name: value.clone() for name, value in small.state_dict().items()}
+            return _grown_and_shrunk(model, y, settings, temperature, steps, generator)
     if hasattr(model, "initialize"):
         model.initialize(y, generator)
     elif number:
         _disturb(model, y, generator)
-    run = _Run(model, y, settings, temperature)
-    for _ in range(steps):
-        free_energy = run.step(y)
-    run.end()
-    return free_energy, {name: value.clone() for name, value in _tensors(model, y).items()}
+    with _forgetting_guides(model, y):
+        free_energy = _trained(_Run(model, y, settings, temperature), y, steps)
+    return _Start(free_energy, _copies(model, y), None)
 
 
 def _grown_and_shrunk(
     model: Any, y: Tensor, settings: _Settings, temperature: Temperature, steps: int, generator: torch.Generator | None
-) -> tuple[Any, float]:
+) -> _Start:
     """Trains a model of more latents, and takes away those that it misses least."""
     number = model.num_latents
     model = model.with_latents(torch.arange(number).repeat(_GROWTH)).initialize(y, generator)
@@ -233,12 +249,17 @@ def _grown_and_shrunk(
     free_energy = _trained(run, y, steps)
     while model.num_latents > number:
         kept = _needed(run, y, max(number, model.num_latents - max(1, (model.num_latents - number) // 3)))
-        states = run.truncated.population().states()[..., kept]  # type: ignore[union-attr]
+        states = _states(run)[..., kept]
         model = model.with_latents(kept)
         run = _Run(model, y, settings)
         _offer(run, y, states)
         free_energy = _trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
-    return model, free_energy
+    return _Start(free_energy, _copies(model, y), _states(run))
+
+
+def _states(run: _Run) -> Tensor:
+    assert run.truncated is not None
+    return run.truncated.population().states()
 
 
 def _trained(run: _Run, y: Tensor, steps: int) -> float:
@@ -277,6 +298,22 @@ def _tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
     return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+
+
+def _copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in _tensors(model, y).items()}
+
+
+@contextmanager
+def _forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
+    """Takes parameters that are not the model's out of Pyro's store: those of a guide, whose name the next one will bear."""
+    store = pyro.get_param_store()
+    before = set(store)
+    try:
+        yield
+    finally:
+        for name in set(store) - before - _tensors(model, y).keys():
+            del store[name]
 
 
 def _unconstrained(value: Any) -> Tensor:

@@ -1,0 +1,243 @@
+"""learn: annealed starts until two agree, more latents first and fewer later."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer.autoguide import AutoGuideList
+from pyro.ops.indexing import Vindex
+
+from pyro_truncated import AutoTruncated, GibbsGuide, GPSelect, Preselection
+from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
+from pyro_truncated.models import (
+    BinarySparseCoding,
+    DiscreteSparseCoding,
+    GaussianMixture,
+    MaximalCauses,
+    MaxSpikeSlabSparseCoding,
+    NoisyOr,
+    PoissonMixture,
+    SpikeSlabSparseCoding,
+)
+from pyro_truncated.search import Singletons
+from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
+from pyro_truncated.training.redundancy import losses_without
+
+QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+# --- temperatures ---
+
+
+def test_a_temperature_falls_linearly_to_one():
+    temperature = cooling(5.0, 10, share=0.4)
+    assert [temperature(step) for step in range(6)] == pytest.approx([5.0, 4.0, 3.0, 2.0, 1.0, 1.0])
+    assert cooling(1.0, 3)(0) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"), [((0.5, 10), "start"), ((math.nan, 10), "start"), ((2.0, 0), "steps"), ((2.0, 5, 0.0), "share")]
+)
+def test_temperatures_that_make_no_sense_are_refused(arguments, named):
+    with pytest.raises(ValueError, match=named):
+        cooling(*arguments)
+
+
+# --- what a latent is worth ---
+
+
+def complete(model, y):
+    """The populations of all states, and their scorer."""
+    guide = AutoTruncated(model, num_states=2**model.num_latents)
+    log_joint = guide.log_joint_of(y)
+    return guide.rescored(log_joint), log_joint
+
+
+def exact_losses(population):
+    levels = population.states().bool()
+    best = population.log_joint.amax(-1, keepdim=True)
+    without = population.log_joint.unsqueeze(-1).masked_fill(levels, -math.inf).amax(1)
+    return (best - without).clamp(min=0.0).sum(0).double()
+
+
+@pytest.mark.parametrize("kind", [BinarySparseCoding, SpikeSlabSparseCoding, NoisyOr])
+def test_losses_bound_what_enumeration_finds_and_equal_it_where_latents_do_not_interact(kind):
+    torch.manual_seed(0)
+    model = kind(6, 4, dtype=torch.float64)
+    y = (torch.rand(30, 6, generator=generator()) < 0.5).double()
+    population, log_joint = complete(model, y)
+    losses, exact = losses_without(population, log_joint, depth=3), exact_losses(population)
+    assert (losses >= exact - 1e-9).all()
+    if kind is BinarySparseCoding:
+        model.weight = 2 * torch.eye(6, dtype=torch.float64)[:, :4]
+        population, log_joint = complete(model, y)
+        torch.testing.assert_close(losses_without(population, log_joint, depth=1), exact_losses(population))
+
+
+def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_everything():
+    bars = linear_bars(200, 3, mean_active=1.5, noise=0.5, generator=generator())
+    model = BinarySparseCoding(9, 6)
+    model.weight, model.scale = bars.components, torch.tensor(0.5)
+    model.prior = torch.tensor(0.25)
+    doubled = model.with_latents(torch.tensor([0, 1, 2, 3, 4, 5, 5]))
+    losses = losses_without(*complete(doubled, bars.data))
+    single = losses_without(*complete(model, bars.data))
+    assert (losses[5:] < 1e-3 * single[5]).all()
+    assert (single > 1000).all()
+
+
+def test_latents_of_other_kinds_cannot_be_left_out():
+    model = DiscreteSparseCoding(5, 3, [-1.0, 0.0, 1.0])
+    guide = AutoTruncated(model, num_states=4)
+    log_joint = guide.log_joint_of(torch.randn(6, 5, generator=generator()))
+    with pytest.raises(ValueError, match="binary"):
+        losses_without(guide.rescored(log_joint), log_joint)
+
+
+# --- more and fewer latents ---
+
+
+@pytest.mark.parametrize("kind", [BinarySparseCoding, MaximalCauses, SpikeSlabSparseCoding, NoisyOr])
+def test_the_order_of_latents_does_not_matter_and_fewer_are_those_chosen(kind):
+    torch.manual_seed(1)
+    model = kind(5, 4, shared_prior=False, dtype=torch.float64)
+    y = (torch.rand(8, 5, generator=generator()) < 0.4).double()
+    order = torch.tensor([2, 0, 3, 1])
+    permuted = model.with_latents(order)
+    assert permuted is not model
+    for one, other in ((model, permuted), (permuted, permuted.with_latents(torch.arange(4)))):
+        torch.testing.assert_close(complete(one, y)[0].free_energy(), complete(other, y)[0].free_energy())
+    torch.testing.assert_close(permuted.weight, model.weight[:, order])
+    fewer = model.with_latents(torch.tensor([3, 1]))
+    assert fewer.num_latents == 2
+    assert complete(fewer, y)[0].states().shape == (8, 4, 2)
+
+
+def test_a_shared_prior_keeps_the_mean_number_of_active_latents():
+    model = BinarySparseCoding(5, 8)
+    model.prior = torch.tensor(0.1)
+    assert model.with_latents(torch.arange(4)).prior.item() == pytest.approx(0.2)
+
+
+# --- learning ---
+
+
+@pytest.mark.slow
+def test_all_bars_are_found_whatever_the_seed_and_the_run_can_be_repeated():
+    # Of 60 single starts on such data 55 found all; two that agree in another optimum were never seen.
+    bars = linear_bars(300, 5, mean_active=2.0, generator=generator(3))
+    weights = []
+    for _ in range(2):
+        pyro.clear_param_store()
+        model = BinarySparseCoding(25, 10)
+        pyro.set_rng_seed(0)
+        guide = learn(model, bars.data, progress=False, steps=20, generator=generator(1))
+        assert matched_bars(model.weight, bars.components) == 10
+        assert isinstance(guide, AutoTruncated)
+        assert guide.model is model
+        first, second = sorted(guide.starts)[-1:-3:-1]
+        assert first - second < 0.05
+        assert {name.split(".")[0] for name in pyro.get_param_store()} == {model._pyro_name}
+        weights.append(model.weight.detach().clone())
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("model", "y"),
+    [
+        (lambda: MaximalCauses(25, 10), linear_bars(60, 5, mean_active=2.0, generator=generator()).data.abs()),
+        (lambda: SpikeSlabSparseCoding(25, 10), linear_bars(60, 5, mean_active=2.0, generator=generator()).data),
+        (lambda: NoisyOr(25, 10), noisy_or_bars(60, 5, generator=generator()).data),
+        (lambda: DiscreteSparseCoding(25, 10, [-1.0, 0.0, 1.0]), linear_bars(60, 5, mean_active=2.0, generator=generator()).data),
+        (lambda: GaussianMixture(2, 3), torch.randn(60, 2, generator=generator())),
+        (lambda: PoissonMixture(2, 3), torch.poisson(3 * torch.rand(60, 2, generator=generator()), generator=generator())),
+    ],
+    ids=["maximal", "spike-slab", "noisy-or", "discrete", "gaussian-mixture", "poisson-mixture"],
+)
+def test_every_model_with_closed_form_learns(model, y):
+    torch.manual_seed(0)
+    trained = model()
+    guide = learn(trained, y, **QUICK)
+    assert guide.model is trained
+    assert len(guide.starts) == 2
+    assert float(guide.population().free_energy().mean()) > max(guide.starts) - 1.0
+    assert all(value.isfinite().all() for value in trained.state_dict().values())
+
+
+def test_gibbs_sampling_learns_with_a_search_that_selects():
+    torch.manual_seed(0)
+    y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data.abs()
+    guide = learn(MaxSpikeSlabSparseCoding(9, 6), y, GPSelect(3), **QUICK)
+    assert isinstance(guide, GibbsGuide)
+    with pytest.raises(TypeError, match="selects latents"):
+        learn(MaxSpikeSlabSparseCoding(9, 6), y, object(), **QUICK)
+
+
+def mixture(y):
+    """A user's own model, a function, with parameters in Pyro's store."""
+    loc = pyro.param("loc", lambda: torch.randn(3, generator=generator(5)))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+        pyro.sample("y", dist.Normal(Vindex(loc)[..., z], 0.3), obs=y)
+
+
+def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
+    y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
+    guide = learn(mixture, y, starts=4, steps=100, short_steps=200, lr=0.1, progress=False, generator=generator())
+    found = pyro.param("loc").detach().sort().values
+    torch.testing.assert_close(found, torch.tensor([0.0, 4.0, 8.0]), atol=0.25, rtol=0)
+    assert guide.marginals()["z"].shape == (150, 3)
+
+
+def test_continuous_latents_get_a_guide_of_their_own():
+    def model(y):
+        loc = pyro.sample("loc", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Bernoulli(0.5))
+            pyro.sample("y", dist.Normal(torch.where(z > 0, loc[..., :1], loc[..., 1:]), 0.3), obs=y)
+
+    y = torch.cat([torch.randn(20, generator=generator(k)) * 0.3 + 4 * k for k in range(2)])
+    guide = learn(model, y, starts=2, steps=5, tolerance=1e6, progress=False)
+    assert isinstance(guide, AutoGuideList)
+    assert isinstance(guide[-1], AutoTruncated)
+    assert set(guide(y)) >= {"loc", "z"}
+
+
+def test_starts_that_disagree_are_told():
+    y = linear_bars(60, 5, mean_active=2.0, generator=generator()).data
+    with pytest.warns(DisagreeingStartsWarning, match="local optimum"):
+        learn(BinarySparseCoding(25, 10), y, **{**QUICK, "tolerance": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [
+        ({"starts": 0}, "starts"),
+        ({"steps": 1.5}, "steps"),
+        ({"tolerance": -1.0}, "tolerance"),
+        ({"lr": 0.0}, "lr"),
+        ({"temperature": 0.1}, "start"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_before_anything_changes(wrong, named):
+    model = BinarySparseCoding(9, 6)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises((ValueError, TypeError), match=named):
+        learn(model, torch.randn(20, 9, generator=generator()), **{**QUICK, **wrong})
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_search_is_used_as_given():
+    y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
+    seen = []
+    search = Preselection(lambda batch: seen.append(len(batch.population)) or Singletons()(batch), 3)
+    learn(BinarySparseCoding(9, 6), y, search, **QUICK)
+    assert set(seen) == {60}
