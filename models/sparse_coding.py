@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
 from pyro_truncated.distributions import Superposition, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, with_latents
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
 
 

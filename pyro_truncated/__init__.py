@@ -17,8 +17,10 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.best_start import best_start
 from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.learning import DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
+from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.unique_names import UniqueModule
@@ -35,6 +37,7 @@ __all__ = [
     "ChangedDataWarning",
     "ClosedForm",
     "ClosedFormModel",
+    "DisagreeingStartsWarning",
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
@@ -62,16 +65,18 @@ __all__ = [
     "check_counts",
     "check_observable",
     "check_truncation",
+    "cooling",
     "covered_mass",
     "diagnose",
     "estimate_evidence",
     "fit",
     "fit_restarts",
+    "learn",
     "takes_arrays",
     "to_arviz",
 ]
 
-_SUBPACKAGES = ("datasets", "diagnostics", "distributions", "gp", "gplvm", "models", "testing")
+_SUBPACKAGES = ("datasets", "diagnostics", "distributions", "gp", "gplvm", "models", "restoration", "testing")
 # Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here, and
 # Gaussian processes are not needed by those who have none.
 _LATER = {

@@ -64,7 +64,7 @@ def learn(
     steps: int = 100,
     starts: int = 8,
     short_steps: int | None = None,
-    temperature: float = 8.0,
+    temperature: float = 20.0,
     tolerance: float = 0.05,
     lr: float = 0.02,
     generator: torch.Generator | None = None,
@@ -99,7 +99,7 @@ def learn(
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts.
-        short_steps: steps of a start; default: 80 with closed-form M-steps, else half of ``steps``.
+        short_steps: steps of a start; default: 60 with closed-form M-steps, else half of ``steps``.
         temperature: temperature that a start begins with.
         tolerance: free energies per data point, in nats, that differ by less than this are the same.
         lr: learning rate of gradient steps.
@@ -118,7 +118,7 @@ def learn(
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
     closed_form = isinstance(model, ClosedFormModel)
-    short = short_steps if short_steps is not None else 80 if closed_form else max(1, steps // 2)
+    short = short_steps if short_steps is not None else 60 if closed_form else max(1, steps // 2)
     num_states, steps, starts, short = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short)
     if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
         raise TypeError(
@@ -285,7 +285,7 @@ def _offer(run: _Run, y: Tensor, states: Tensor) -> None:
     words = guide.space.pack(states)
     population = guide.rescored(log_joint)
     merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
-    guide.store_(merged.log_joint, None, merged.words)
+    guide.populations.store_(merged.log_joint, None, merged.words)
 
 
 # --- parameters ---

@@ -1,0 +1,75 @@
+"""Restores a picture from a file: ``python -m pyro_truncated.restoration photograph.png --output restored.png``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from pyro_truncated.restoration.restore import denoise, inpaint
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Reads, restores and writes; returns the exit status."""
+    args = _parser().parse_args(arguments)
+    try:
+        image, mask = _read(args.image), _read_mask(args.mask)
+        _check_output(args.output)
+        torch.manual_seed(args.seed)
+        options = {"side": args.side, "num_latents": args.latents, "passes": args.passes, "stride": args.stride}
+        restored = inpaint(image, mask, args.noise, **options) if mask is not None else denoise(image, args.noise, **options)
+    except (OSError, UnidentifiedImageError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    pixels = restored.image.round().clamp(0, 255).to(torch.uint8).numpy()
+    Image.fromarray(pixels).save(args.output)
+    print(f"{args.output}: noise of standard deviation {restored.noise:.1f} (of 255) taken off, {len(restored.free_energies)} passes")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pyro_truncated.restoration",
+        description="Takes noise off a picture, or fills in what is missing, from the picture alone.",
+    )
+    parser.add_argument("image", type=Path, help="the damaged picture, grey or colour, in any format that Pillow reads")
+    parser.add_argument("--output", type=Path, required=True, help="where the restored picture goes")
+    parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black is missing")
+    parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated")
+    parser.add_argument("--side", type=int, help="side of a patch in pixels; default: by the noise")
+    parser.add_argument("--latents", type=int, default=576, help="dictionary elements (default: %(default)s)")
+    parser.add_argument("--passes", type=int, default=20, help="passes through all patches (default: %(default)s)")
+    parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
+    return parser
+
+
+def _read(path: Path) -> Tensor:
+    """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``."""
+    with Image.open(path) as picture:
+        mode = "L" if picture.mode in ("1", "L", "LA", "I", "I;16", "F") else "RGB"
+        return torch.from_numpy(np.array(picture.convert(mode))).float()
+
+
+def _read_mask(path: Path | None) -> Tensor | None:
+    if path is None:
+        return None
+    with Image.open(path) as picture:
+        return torch.from_numpy(np.array(picture.convert("L"))) > 0
+
+
+def _check_output(path: Path) -> None:
+    if path.suffix.lower() not in Image.registered_extensions():
+        raise ValueError(f"--output must end with the name of a picture format, such as .png; got {path}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--output must lie in a folder that exists; {path.parent} does not")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Overlapping patches of arrays, and arrays put together from them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.utils.counts import check_count
+
+
+class Patches:
+    r"""The overlapping windows of an array: of a signal, an image, a volume, with or without channels.
+
+    Windows start at every ``stride``-th position along each dimension, and at the last one that fits, so that every entry is covered.
+    A patch is a window as a vector, with the channels of its entries, if there are any, side by side.
+
+    Args:
+        shape: sizes of the array without channels, such as ``(height, width)``.
+        size: side of the windows, one number or one per dimension.
+        stride: distance of neighbouring windows.
+        channels: number of channels, the array's last dimension; ``None`` for an array without.
+
+    Raises:
+        ValueError: if a window is larger than the array, or the stride larger than a window (which would leave entries out).
+    """
+
+    def __init__(self, shape: Sequence[int], size: int | Sequence[int], stride: int = 1, *, channels: int | None = None) -> None:
+        self.shape = tuple(check_count("shape", n) for n in shape)
+        sizes = [size] * len(self.shape) if isinstance(size, int) else size
+        self.size = tuple(check_count("size", n) for n in sizes)
+        self.stride = check_count("stride", stride)
+        self.channels = None if channels is None else check_count("channels", channels)
+        if len(self.size) != len(self.shape) or any(side > n for side, n in zip(self.size, self.shape, strict=True)):
+            raise ValueError(f"size must give a side for each dimension of {self.shape}, none larger than the array; got {self.size}")
+        if self.stride > min(self.size):
+            raise ValueError(
+                f"stride must not exceed the side of a patch, {min(self.size)}, or entries would be left out; got {self.stride}"
+            )
+        self._starts = [_starts(n - side + 1, self.stride) for n, side in zip(self.shape, self.size, strict=True)]
+
+    def __len__(self) -> int:
+        return math.prod(len(starts) for starts in self._starts)
+
+    @property
+    def num_observed(self) -> int:
+        """Number of entries of a patch, ``D``."""
+        return math.prod(self.size) * (self.channels or 1)
+
+    def extract(self, array: Tensor) -> Tensor:
+        """The patches ``(N, D)`` of an array ``(*shape)`` or ``(*shape, channels)``; missing entries (NaN) stay missing.
+
+        Raises:
+            ValueError: for an array of another shape.
+        """
+        self._check(array)
+        windows = array
+        for dim, side in enumerate(self.size):
+            windows = windows.unfold(dim, side, 1)
+        if self.channels is not None:
+            windows = windows.movedim(len(self.shape), -1)
+        return windows[self._grid(self._starts)].flatten(0, len(self.shape) - 1).flatten(1)
+
+    def assemble(self, patches: Tensor, weights: Tensor | None = None) -> Tensor:
+        """The array of which every entry is the mean of what the patches say of it.
+
+        Args:
+            patches: ``(N, D)``.
+            weights: of the patches ``(N,)``, or of their entries ``(N, D)``, not negative; default: equal ones.
+
+        Returns:
+            The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches.
+
+        Raises:
+            ValueError: if there are more or fewer patches, or entries, than the array has.
+        """
+        if patches.shape != (len(self), self.num_observed):
+            raise ValueError(f"patches must have shape {(len(self), self.num_observed)}; got {tuple(patches.shape)}")
+        weight = patches.new_ones(()) if weights is None else weights if weights.dim() == 2 else weights.unsqueeze(-1)
+        weight = weight.double().expand(patches.shape)
+        counts = [len(starts) for starts in self._starts]
+        window = (*self.size, *([] if self.channels is None else [self.channels]))
+        values = (weight * patches.double()).reshape(*counts, *window)
+        weight = weight.reshape(*counts, *window)
+        full = (*self.shape, *window[len(self.shape) :])
+        total, share = (torch.zeros(full, dtype=torch.float64, device=patches.device) for _ in range(2))
+        inner = (slice(None),) * len(self.shape)
+        # One entry of all windows at a time: these are different entries of the array, which can be added at once.
+        for offset in itertools.product(*(range(side) for side in self.size)):
+            place = self._grid([starts + shift for starts, shift in zip(self._starts, offset, strict=True)])
+            entry: Any = (*inner, *offset)
+            total[place] += values[entry]
+            share[place] += weight[entry]
+        return (total / share).to(patches.dtype)
+
+    def _check(self, array: Tensor) -> None:
+        expected = self.shape if self.channels is None else (*self.shape, self.channels)
+        if tuple(array.shape) != expected:
+            raise ValueError(f"the array must have shape {expected}; got {tuple(array.shape)}")
+
+    @staticmethod
+    def _grid(starts: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        return torch.meshgrid(*starts, indexing="ij")
+
+
+def _starts(count: int, stride: int) -> Tensor:
+    """Every ``stride``-th of so many positions, and the last."""
+    return torch.tensor(sorted({*range(0, count, stride), count - 1}))
