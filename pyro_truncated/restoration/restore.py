@@ -24,7 +24,7 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 _SIDES = ((0.4, 8), (0.8, 12), (math.inf, 16))
 _LATENTS = 576
 _START_TEMPERATURE, _ANNEALED = 3.0, 0.25
-_PATIENCE, _TOLERANCE = 3, 1e-4
+_PATIENCE, _TOLERANCE = 3, 2e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,14 +225,15 @@ def _train(
                 bar.update()
             free_energies.append(total)
             bar.set_postfix(free_energy=f"{total:.2f}", noise=f"{model.scale.item():.3g}")
-            if number > _ANNEALED * passes + _PATIENCE and _has_settled(free_energies):
+            if number >= _ANNEALED * passes + 2 * _PATIENCE and _has_settled(free_energies, y.shape[1]):
                 break
     return guide, free_energies
 
 
-def _has_settled(free_energies: list[float]) -> bool:
-    now, before = sum(free_energies[-_PATIENCE:]), sum(free_energies[-2 * _PATIENCE : -_PATIENCE])
-    return now - before < _TOLERANCE * _PATIENCE * abs(now / _PATIENCE)
+def _has_settled(free_energies: list[float], num_observed: int) -> bool:
+    """Whether the last passes have gained less than a few ten thousandths of a nat per entry."""
+    now, before = free_energies[-_PATIENCE:], free_energies[-2 * _PATIENCE : -_PATIENCE]
+    return sum(now) - sum(before) < _TOLERANCE * _PATIENCE * num_observed
 
 
 @torch.no_grad()
