@@ -1,7 +1,7 @@
 """Restoration of images and signals from the damaged data alone."""
 
-from pyro_truncated.restoration.patches import Patches
 from pyro_truncated.restoration.pursuit import Pursuit
 from pyro_truncated.restoration.restore import Restored, denoise, inpaint
+from pyro_truncated.restoration.windows import Patches
 
 __all__ = ["Patches", "Pursuit", "Restored", "denoise", "inpaint"]

@@ -12,10 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 from tqdm.auto import tqdm
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, cooling
+from pyro_truncated.em.closed_form import ClosedForm
+from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.models import SpikeSlabSparseCoding
-from pyro_truncated.restoration.patches import Patches
 from pyro_truncated.restoration.pursuit import Pursuit
+from pyro_truncated.restoration.windows import Patches
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers

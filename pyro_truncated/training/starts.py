@@ -1,0 +1,253 @@
+"""Short runs from different starts: with more latents first and fewer later, where the model can be resized."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.optim import ClippedAdam
+from torch import Tensor
+
+from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
+from pyro_truncated.em.gibbs_em import GibbsEM
+from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.automatic import AutomaticSearch
+from pyro_truncated.search.base import Search
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.elbo import Temperature, Truncated_ELBO
+from pyro_truncated.training.redundancy import losses_without
+from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.own_store import empty_store
+
+# Chosen on bars of other seeds than those of the tables.
+_GROWTH = 2
+_SETTLING, _SETTLED = 3, 10
+
+
+@runtime_checkable
+class ResizableModel(Protocol):
+    """A model of exchangeable binary latents that can have more or fewer of them."""
+
+    num_latents: int
+
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all runs of a call have in common."""
+
+    search: Search | None
+    num_states: int
+    lr: float
+
+
+class Run:
+    """A model with its guide, and the SVI that trains them in the way that the model allows."""
+
+    def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature = 1.0) -> None:
+        self.truncated: AutoTruncated | None = None
+        self._driver = ClosedForm(model) if isinstance(model, (ClosedFormModel, GibbsModel)) else None
+        if settings.search is not None:
+            settings.search.forget()
+        if isinstance(model, GibbsModel):
+            search: Any = settings.search or _selection()
+            self.guide: Any = GibbsGuide(model)
+            elbo: Any = GibbsEM(search, temperature=temperature)
+        else:
+            self.guide, self.truncated, space = _guides(model, y, settings.num_states)
+            search = settings.search or _default_search(space, settings.num_states)
+            is_alone = self.guide is self.truncated
+            elbo = Truncated_ELBO(search, temperature=temperature if is_alone else 1.0)
+        self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
+
+    def step(self, y: Tensor) -> float:
+        """One step of training; the free energy per data point before it."""
+        return -float(self._svi.step(y)) / len(y)
+
+    def end(self) -> None:
+        """Leaves the model to whoever trains it next."""
+        if self._driver is not None:
+            self._driver.release()
+
+
+def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated, StateSpace]:
+    """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
+    truncated = AutoTruncated(model, num_states=num_states)
+    with spare_random_numbers():
+        truncated.setup(y)
+    layout = truncated.layout
+    if not layout.other_latents:
+        return truncated, truncated, layout.space
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites))))
+    truncated = AutoTruncated(model, num_states=num_states)
+    guide.append(truncated)
+    return guide, truncated, layout.space
+
+
+def _selection() -> Search:
+    from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
+
+    return GPSelect(5)
+
+
+def _default_search(space: StateSpace, num_states: int) -> Search:
+    return EvolutionarySearch(crossover=True) if space.is_binary and space.size > num_states else AutomaticSearch()
+
+
+# --- one start ---
+
+
+class Start(NamedTuple):
+    """What a short run reached: the free energy per data point, the model's parameters, and the states of binary latents."""
+
+    free_energy: float
+    parameters: dict[str, Tensor]
+    states: Tensor | None
+
+
+def start(
+    model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, number: int, generator: torch.Generator | None
+) -> Start:
+    """A short run from a start of its own.
+
+    Args:
+        model: the model; one that can be resized stays as it is, others are left where the run ends.
+        y: data.
+        settings: what all runs have in common.
+        temperature: as a function of the step.
+        steps: steps of training.
+        number: how many starts there were before: the first one of a model without ``initialize`` is where the model is.
+        generator: source of randomness.
+    """
+    if isinstance(model, ResizableModel) and not isinstance(model, GibbsModel):
+        with empty_store():
+            return _grown_and_shrunk(model, y, settings, temperature, steps, generator)
+    if hasattr(model, "initialize"):
+        model.initialize(y, generator)
+    elif number:
+        _disturb(model, y, generator)
+    with _forgetting_guides(model, y):
+        free_energy = _trained(Run(model, y, settings, temperature), y, steps)
+    return Start(free_energy, _copies(model, y), None)
+
+
+def _grown_and_shrunk(
+    model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None
+) -> Start:
+    """Trains a model of more latents, and takes away those that it misses least."""
+    number = model.num_latents
+    model = model.with_latents(torch.arange(number).repeat(_GROWTH)).initialize(y, generator)
+    run = Run(model, y, settings, temperature)
+    free_energy = _trained(run, y, steps)
+    while model.num_latents > number:
+        kept = _needed(run, y, max(number, model.num_latents - max(1, (model.num_latents - number) // 3)))
+        states = _states(run)[..., kept]
+        model = model.with_latents(kept)
+        run = Run(model, y, settings)
+        offer(run, y, states)
+        free_energy = _trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
+    return Start(free_energy, _copies(model, y), _states(run))
+
+
+def _states(run: Run) -> Tensor:
+    assert run.truncated is not None
+    return run.truncated.population().states()
+
+
+def _trained(run: Run, y: Tensor, steps: int) -> float:
+    for _ in range(steps):
+        free_energy = run.step(y)
+    run.end()
+    return free_energy
+
+
+def _needed(run: Run, y: Tensor, number: int) -> Tensor:
+    """The latents that are missed most, in order."""
+    assert run.truncated is not None
+    losses = losses_without(run.truncated.population(), run.truncated.log_joint_of(y))
+    return losses.topk(number).indices.sort().values
+
+
+@torch.no_grad()
+def offer(run: Run, y: Tensor, states: Tensor) -> None:
+    """Merges states, which may repeat each other, into the populations of a guide that has just been made."""
+    guide = run.truncated
+    assert guide is not None
+    log_joint = guide.log_joint_of(y)
+    words = guide.space.pack(states)
+    population = guide.rescored(log_joint)
+    merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
+    guide.populations.store_(merged.log_joint, None, merged.words)
+
+
+# --- parameters ---
+
+
+def _tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold what a model has learned, by name."""
+    if isinstance(model, torch.nn.Module):
+        return model.state_dict()
+    with spare_random_numbers(), poutine.block(), torch.no_grad():
+        nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
+    return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+
+
+def _copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in _tensors(model, y).items()}
+
+
+@contextmanager
+def _forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
+    """Takes parameters that are not the model's out of Pyro's store: those of a guide, whose name the next one will bear."""
+    store = pyro.get_param_store()
+    before = set(store)
+    try:
+        yield
+    finally:
+        for name in set(store) - before - _tensors(model, y).keys():
+            del store[name]
+
+
+def _unconstrained(value: Any) -> Tensor:
+    return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def _disturb(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
+    """Adds noise to the (unconstrained) parameters, of half their root mean square, or of a half to those that are zero."""
+    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else _tensors(model, y)
+    for value in named.values():
+        size = value.square().mean().sqrt()
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=None if generator is None else generator.device)
+        value.add_(0.5 * torch.where(size > 0, size, torch.ones_like(size)) * noise.to(value.device))
+
+
+@torch.no_grad()
+def put_back(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
+    """Writes values in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
+    for name, value in _tensors(model, y).items():
+        value.copy_(state[name])
+
+
+@contextmanager
+def undriven(model: Any) -> Iterator[None]:
+    """Hands a model back to who trained it before."""
+    driver = ClosedForm.driving(model)
+    try:
+        yield
+    finally:
+        if driver is not None:
+            driver.drive()
