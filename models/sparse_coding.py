@@ -15,7 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
 from pyro_truncated.distributions import Superposition, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, with_latents
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
 
 
@@ -138,6 +138,10 @@ class SparseCoding(UniqueModule):
         log_joint = population.log_joint.clone()
         log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
         return dataclasses.replace(population, log_joint=log_joint)
+
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+        return with_latents(self, index)  # type: ignore[no-any-return]
 
     def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor | None = None) -> None:
         """Sets the dictionary, and noise and prior to their maximisers; the expected squared ``errors`` are by default its own."""
