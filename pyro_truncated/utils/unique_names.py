@@ -14,7 +14,7 @@ import pyro
 from pyro.nn import PyroModule
 from pyro.nn.module import _Context
 from pyro.poutine.messenger import Messenger
-from pyro.poutine.runtime import _PYRO_STACK
+from pyro.poutine.runtime import am_i_wrapped
 
 from pyro_truncated.utils.module_parameters import modules_of, parameters_of
 from pyro_truncated.utils.shadowing import hold, was_held
@@ -61,7 +61,7 @@ class _UniqueContext(_Context):
             if not self.used:
                 _settle(module)
             # Nobody hears of names outside of all handlers.
-            self._sites = _WithoutPrefix(f"{module._unique_name}.") if _PYRO_STACK else None
+            self._sites = _WithoutPrefix(f"{module._unique_name}.") if am_i_wrapped() else None
         super().__enter__()
         if self.active == 1 and self._sites is not None:
             self._sites.__enter__()
