@@ -19,6 +19,7 @@ BROKEN = {
         DOC + "from pyro_truncated.states import Population\n",
         "takes pyro_truncated.states.Population from the list of names of its own folder",
     ),
+    "model": (DOC + "def f():\n    'Do.'\n    from pyro_truncated.models import NoisyOr\n", "imports models, which lie above it"),
     "face": (
         DOC + "from pyro_truncated import AutoTruncated\n",
         "takes pyro_truncated.AutoTruncated from the list of names of its own folder",

@@ -90,6 +90,7 @@ def run(script: str, *arguments: str, folder: Path, **environment: str) -> subpr
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 @pytest.mark.parametrize("threads", ["1", "2"])
 def test_a_forked_child_trains_as_its_parent_does(threads, tmp_path):
@@ -103,6 +104,7 @@ def test_a_forked_child_may_be_the_first_to_call_kernels(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_workers_of_a_data_loader_may_call_kernels(tmp_path):
     done = run(TRAINING + LOADER, "2", "fork", folder=tmp_path, NUMBA_NUM_THREADS="2")
@@ -152,6 +154,7 @@ def test_a_damaged_cache_is_not_used(monkeypatch, caplog, tmp_path, fresh_warnin
     assert "NUMBA_CACHE_DIR" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_path):
     script = (
         "from pyro_truncated.states import StateSpace; import torch; space = StateSpace([2] * 70); "
@@ -163,6 +166,7 @@ def test_the_library_is_imported_and_computes_where_nothing_can_be_written(tmp_p
     assert done.stderr.count("cannot be kept on disk") == 1
 
 
+@pytest.mark.slow
 def test_processes_that_compile_at_the_same_time_agree(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -258,6 +258,7 @@ def test_trains_by_gradients_as_a_plain_pyro_model() -> None:
     assert sum(losses[-5:]) / 5 < sum(losses[:5]) / 5 - 20
 
 
+@pytest.mark.slow
 def test_structured_guide_bounds_the_evidence_from_below() -> None:
     # Two latents: the evidence of every data point by a grid over both slabs.
     model = MaxSpikeSlabSparseCoding(4, 2, dtype=torch.float64)

@@ -196,6 +196,7 @@ def test_one_warning_names_the_line_and_what_would_be_fast(model, sites, local, 
     Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(model, guide, Y)
 
 
+@pytest.mark.slow
 @slow_cases
 def test_what_users_do_works_with_slow_models_too(model, sites, local, scoring, idiom):
     space = math.prod(len(values) for values in sites.values())

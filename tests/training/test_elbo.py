@@ -104,6 +104,7 @@ def subsampled(y, batch_size=None, scale=1.0):
         pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("elbo", [Truncated_ELBO(ExhaustiveSearch()), TraceEnum_ELBO(max_plate_nesting=1)], ids=["truncated", "stock"])
 def test_subsampling_is_unbiased_and_batch_sizes_may_vary(elbo, scale):

@@ -139,6 +139,7 @@ def mixture_terms(posterior, y):
     return dist.Normal(loc, 1.0).log_prob(y.unsqueeze(-1)) + torch.tensor([0.3, 0.7]).log()
 
 
+@pytest.mark.slow
 def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_posterior(y):
     model = config_enumerate(mixture)
     guide = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
@@ -161,6 +162,7 @@ def test_enumerated_latents_of_data_points_are_summed_out_and_drawn_from_their_p
     assert get_dataset(idata, "marginal_predictive")["y"].shape == (4, 1, 12)
 
 
+@pytest.mark.slow
 def test_enumerated_guides_and_truncated_ones_of_all_states_agree(y):
     stock = AutoNormal(poutine.block(mixture, hide=["kind"]), init_scale=0.1)
     truncated = AutoGuideList(mixture)

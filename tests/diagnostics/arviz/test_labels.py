@@ -252,6 +252,7 @@ class Wrapped(PyroModule):
         return self.model(y)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(ARVIZ_V1, reason="names and defaults of ArviZ 0.2x; 1.x has its own test")
 def test_arviz_runs_on_the_defaults_without_complaint(generator):
     y = torch.cat([torch.randn(8, generator=generator), SHIFT + torch.randn(8, generator=generator)])
