@@ -8,6 +8,7 @@ import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
@@ -220,3 +221,25 @@ def test_bad_search_guide_and_temperature():
     guide = AutoTruncated(case.model, num_states=8)
     with pytest.raises(ValueError, match="temperature must be at least 1"):
         Truncated_ELBO(ExhaustiveSearch(), temperature=0.5).loss_and_grads(case.model, guide, *case.args)
+
+
+def shifted(y):
+    shift = pyro.sample("shift", dist.Normal(0.0, 1.0))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(shift + s @ torch.linspace(-2, 2, 6), 0.1), obs=y)
+
+
+@pytest.mark.parametrize("handler", [{}, {"expose": ["shift", "s", "s_index"]}, {"hide": ["nothing"]}], ids=["plain", "expose", "hide"])
+def test_a_search_is_asked_for_through_handlers_around_the_guide(handler):
+    y, guide = torch.linspace(-3, 3, 7), AutoGuideList(shifted)
+    guide.append(AutoDelta(poutine.block(shifted, expose=["shift"])))
+    guide.append(AutoTruncated(shifted, 4))
+    guide(y)
+    before = guide[1].words.clone()
+    Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(shifted, poutine.block(guide, **handler) if handler else guide, y)
+    assert not torch.equal(guide[1].words, before)
+    best = guide[1].posterior(y).free_energy()
+    exact = AutoTruncated(poutine.condition(shifted, data={"shift": guide[0].median(y)["shift"].detach()}), 64)
+    top = exact.posterior(y).log_joint.topk(4).values.logsumexp(-1)
+    torch.testing.assert_close(best.float(), top, rtol=1e-4, atol=1e-4)
