@@ -201,9 +201,14 @@ class AutoTruncated(WholeModelGuide):
 
         From an :class:`~pyro.infer.autoguide.AutoGuideList` the new guide takes along the guides before this one, as they are and share
         their parameters: it samples the model's other latents from them, as the list does, so that it stands for the whole trained guide
-        in losses, ``Predictive``, ``check_truncation`` and ``to_arviz``: ``new = guide_list[-1].infer(y_new, search)``. The search scores
-        states given one draw of them. Of latents inside the data plate only guides that compute them from the model's arguments
-        (amortised ones, functions for example) know anything.
+        in losses, ``Predictive``, ``check_truncation`` and ``to_arviz``. The search scores states given one draw of them. Of latents inside
+        the data plate only guides that compute them from the model's arguments (amortised ones, functions for example) know anything.
+
+        Example::
+
+            new = guide_list[-1].infer(y_new, search)
+            print(check_truncation(new, y_new))
+            idata = to_arviz(model, new, y_new)
 
         Args:
             data: the model's positional arguments: one tensor, or a tuple of them. The model must take all data points at once.
