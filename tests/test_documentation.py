@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import itertools
 import math
@@ -123,6 +124,16 @@ def gated() -> dict[str, Any]:
     return {"examples": torch.randn(8, 6), "switches": torch.ones(8, 2), "poses": torch.randn(8, 2, 1), "x": torch.randn(4, 6)}
 
 
+def short_learn() -> dict[str, Any]:
+    quick = functools.partial(pyro_truncated.training.learn, steps=3, starts=2, num_states=8, tolerance=100.0, progress=False)
+    return {"y": pyro_truncated.datasets.linear_bars(40, size=10).data, "learn": quick}
+
+
+def short_denoise() -> dict[str, Any]:
+    quick = functools.partial(pyro_truncated.restoration.denoise, side=4, num_latents=6, passes=2, num_states=6, progress=False)
+    return {"photograph": 100 + 25 * torch.randn(16, 16), "denoise": quick}
+
+
 def short_fit(*args: Any) -> Any:
     return pyro_truncated.gplvm.fit(*args, steps=5, warm_up=5, rounds=1)
 
@@ -152,7 +163,9 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "SpikeSlabSparseCoding": lambda: {"model": models.SpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
     "SubsetSparseGPRegression": lambda: gaussian_process(lambda f: f),
     "SubsetVariationalGP": lambda: gaussian_process(lambda f: (f > 0).float()),
+    "denoise": short_denoise,
     "fit": training,
+    "learn": short_learn,
     "save_checkpoint": training,
     "to_arviz": regression,
 }

@@ -46,6 +46,8 @@ def learn(
 
     Example::
 
+        from pyro_truncated.models import BinarySparseCoding
+
         model = BinarySparseCoding(100, 20)
         guide = learn(model, y)
         guide.marginals()["s"]

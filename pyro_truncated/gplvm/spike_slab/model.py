@@ -10,6 +10,7 @@ import pyro.distributions as dist
 import torch
 from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
+from pyro.ops.provenance import detach_provenance
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -287,10 +288,9 @@ class SpikeSlabMRD(UniqueModule):
 
     def pattern_bounds(self, patterns: Tensor, views: list[Tensor]) -> Tensor:
         """Bounds of the log likelihood of the data under given patterns of switches ``(*, C, Q)``: one collapsed bound each, ``(*)``."""
-        flat = patterns.reshape(-1, *self.prior.shape).double()
+        flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
-        local = self.latent_divergence()
-        found = []
+        local, found = self.latent_divergence(), []
         for row in distinct.view(-1, *self.prior.shape):
             terms = []
             for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
