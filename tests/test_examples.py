@@ -30,6 +30,7 @@ EXAMPLES = {
     "natural_images": ("--checkpoint-every", "0"),
     "occlusive_components": ("--selections", "scan,gp,gp-every-5,gp-low-rank"),
     "own_closed_form_model": (),
+    "own_spike_slab_gplvm": (),
     "question_latents": (),
     "question_models": (),
     "question_population": (),
@@ -52,6 +53,7 @@ PICTURES = {
     "natural_images": {"dictionary.png", "decompositions.png", "reconstruction.png", "free_energy.png", "activations.png"},
     "occlusive_components": {"objects.png", "locations.png", "free_energy.png"},
     "own_closed_form_model": set(),
+    "own_spike_slab_gplvm": set(),
     "question_latents": {"question_latents.png"},
     "question_models": {"question_models.png"},
     "question_population": {"question_population.png"},
@@ -89,6 +91,14 @@ def test_own_closed_form_model_never_loses_free_energy(monkeypatch):
     for before, after in itertools.pairwise(free_energies):
         assert after >= before - 1e-9 * abs(before)
     assert free_energies[-1] > free_energies[0] + 1
+
+
+@pytest.mark.parametrize("elbo", ["truncated", "stock"])
+def test_own_spike_slab_gplvm_switches_on_as_many_dimensions_as_the_data_have(elbo, monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    example = importlib.import_module("own_spike_slab_gplvm")
+    probability = example.main(example.parse_args(["--smoke", "--elbo", elbo]))
+    assert probability.round().tolist() == [1.0, 1.0, 0.0, 0.0]
 
 
 def outcome(folder: Path) -> dict[str, object]:

@@ -9,7 +9,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated.guide.averaging import average_over_draws, average_stored
+from pyro_truncated.guide.averaging import average_over_draws, readable
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.program import ProgramRun, recorded_values
@@ -236,12 +236,13 @@ class AutoTruncated(WholeModelGuide):
     def scored(self, indices: Tensor | None = None) -> TruncatedPosterior:
         """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
 
+        An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now.
+
         Beside guides of other latents (in an :class:`~pyro.infer.autoguide.AutoGuideList`) the posterior of the states is different for
         every draw that these make. What is read, here and by the methods below, is then the average over :attr:`num_draws` of them, under
         the model as it is now and the arguments it was last called with.
         """
-        averaged = average_stored(self, self.populations.scored(indices), self._last_call)
-        return TruncatedPosterior(averaged, self.layout, self.layout.full_sizes)
+        return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""

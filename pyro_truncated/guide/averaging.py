@@ -76,6 +76,40 @@ def average_over_draws(guide: TruncatedGuide, call: Call, subsamples: Mapping[st
 
 
 @torch.no_grad()
+def readable(guide: TruncatedGuide, indices: Tensor | None, call: Call | None) -> Population:
+    """What can be read of all or the given data points: their populations as of when they were last scored, see :func:`average_stored`.
+
+    An ELBO that knows nothing of populations (the stock :class:`~pyro.infer.TraceEnum_ELBO`) scores them and stores nothing. Where
+    nothing is stored of any data point they are therefore scored here, under the model as it is now; nothing is stored.
+
+    Args:
+        guide: the truncated guide.
+        indices: positions of data points, ``None`` for all.
+        call: the model's last call.
+
+    Raises:
+        RuntimeError: if some of the data points were never scored, and the model's last call does not reach them.
+    """
+    if call is None or not bool(guide.populations.log_joint.isnan().all()):
+        return average_stored(guide, guide.populations.scored(indices), call)
+    population = guide.populations.population(indices)
+    return average_stored(guide, population, call) if _has_siblings(guide, call) else _scored_now(guide, population, call)
+
+
+def _scored_now(guide: TruncatedGuide, population: Population, call: Call) -> Population:
+    """Populations with log joints under the model as it is now, NaN where the model's last call does not reach."""
+    log_joint = guide.populations.log_joint.clone()
+    wanted = torch.arange(len(log_joint), device=log_joint.device) if population.indices is None else population.indices.long()
+    with spare_random_numbers(), poutine.block():
+        for subsamples in _batches(guide, call, wanted):
+            batch = guide.batch(call, subsamples).rescored()
+            # Where nothing is stored, the store does not have the type of the model's numbers yet.
+            log_joint = log_joint.to(batch.log_joint.dtype)
+            log_joint[slice(None) if batch.indices is None else batch.indices] = batch.log_joint
+    return dataclasses.replace(population, log_joint=log_joint[wanted])
+
+
+@torch.no_grad()
 def average_stored(guide: TruncatedGuide, population: Population, call: Call | None) -> Population:
     """Populations as they are stored, with log joints averaged over draws where other guides make these.
 
@@ -96,6 +130,7 @@ def average_stored(guide: TruncatedGuide, population: Population, call: Call | N
     log_joint = guide.populations.log_joint.clone()
     for batch in [] if call is None else _averaged_batches(guide, call, wanted):
         where = slice(None) if batch.indices is None else batch.indices
+        log_joint = log_joint.to(batch.log_joint.dtype)
         log_joint[where], done[where] = batch.log_joint, True
     missed = int((~done[wanted]).sum())
     if missed:

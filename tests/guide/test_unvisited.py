@@ -6,7 +6,9 @@ import pyro
 import pyro.distributions as dist
 import pytest
 import torch
-from pyro.infer import SVI
+from pyro.infer import SVI, TraceEnum_ELBO
+from pyro.infer.autoguide import AutoDelta, AutoGuideList
+from pyro.poutine import block
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE, MaximalCauses, SpikeSlabSparseCoding
@@ -100,3 +102,38 @@ def test_a_wrong_score_of_such_states_is_found():
     careless.setup(y)
     with pytest.raises(AssertionError, match=r"log joints of 2 of 13 states differ"):
         check_guide(careless, y)
+
+
+def clusters(y, batch_size=None):
+    place = pyro.sample("place", dist.Normal(torch.tensor([-1.0, 2.0], dtype=D64), 1.0).to_event(1))
+    with pyro.plate("data", len(y), subsample_size=batch_size) as i:
+        k = pyro.sample("k", dist.Bernoulli(torch.tensor(0.3, dtype=D64)))
+        pyro.sample("y", dist.Normal(place[..., 0] + k * place[..., 1], 1.0), obs=y[i])
+
+
+@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize("beside_others", [False, True])
+def test_what_a_stock_elbo_has_trained_is_read_under_the_model_as_it_is(beside_others, batch_size):
+    """The stock ELBO stores no scores: what is read must be the exact posterior of now, of all data points."""
+    y = 3 * torch.randn(10, dtype=D64)
+
+    def model(y, batch_size=None):
+        if beside_others:
+            return clusters(y, batch_size)
+        at = pyro.param("at", torch.tensor([-1.0, 2.0], dtype=D64))
+        return pyro.condition(clusters, data={"place": at})(y, batch_size)
+
+    truncated = AutoTruncated(model, 2)
+    guide = truncated
+    if beside_others:
+        guide = AutoGuideList(model)
+        guide.append(AutoDelta(block(model, hide=["k"])))
+        guide.append(truncated)
+    svi = SVI(model, guide, pyro.optim.Adam({"lr": 0.1}), TraceEnum_ELBO(max_plate_nesting=1))
+    for _ in range(3):
+        svi.step(y, batch_size)
+        place = (guide.median()["place"] if beside_others else pyro.param("at")).detach()
+        log_odds = torch.tensor(0.3 / 0.7, dtype=D64).log() + ((y - place[0]).square() - (y - place.sum()).square()) / 2
+        torch.testing.assert_close(truncated.marginals()["k"], log_odds.sigmoid(), rtol=1e-9, atol=1e-12)
+    assert truncated.log_joint.isnan().all()
+    torch.testing.assert_close(truncated.marginals(torch.tensor([7, 2]))["k"], log_odds.sigmoid()[[7, 2]], rtol=1e-9, atol=1e-12)
