@@ -4,7 +4,8 @@
 
 Uses the Wikipedia articles of the data folder, or where there is none two made-up views. Writes cross_modal_retrieval.png: precision over
 recall for queries by image and by text, and which view uses which dimension. Topics of articles set the start of training and are used to
-tell right from wrong; nothing else sees them.
+tell right from wrong; nothing else sees them. That start is the published one, and training stops early: further iterations forget the
+topics.
 """
 
 import argparse
