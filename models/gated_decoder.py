@@ -89,6 +89,7 @@ class GatedDecoder(UniqueModule):
     noise: Any
     rate: Any
 
+    @takes_arrays
     def __init__(self, outputs: Tensor, switches: Tensor, poses: Tensor, width: int = 64) -> None:
         super().__init__()
         if poses.dim() != 3 or poses.shape[:2] != switches.shape or len(outputs) != len(switches):
@@ -99,7 +100,7 @@ class GatedDecoder(UniqueModule):
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError("switches of the examples must be zeros and ones")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]
-        variance = outputs.square().mean() / switches.sum(1).mean().clamp(min=1.0)
+        variance = outputs.square().mean() / switches.to(outputs).sum(1).mean().clamp(min=1.0)
         parts: list[kernels.Kernel] = [
             kernels.RBF(self.pose_dim, variance.clone(), torch.full((self.pose_dim,), 0.5).to(outputs)) for _ in range(self.num_parts)
         ]

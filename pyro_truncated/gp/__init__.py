@@ -1,6 +1,7 @@
 """Gaussian processes: regression with leave-one-out predictions, pivoted Cholesky factors, and kernels under uncertain inputs."""
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.scales import ActiveSetScaleWarning
 from pyro_truncated.gp.active_sets.splits import Split, UniformSplits, growing
 from pyro_truncated.gp.cholesky import JitterWarning
 from pyro_truncated.gp.data_kernels import (
@@ -50,6 +51,7 @@ from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_for
 
 __all__ = [
     "ActiveSet",
+    "ActiveSetScaleWarning",
     "AllNoiseWarning",
     "CholQRSearch",
     "CountKernel",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 
 # Singular values below this share of the largest are rounding: a Gram matrix keeps the square root of the precision.
@@ -33,6 +34,7 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         TypeError: if the data are not floating point.
         ValueError: if the data are empty, no matrix or not finite, or ``num`` is not positive.
     """
+    data = as_tensors(data)
     joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
     size = _checked_norm(joint, num)
     centred = joint.double() - joint.mean(0, dtype=torch.float64)

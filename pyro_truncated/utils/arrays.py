@@ -40,17 +40,17 @@ def _torchable(array: np.ndarray) -> np.ndarray:
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a method take NumPy arrays for tensors; floating point ones take the type of the module's parameters."""
+    """Lets a method, or a function of a ``model``, take NumPy arrays for tensors; floating point ones take the type of its parameters."""
 
     @functools.wraps(method)
     def converted(*args: P.args, **kwargs: P.kwargs) -> T:
         """The method with tensors in the place of arrays; called as it is where there are none."""
         if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
-        like = _number_of(args[0])
+        like = _number_of(args[0] if args else kwargs.get("model"))
         taken = [as_tensors(value, like) for value in args[1:]]
         named = {name: as_tensors(value, like) for name, value in kwargs.items()}
-        return method(args[0], *taken, **named)  # type: ignore[arg-type]
+        return method(*args[:1], *taken, **named)  # type: ignore[arg-type]
 
     return converted
 
@@ -62,5 +62,7 @@ def _holds_array(value: Any) -> bool:
 
 def _number_of(module: Any) -> Tensor | None:
     """A tensor of the type and device of a module's numbers."""
-    tensors = (*module.parameters(), *module.buffers()) if isinstance(module, torch.nn.Module) else ()
+    # In its constructor a module has no parameters to ask for yet.
+    is_made = isinstance(module, torch.nn.Module) and "_parameters" in vars(module)
+    tensors = (*module.parameters(), *module.buffers()) if is_made else ()
     return next((tensor for tensor in tensors if tensor.is_floating_point()), None)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import warnings
 
 import pyro
 import pyro.distributions as dist
+import pyro.poutine as poutine
 import pytest
 import torch
 from pyro.contrib.gp import kernels
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 
 from pyro_truncated.distributions import ActiveSetGaussianProcess, GivenActiveSet
-from pyro_truncated.gp import ActiveSet, JitterWarning
+from pyro_truncated.gp import ActiveSet, ActiveSetScaleWarning, JitterWarning
+from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.kernels.evaluation import covariance, squared_distances
 
 # Profiles over the scaled distance, written out once more; Pyro's own are off by 1e-6 at distance zero.
@@ -333,3 +336,37 @@ def test_bad_sizes_are_refused():
         ActiveSet(kernel, torch.ones(3), z, torch.zeros(4, 3))
     with pytest.raises(ValueError, match="cannot be repeated"):
         ActiveSetGaussianProcess(z[:1], kernel, 0.1, 1, 3).expand((7,))
+
+
+def minibatch(num_data=None, num_active=3, *, weights=None, plated=True, size=6, temperature=1.0):
+    """The log density that a program gives to ``size`` of 12 data points."""
+    generator = torch.Generator().manual_seed(0)
+    z, x = (torch.randn(12, 2, generator=generator, dtype=torch.float64) for _ in range(2))
+
+    def model():
+        with contextlib.ExitStack() as stack:
+            index = stack.enter_context(pyro.plate("data", 12, subsample=torch.arange(size))) if plated else torch.arange(size)
+            stack.enter_context(poutine.scale(scale=temperature if weights is None else weights))
+            process = ActiveSetGaussianProcess(z[index], rbf(), torch.tensor(0.1, dtype=torch.float64), num_active, 2, num_data=num_data)
+            pyro.sample("x", process.to_event(0 if plated else 1), obs=x[index])
+
+    return float(poutine.trace(model).get_trace().log_prob_sum().detach())
+
+
+def test_a_plate_that_scales_the_active_set_is_noticed():
+    with pytest.warns(ActiveSetScaleWarning, match=r"plate 'data' takes 6 of 12 .* by 2\. Pass num_data=12"):
+        wrong = minibatch()
+    right = minibatch(12)
+    assert minibatch(weights=split_weights(6, 3, 12, torch.zeros((), dtype=torch.float64))) == pytest.approx(right, rel=1e-6)
+    # What the warning says: the active set counts twice, and the rest, which stands for nine points, six times in three.
+    active, whole = minibatch(size=3, plated=False), minibatch(size=6, plated=False)
+    assert wrong == pytest.approx(2 * whole)
+    assert right == pytest.approx(active + 3 * (whole - active))
+
+
+def test_scales_that_are_no_mistake_raise_no_warning():
+    # Warnings are errors here.
+    minibatch(size=12)
+    minibatch(size=12, temperature=2.0)
+    minibatch(num_active=0)
+    minibatch(plated=False, temperature=2.0)

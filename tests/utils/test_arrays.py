@@ -8,7 +8,17 @@ import torch
 from pyro.contrib.gp import kernels
 from pyro.infer import SVI
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, SASDecoder, SpikeSlabGPLVM, Truncated_ELBO, best_start, models
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    SASDecoder,
+    SpikeSlabGPLVM,
+    Truncated_ELBO,
+    best_start,
+    gplvm,
+    models,
+)
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.gp.data_kernels import PyroKernel
 from pyro_truncated.utils.arrays import as_tensors
@@ -54,6 +64,40 @@ def test_decoders_and_latent_variable_models_take_arrays(y):
     assert decoder.loc.dtype == torch.float32
     model = SpikeSlabGPLVM(20, 9, 2, num_inducing=4)
     assert torch.equal(model.bound([y.numpy()]), model.bound([y]))
+
+
+def test_functions_of_latent_variable_models_take_arrays(y):
+    found = []
+    for data, start in ((y, torch.ones(20, 2).cumsum(0)), (y.numpy(), np.ones((20, 2)).cumsum(0))):
+        generator = torch.Generator().manual_seed(0)
+        torch.manual_seed(0)
+        model = gplvm.SpikeSlabGPLVM(20, 9, 2, num_inducing=4)
+        views = [data]
+        gplvm.fit(model=model, y=views, start=start, steps=2, warm_up=2, rounds=1, generator=generator)
+        gplvm.maximize_bound(model, data, 1)
+        gplvm.update_switches(model, views)
+        gplvm.switch_log_odds(model, views)
+        gplvm.settle_switches(model, views)
+        gplvm.switch_moves(model, views)
+        gplvm.remove_dimensions(model, views, 1)
+        gplvm.natural_step(gplvm.explicit_copy(model, views), views)
+        posterior = gplvm.Posterior(model, views)
+        latents = posterior.infer({0: data[:5]}, steps=2)
+        posterior.infer(data[:5], steps=1)
+        posterior.distances(latents, (0, 0), start)
+        found.append([model.loc.detach(), posterior.predict(start).mean, latents.loc, gplvm.principal_components(views, 2)])
+    for expected, value in zip(*found, strict=True):
+        torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_gated_decoder_is_made_from_arrays(y):
+    switches, poses = torch.ones(20, 2), torch.linspace(-1, 1, 40).double().reshape(20, 2, 1)
+    torch.manual_seed(0)
+    expected = models.GatedDecoder(y, switches, poses, width=4)
+    torch.manual_seed(0)
+    model = models.GatedDecoder(y.numpy(), switches.numpy().astype(bool), poses.numpy(), width=4)
+    assert all(map(torch.equal, model.state_dict().values(), expected.state_dict().values()))
+    assert torch.equal(model.active_set().log_prob_terms(), expected.active_set().log_prob_terms())
 
 
 def test_kernels_take_arrays(y):

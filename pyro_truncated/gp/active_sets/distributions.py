@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
+from pyro_truncated.gp.active_sets.scales import warn_if_scaled
 from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
@@ -59,6 +60,9 @@ class ActiveSetGaussianProcess(TorchDistribution):
     Raises:
         ValueError: if the sizes do not fit, the noise is not a scalar, or a minibatch has no point beside the active set.
 
+    Warns:
+        ActiveSetScaleWarning: if it is made without ``num_data`` in a plate that subsamples, and nothing corrects the plate's scale.
+
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022, equation 6.
     """
@@ -93,6 +97,8 @@ class ActiveSetGaussianProcess(TorchDistribution):
             raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
         self.num_active, self.num_data = num_active, num_data
+        if num_data is None:
+            warn_if_scaled(num_active, latents.shape[-2])
         # Computed here, so that impossible sizes are refused before any work.
         batch_size = latents.shape[-2]
         self.weights = split_weights(batch_size, num_active, batch_size if num_data is None else num_data, like=latents)

@@ -15,6 +15,7 @@ from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, switch_moves, update_switches
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
@@ -39,6 +40,7 @@ class Fit:
     is_all_noise: bool = False
 
 
+@takes_arrays
 def fit(
     model: SpikeSlabMRD,
     y: Views,

@@ -12,6 +12,7 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 
@@ -62,6 +63,7 @@ class Posterior:
             scale: standard deviations of the latents, ``(N, Q)``; default: known exactly.
             full_covariance: whether to return covariances between outputs.
         """
+        loc, scale = as_tensors(loc, self.model.loc), as_tensors(scale, self.model.loc)
         variance = torch.zeros_like(loc) if scale is None else scale.square()
         return self.predict_at(SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype)), view, full_covariance)
 
@@ -140,6 +142,7 @@ class Posterior:
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
 
     def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Observations]:
+        y = as_tensors(y, self.model.loc)
         given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
         views = {c: v for c, v in given.items() if v is not None}
         sizes = self.model.num_observed
@@ -193,7 +196,7 @@ class Posterior:
             points: latents to compare with; default: those of the training data.
         """
         weight = self.model.probability[list(views)].detach().prod(0).sqrt()
-        loc = self.model.loc.detach() if points is None else points
+        loc = self.model.loc.detach() if points is None else as_tensors(points, self.model.loc)
         return torch.cdist(latents.loc.double() * weight, loc.double() * weight)
 
     def shared(self, threshold: float = 0.5) -> dict[str, list[int]]:

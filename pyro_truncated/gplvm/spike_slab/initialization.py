@@ -12,6 +12,7 @@ from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
+from pyro_truncated.utils.arrays import takes_arrays
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
 STARTS = ("pca", "random")
@@ -19,6 +20,7 @@ _NOISE_SHARE = 0.01
 _START_SCALE = 0.3
 
 
+@takes_arrays
 @torch.no_grad()
 def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:
     """Sets all parameters to a starting point.

@@ -45,6 +45,7 @@ def plot_latents(
     if labels is None:
         ax.scatter(points[:, 0], points[:, 1], s=6, color="tab:blue")
     else:
+        labels = torch.as_tensor(labels)
         for number, label in enumerate(labels.unique().tolist()):
             chosen = (labels == label).cpu().numpy()
             ax.scatter(points[chosen, 0], points[chosen, 1], s=6, color=f"C{number}", label=str(label))

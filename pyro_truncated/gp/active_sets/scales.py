@@ -1,0 +1,64 @@
+"""What the plates around a distribution make of the log density of its active set."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import torch
+from pyro.poutine.runtime import apply_stack
+
+
+class ActiveSetScaleWarning(UserWarning):
+    """A plate that subsamples multiplies the log density of an active set, which should count once."""
+
+
+def warn_if_scaled(num_active: int, batch_size: int) -> None:
+    """Warns where the handlers that are open scale the active points of a minibatch like all others.
+
+    A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, also that of the active set, whose points are
+    conditioned on and stand for no others. What is scaled on purpose, by :meth:`Split.weights` for example, differs between data points.
+
+    Args:
+        num_active: size of the active set.
+        batch_size: number of data points of the distribution, ``B``.
+
+    Warns:
+        ActiveSetScaleWarning: if all data points have the scale of their subsampling plate.
+    """
+    message = _message()
+    apply_stack(message)
+    frame = next((f for f in message["cond_indep_stack"] if f.vectorized and f.dim == -1), None)
+    if num_active == 0 or frame is None or frame.size != batch_size or (frame.full_size or frame.size) == frame.size:
+        return
+    scales = torch.as_tensor(message["scale"], dtype=torch.float64)
+    ratio = math.prod((f.full_size or f.size) / f.size for f in message["cond_indep_stack"] if f.size)
+    if torch.allclose(scales, torch.full_like(scales, ratio)):
+        warnings.warn(
+            f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "
+            f"set, too, by {ratio:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of the plate need "
+            "the same weights, open poutine.scale(scale=split.weights(num_data)) around all of them before the distribution is made.",
+            ActiveSetScaleWarning,
+            stacklevel=3,
+        )
+
+
+def _message() -> Any:
+    """A message that nobody answers, on which handlers leave their scale and plates."""
+    return {
+        "type": "active_set_scale",
+        "name": "_active_set",
+        "fn": lambda: None,
+        "is_observed": False,
+        "args": (),
+        "kwargs": {},
+        "value": None,
+        "scale": 1.0,
+        "mask": None,
+        "cond_indep_stack": (),
+        "done": False,
+        "stop": False,
+        "continuation": None,
+        "infer": {},
+    }
