@@ -8,12 +8,12 @@ from torch import Tensor
 from pyro_truncated import Population, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.models.dictionary import best_dictionary
+from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
 
 
-class BinarySparseCoding(SparseCoding):
-    r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s, \sigma^2 I)`.
+class BinarySparseCoding(LinearDictionary, SparseCoding):
+    r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
@@ -21,12 +21,15 @@ class BinarySparseCoding(SparseCoding):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
         weight: dictionary :math:`W`, ``(D, H)``.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+        bias: offset :math:`b`, ``(D,)``, or ``None``.
+        center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
 
     Reference:
         Henniges, Puertas, Bornschein, Eggert and Lücke, "Binary Sparse Coding", LVA/ICA 2010.
@@ -34,8 +37,14 @@ class BinarySparseCoding(SparseCoding):
 
     superposition = LinearSuperposition
 
-    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_observed: int, num_latents: int, *, shared_prior: bool = True, offset: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
+        self._make_offset(offset, dtype)
+
+    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+        return self.scale, self.bias
 
     @torch.no_grad()
     @takes_arrays
@@ -45,9 +54,10 @@ class BinarySparseCoding(SparseCoding):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.LinearSuperposition.statistics`.
+            Those of :meth:`.LinearSuperposition.statistics`, of the data above the ``center`` if there is an offset.
         """
-        return LinearSuperposition.statistics(population, check_data(y, self.num_observed), temperature)
+        population, y = self._above_center(population, check_data(y, self.num_observed))
+        return LinearSuperposition.statistics(population, y, temperature)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -56,6 +66,8 @@ class BinarySparseCoding(SparseCoding):
         With :math:`A_d = \sum_n \langle s s^\top \rangle` over the data points with :math:`y_{nd}` observed and
         :math:`c_d = \sum_n y_{nd} \langle s \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
         the observed entries, and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the latents if shared. A tiny ridge pulls
-        the dictionary towards its old value, so the elements of latents that are never active stay as they are.
+        the dictionary towards its old value, so the elements of latents that are never active stay as they are. An offset is maximised
+        jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
         """
-        self._set_dictionary(best_dictionary(self.weight.double(), statistics["pairs"], statistics["cross"]), statistics)
+        weight, errors = self._best_dictionary(statistics)
+        self._set_dictionary(weight, statistics, errors)

@@ -62,11 +62,15 @@ def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:
     Raises:
         ValueError: if no entry is observed.
     """
-    floor = _SCALE_FLOOR * data_scale(squares, observed)
-    return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), floor)
+    return torch.maximum((errors / observed).clamp(min=0.0).sqrt(), noise_floor(squares, observed))
 
 
-def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor) -> Tensor:
+def noise_floor(squares: Tensor, observed: Tensor) -> Tensor:
+    """The smallest noise deviation: a thousandth of :func:`data_scale`."""
+    return _SCALE_FLOOR * data_scale(squares, observed)
+
+
+def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tensor | None = None) -> Tensor:
     r"""Minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension ``d``.
 
     :math:`W_d = A_d^{-1} c_d` with :math:`A_d = \sum_n \langle s s^\top \rangle` and :math:`c_d = \sum_n y_{nd} \langle s \rangle`. A tiny
@@ -76,16 +80,50 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor) -> Tensor:
         weight: old dictionary, ``(D, H)`` in float64.
         pairs: :math:`A`, ``(H, H)`` if common to all dimensions, else ``(D, H, H)``.
         cross: :math:`c`, ``(D, H)``.
+        activity: what the ridge is a tiny part of; default: the mean of the diagonal of ``pairs``.
 
     Returns:
         ``(D, H)``.
     """
     gradient = cross - rows_times(weight, pairs)
-    ridge = _RIDGE * pairs.diagonal(dim1=-2, dim2=-1).mean().clamp(min=torch.finfo(pairs.dtype).tiny)
+    activity = _mean_square(pairs) if activity is None else activity
+    ridge = _RIDGE * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
     factor = torch.linalg.cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
+
+
+def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    r"""Joint minimiser of the expected squared residuals :math:`\sum_n \langle (y_{nd} - b_d - W_d s)^2 \rangle`.
+
+    The offset is the element of a latent that is always on. Without it the moments are those about the means: with
+    :math:`N_d`, :math:`Y_d`, :math:`t_d`, :math:`c_d` and :math:`A_d` of :meth:`.LinearSuperposition.statistics`
+
+    .. math:: W_d = \Bigl(A_d - \frac{t_d t_d^\top}{N_d}\Bigr)^{-1} \Bigl(c_d - \frac{Y_d t_d}{N_d}\Bigr), \qquad
+        b_d = \frac{Y_d - W_d^\top t_d}{N_d}.
+
+    Elements of latents that are never or always active stay as they are, and so does the offset of a dimension that is never observed.
+
+    Args:
+        weight: old dictionary, ``(D, H)`` in float64.
+        bias: old offset, ``(D,)`` in float64.
+        statistics: the sums.
+
+    Returns:
+        Dictionary and offset.
+    """
+    observed, sums, trials, pairs = (statistics[name] for name in ("observed", "sums", "trials", "pairs"))
+    seen = observed.clamp(min=NEVER_SEEN)
+    means = trials / seen.unsqueeze(-1)
+    # With nothing missing all dimensions have the same trials.
+    outer = trials[0, :, None] * means[0] if pairs.dim() == 2 else trials.unsqueeze(-1) * means.unsqueeze(-2)
+    weight = best_dictionary(weight, pairs - outer, statistics["cross"] - sums.unsqueeze(-1) * means, _mean_square(pairs))
+    return weight, torch.where(observed > NEVER_SEEN, (sums - (weight * trials).sum(-1)) / seen, bias)
+
+
+def _mean_square(pairs: Tensor) -> Tensor:
+    return pairs.diagonal(dim1=-2, dim2=-1).mean()
 
 
 def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:

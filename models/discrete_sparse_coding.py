@@ -11,14 +11,15 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, check_counts, check_observable, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data
-from pyro_truncated.models.dictionary import best_dictionary, best_scale, first_dictionary
+from pyro_truncated.models.dictionary import best_scale
+from pyro_truncated.models.linear_dictionary import LinearDictionary
 
 
-class DiscreteSparseCoding(UniqueModule):
-    r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s, \sigma^2 I)`.
+class DiscreteSparseCoding(LinearDictionary):
+    r"""Sparse coding with discrete coefficients, :math:`P(s_h = k) = \pi_k`, :math:`y \sim \mathcal N(W \phi_s + b, \sigma^2 I)`.
 
     The site ``s`` holds the *numbers* of the values :math:`\phi_0 = 0, \phi_1, \dots`, so that zero means "off" as everywhere. The default
     is ternary sparse coding, with the values -1, 0 and 1. States are scored with the products of data and dictionary taken once, at a cost
@@ -34,6 +35,7 @@ class DiscreteSparseCoding(UniqueModule):
         values: the values of a coefficient, distinct, with zero among them.
         shared_prior: whether all latents share one :math:`\pi`.
         tied_signs: whether values of equal magnitude have equal probabilities.
+        offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -41,6 +43,8 @@ class DiscreteSparseCoding(UniqueModule):
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probabilities :math:`\pi` of the values, ``(K,)`` or ``(H, K)``.
         values: the values :math:`\phi`, zero first and the others in ascending order, ``(K,)``.
+        bias: offset :math:`b`, ``(D,)``, or ``None``.
+        center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
 
     Raises:
         ValueError: if values repeat or zero is not among them.
@@ -62,6 +66,7 @@ class DiscreteSparseCoding(UniqueModule):
         *,
         shared_prior: bool = True,
         tied_signs: bool = False,
+        offset: bool = True,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -76,21 +81,24 @@ class DiscreteSparseCoding(UniqueModule):
         self.weight = PyroParam(torch.randn(num_observed, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(self._first_prior(), constraints.simplex)  # type: ignore[assignment]
+        self._make_offset(offset, dtype)
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        weight, scale, prior = self.weight, self.scale, self.prior
+        weight, scale, prior, bias = self.weight, self.scale, self.prior, self.bias
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Categorical(prior).expand([self.num_latents]).to_event(1))
             coefficients = self.values[states.long()]
-            return pyro.sample("y", LinearSuperposition(coefficients, weight, scale), obs=None if y is None else y[index])
+            return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=None if y is None else y[index])
 
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:
         r"""Starts from the data: elements are random data points, :math:`\sigma^2` is the data's variance, two latents are on in the mean.
+
+        An offset starts as the lower quartile of every dimension, see :meth:`.SparseCoding.initialize`.
 
         Args:
             y: data ``(N, D)``.
@@ -103,7 +111,7 @@ class DiscreteSparseCoding(UniqueModule):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation, _ = first_dictionary(y, self.num_latents, generator)
+        weight, deviation = self._first_dictionary(y, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)
@@ -118,9 +126,10 @@ class DiscreteSparseCoding(UniqueModule):
 
         Returns:
             ``counts``, :math:`\sum_n q_n(s_h = k)`, ``(H, K)``, and those of :meth:`.LinearSuperposition.statistics` with the coefficients
-            :math:`x = \phi_s`.
+            :math:`x = \phi_s`, of the data above the ``center`` if there is an offset.
         """
-        statistics = LinearSuperposition.statistics(population, check_data(y, self.num_observed), temperature, levels=self.values)
+        population, y = self._above_center(population, check_data(y, self.num_observed))
+        statistics = LinearSuperposition.statistics(population, y, temperature, levels=self.values)
         return {"counts": population.value_probabilities(temperature).double().sum(0), **statistics}
 
     @torch.no_grad()
@@ -130,12 +139,12 @@ class DiscreteSparseCoding(UniqueModule):
         With :math:`x = \phi_s`, :math:`A_d = \sum_n \langle x x^\top \rangle` over the data points with :math:`y_{nd}` observed and
         :math:`c_d = \sum_n y_{nd} \langle x \rangle`: :math:`W_d = A_d^{-1} c_d`, :math:`\sigma^2` is the mean expected squared residual of
         the observed entries, and :math:`\pi_k` is the mean of :math:`q_n(s_h = k)` over the data points, over the latents if they share it,
-        and over values of equal magnitude if these are tied. Elements of latents that are never active stay as they are.
+        and over values of equal magnitude if these are tied. Elements of latents that are never active stay as they are. An offset
+        is maximised jointly with the dictionary, see :func:`.best_dictionary_and_offset`.
         """
-        weight = best_dictionary(self.weight.double(), statistics["pairs"], statistics["cross"])
-        errors = LinearSuperposition(weight.new_zeros(self.num_latents), weight, self.scale).square_error(statistics)
+        weight, errors = self._best_dictionary(statistics)
         self.weight = weight.to(self.weight)
-        self.scale = best_scale(errors.sum(), statistics["squares"].sum(), statistics["observed"].sum()).to(self.scale)
+        self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = self._best_prior(statistics["counts"]).to(self.prior)
 
     def _first_prior(self) -> Tensor:

@@ -15,6 +15,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
 from pyro_truncated.distributions import Superposition, or_missing
+from pyro_truncated.models.background import warn_of_background
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, with_latents
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
 
@@ -82,7 +83,7 @@ class SparseCoding(UniqueModule):
             )
         return type(self).superposition(states, weight, *self._parameters_of_superposition())
 
-    def _parameters_of_superposition(self) -> tuple[Tensor, ...]:
+    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
         return (self.scale,)
 
@@ -92,7 +93,9 @@ class SparseCoding(UniqueModule):
         r"""Starts from the data.
 
         Dictionary elements are random data points (their magnitudes, where elements must be positive), :math:`\sigma^2` is the data's
-        variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean 1 and variance 1/2.
+        variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean 1 and variance 1/2. An offset starts as the
+        lower quartile of every dimension; then the elements are what random data points add to it, and the variance is that within
+        dimensions.
 
         Args:
             y: data ``(N, D)``.
@@ -103,10 +106,12 @@ class SparseCoding(UniqueModule):
 
         Raises:
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
+
+        Warns:
+            BackgroundWarning: if the dictionary is positive and the data lie on a background.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
-        weight = weight.abs().maximum(floor) if self.is_positive else weight
+        weight, deviation = self._first_dictionary(y, generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
@@ -128,6 +133,13 @@ class SparseCoding(UniqueModule):
         population = self._scored(population, check_data(y, self.num_observed))
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
+    def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
+        """Elements and the deviation of the noise to start from."""
+        if self.is_positive:
+            warn_of_background(self, y)
+        weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
+        return weight.abs().maximum(floor) if self.is_positive else weight, deviation
+
     def _scored(self, population: Population, y: Tensor) -> Population:
         """The population, with the data points that have never been scored scored under the model as it is now."""
         is_new = population.log_joint.isnan().any(-1)
@@ -143,9 +155,12 @@ class SparseCoding(UniqueModule):
         """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
         return with_latents(self, index)  # type: ignore[no-any-return]
 
-    def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor | None = None) -> None:
-        """Sets the dictionary, and noise and prior to their maximisers; the expected squared ``errors`` are by default its own."""
-        errors = self.likelihood(weight=weight).square_error(statistics) if errors is None else errors
+    def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor) -> None:
+        """Sets the dictionary, and noise and prior to their maximisers, given the expected squared errors."""
         self.weight = weight.to(self.weight)
-        self.scale = best_scale(errors.sum(), statistics["squares"].sum(), statistics["observed"].sum()).to(self.scale)
+        self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = best_prior(statistics["states"], statistics["num_data"], self.shared_prior).to(self.prior)
+
+    def _power(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The sum of squares that the unit of the data is made of."""
+        return statistics["squares"].sum()

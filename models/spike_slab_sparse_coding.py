@@ -14,17 +14,18 @@ from torch.distributions import constraints
 from pyro_truncated import Population, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.models.dictionary import best_dictionary, best_slabs
+from pyro_truncated.models.dictionary import best_slabs
+from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
 
 _VANISHING = 1e-8
 
 
-class SpikeSlabSparseCoding(SparseCoding):
+class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     r"""Linear spike-and-slab sparse coding.
 
     .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
-        y \sim \mathcal N(W (b \odot z), \sigma^2 I).
+        y \sim \mathcal N(W (b \odot z) + a, \sigma^2 I).
 
     The model itself has the site ``s`` of the indicators :math:`b` only: the slabs :math:`z` are integrated out exactly. For a posterior
     over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact conditional::
@@ -40,6 +41,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
+        offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -48,6 +50,8 @@ class SpikeSlabSparseCoding(SparseCoding):
         prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
         slab_mean: :math:`\mu`, ``(H,)``.
         slab_scale: :math:`\tau`, ``(H,)``.
+        bias: offset :math:`a`, ``(D,)``, or ``None``.
+        center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
 
     Reference:
         Sheikh, Shelton and Lücke, "A Truncated EM Approach for Spike-and-Slab Sparse Coding", JMLR 2014. The M-step here takes the
@@ -63,25 +67,29 @@ class SpikeSlabSparseCoding(SparseCoding):
     slab_mean: Tensor
     slab_scale: Tensor
 
-    def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = False, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, num_observed: int, num_latents: int, *, shared_prior: bool = False, offset: bool = True, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
+        self._make_offset(offset, dtype)
         slab_scale = torch.full((num_latents,), 0.5**0.5, dtype=dtype)
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(slab_scale, constraints.positive)  # type: ignore[assignment]
 
-    def _parameters_of_superposition(self) -> tuple[Tensor, ...]:
-        return self.scale, self.slab_mean, self.slab_scale
+    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+        return self.scale, self.slab_mean, self.slab_scale, self.bias
 
     @pyro_method
     @takes_arrays
     def with_slabs(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The same model with the slabs as a site ``z (H,)``; those of latents that are off have their prior."""
         weight, scale, prior, slab_mean, slab_scale = self.weight, self.scale, self.prior, self.slab_mean, self.slab_scale
+        bias = self.bias
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).to_event(1))
-            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale), obs=None if y is None else y[index])
+            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=None if y is None else y[index])
 
     @pyro_method
     @takes_arrays
@@ -89,7 +97,7 @@ class SpikeSlabSparseCoding(SparseCoding):
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
         """Samples the slabs ``z`` from their exact posterior given the indicators; a ``conditional`` for :meth:`with_slabs`."""
-        likelihood = SpikeSlabSuperposition(states["s"], self.weight, self.scale, self.slab_mean, self.slab_scale)
+        likelihood = SpikeSlabSuperposition(states["s"], self.weight, self.scale, self.slab_mean, self.slab_scale, self.bias)
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
@@ -109,10 +117,12 @@ class SpikeSlabSparseCoding(SparseCoding):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.SpikeSlabSuperposition.statistics`.
+            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if there is an offset.
         """
-        statistics: dict[str, Tensor] = self.likelihood().statistics(population, check_data(y, self.num_observed), temperature)
-        return statistics
+        population, y = self._above_center(population, check_data(y, self.num_observed))
+        states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
+        likelihood = SpikeSlabSuperposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
+        return likelihood.statistics(population, y, temperature)
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -122,21 +132,22 @@ class SpikeSlabSparseCoding(SparseCoding):
         :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`: :math:`W_d = A_d^{-1} c_d`,
         :math:`\sigma^2` is the mean expected squared residual of the observed entries, :math:`\pi = n / N`,
         :math:`\mu = \sum_n \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`, all element-wise. Parameters
-        of latents that are never active stay as they are. Elements are then scaled to their old norm and slab means made non-negative;
-        the ``statistics`` are brought into the same units, so that they can be added to later ones.
+        of latents that are never active stay as they are; an offset is maximised jointly with the elements, see
+        :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative; the ``statistics``
+        are brought into the same units, so that they can be added to later ones.
         """
         old = self.weight.double()
-        pairs, cross, count = statistics["pairs"], statistics["cross"], statistics["states"]
-        weight = best_dictionary(old, pairs, cross)
-        errors = self.likelihood(weight=weight).square_error(statistics)
-        sums, squares = statistics["coefficients"], statistics["coefficient_squares"]
+        weight, errors = self._best_dictionary(statistics)
+        count, sums, squares = statistics["states"], statistics["coefficients"], statistics["coefficient_squares"]
         slab_mean, slab_scale = best_slabs(count, sums, squares, self.slab_mean, self.slab_scale)
         gain = _gauge(old, weight, slab_mean)
         self._set_dictionary(weight / gain, statistics, errors)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
         self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)
         outer = gain.unsqueeze(-1) * gain
-        for name, factor in (("coefficients", gain), ("coefficient_squares", gain.square()), ("pairs", outer), ("cross", gain)):
+        for name in ("coefficients", "trials", "cross"):
+            statistics[name] = statistics[name] * gain
+        for name, factor in (("coefficient_squares", gain.square()), ("pairs", outer)):
             statistics[name] = statistics[name] * factor
 
 

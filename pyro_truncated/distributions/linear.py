@@ -143,10 +143,7 @@ class LinearSuperposition(GaussianSuperposition):
 
         :math:`Q_d - 2 b_d Y_d + N_d b_d^2 - 2 W_d^\top (c_d - b_d t_d) + W_d^\top A_d W_d` with the sums of :meth:`statistics`.
         """
-        bias = self.bias.double()
-        cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
-        centred = statistics["squares"] - 2 * bias * statistics["sums"] + statistics["observed"] * bias.square()
-        return quadratic_error(self.weight.double(), statistics["pairs"], cross, centred)
+        return biased_error(self.weight, self.bias, statistics)
 
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients ``(*batch, H)``, ``(H, H)`` and constant ``(*batch)`` of the log density as a quadratic function of the state."""
@@ -170,13 +167,17 @@ class LinearSuperposition(GaussianSuperposition):
         return product(self.weight, states.to(self.weight.dtype)) + self.bias
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        residual = torch.where(value.isnan(), 0.0, value - self._mean(states))
+        # First what is large, and of nearly equal size.
+        residual = torch.where(value.isnan(), 0.0, (value - self.bias) - product(self.weight, states.to(self.weight.dtype)))
         log_prob = self._log_normalizer(value) - 0.5 * (residual.double().square() * self._precision()).sum(-1)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
 
-def quadratic_error(weight: Tensor, pairs: Tensor, cross: Tensor, squares: Tensor) -> Tensor:
-    """Expected squared errors ``(D,)`` of a dictionary, from the second moments of the coefficients, ``(H, H)`` or ``(D, H, H)``."""
+def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:
+    """Expected squared errors ``(D,)`` of a dictionary and an offset, from :meth:`LinearSuperposition.statistics` or the like."""
+    weight, bias, pairs = weight.double(), bias.double(), statistics["pairs"]
+    cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
+    squares = statistics["squares"] - 2 * bias * statistics["sums"] + statistics["observed"] * bias.square()
     products = weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
     return squares + (weight * (products - 2 * cross)).sum(-1)
 

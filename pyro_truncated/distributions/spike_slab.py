@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.linear import quadratic_error
+from pyro_truncated.distributions.linear import biased_error
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
@@ -23,10 +23,10 @@ _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 class SpikeSlabSuperposition(GaussianSuperposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
 
-    With :math:`y \sim \mathcal N(W (b \odot z), \mathrm{diag}(\sigma^2))` and slabs :math:`z \sim \mathcal N(\mu, \mathrm{diag}(\tau^2))`
-    the density given the binary indicators :math:`b` is exactly
+    With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs
+    :math:`z \sim \mathcal N(\mu, \mathrm{diag}(\tau^2))` the density given the binary indicators :math:`b` is exactly
 
-    .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\;
+    .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu) + a,\;
         \mathrm{diag}(\sigma^2) + W\,\mathrm{diag}(b \odot \tau^2)\,W^\top\bigr),
 
     evaluated without a matrix of the size of the observations: from a Cholesky factor over the latents, or, packed, over the active
@@ -40,6 +40,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         scale: standard deviation of the noise :math:`\sigma`, a scalar or ``(D,)``, or with batch dimensions in front of ``D``.
         slab_mean: means of the slabs :math:`\mu`, a scalar or ``(H,)``, or with batch dimensions in front of ``H``.
         slab_scale: standard deviations of the slabs :math:`\tau`, as ``slab_mean``.
+        bias: offset :math:`a`, ``(D,)``, or with batch dimensions in front; zero by default.
         validate_args: whether to check parameters and values.
 
     Raises:
@@ -55,11 +56,13 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         "scale": constraints.positive,
         "slab_mean": constraints.real,
         "slab_scale": constraints.positive,
+        "bias": constraints.real_vector,
     }
     support = constraints.independent(or_missing(constraints.real), 1)
 
     slab_mean: Tensor
     slab_scale: Tensor
+    bias: Tensor
 
     def __init__(
         self,
@@ -68,9 +71,11 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         scale: Tensor | float,
         slab_mean: Tensor | float,
         slab_scale: Tensor | float,
+        bias: Tensor | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        super().__init__(states, weight, validate_args, scale=scale, slab_mean=slab_mean, slab_scale=slab_scale)
+        bias = weight.new_zeros(1).expand(weight.shape[-2]) if bias is None else bias
+        super().__init__(states, weight, validate_args, scale=scale, slab_mean=slab_mean, slab_scale=slab_scale, bias=bias)
 
     @property
     def variance(self) -> Tensor:
@@ -84,7 +89,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         options: dict[str, Any] = {"dtype": self.weight.dtype, "device": self.weight.device}
         slabs = self.slab_mean + self.slab_scale * torch.randn(shape + self.states.shape[-1:], **options)
         noise = torch.randn(shape + self.event_shape, **options)
-        return product(self.weight, self.states.to(self.weight.dtype) * slabs) + self.scale * noise
+        return product(self.weight, self.states.to(self.weight.dtype) * slabs) + self.bias + self.scale * noise
 
     @property
     def _numbers_per_state(self) -> int:  # type: ignore[override]
@@ -95,7 +100,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         r"""Log density under packed indicators, plus :math:`\sum_h b_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         num_latents = self.weight.shape[-1]
         linear = None if state_logits is None else state_logits.double().expand(len(value), num_latents)
-        log_prob = ops.spike_slab_log_prob(words, value, self.weight, self._precision(), *self._slabs(), linear)
+        log_prob = ops.spike_slab_log_prob(words, self._above_bias(value), self.weight, self._precision(), *self._slabs(), linear)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def slab_posterior(self, value: Tensor) -> MultivariateNormal:
@@ -107,7 +112,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         Args:
             value: observations ``(*batch, D)``; NaN where missing.
         """
-        _, factor, solution = self._collapse(self.states, value)
+        _, factor, solution = self._collapse(self.states, self._above_bias(value))
         identity = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
         inverse = torch.linalg.solve_triangular(factor, identity, upper=False)
         deviation = self.slab_scale.double()
@@ -123,12 +128,14 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         slabs. With sums over the data points that have dimension ``d`` as in :meth:`LinearSuperposition.statistics` and
         :math:`n_h = \sum_n \langle b_h \rangle` the gradient of the truncated free energy is
 
-        .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - A_d W_d}{\sigma_d^2}, \qquad
-            \frac{\partial \mathcal F}{\partial \mu_h} = \frac{\sum_n \langle s_h \rangle - n_h \mu_h}{\tau_h^2}, \qquad
+        .. math:: \frac{\partial \mathcal F}{\partial W_d} = \frac{c_d - a_d\, t_d - A_d W_d}{\sigma_d^2}, \qquad
+            \frac{\partial \mathcal F}{\partial a_d} = \frac{Y_d - N_d\, a_d - W_d^\top t_d}{\sigma_d^2},
+
+        .. math:: \frac{\partial \mathcal F}{\partial \mu_h} = \frac{\sum_n \langle s_h \rangle - n_h \mu_h}{\tau_h^2}, \qquad
             \frac{\partial \mathcal F}{\partial \tau_h} =
             \frac{\sum_n \langle s_h^2 \rangle - 2 \mu_h \sum_n \langle s_h \rangle + n_h \mu_h^2}{\tau_h^3} - \frac{n_h}{\tau_h}.
 
-        They depend on the parameters, through the posterior of the slabs.
+        They depend on the parameters, through the posterior of the slabs; nothing is subtracted from the data that are summed.
 
         Args:
             population: truncated posteriors over the ``H`` indicators; its ``indices`` select the data points among all data.
@@ -137,51 +144,58 @@ class SpikeSlabSuperposition(GaussianSuperposition):
 
         Returns:
             ``num_data``; ``observed``, ``sums`` and ``squares``, ``(D,)``; ``states``, ``coefficients`` and ``coefficient_squares``, the
-            sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``cross`` :math:`c_d`,
-            ``(D, H)``; ``pairs``, the matrix :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled;
-            pairs of the two shapes add up by broadcasting.
+            sums of :math:`\langle b \rangle`, :math:`\langle s \rangle` and :math:`\langle s^2 \rangle`, ``(H,)``; ``trials``
+            :math:`t_d = \sum_n \langle s \rangle` and ``cross`` :math:`c_d`, ``(D, H)``; ``pairs``, the matrix :math:`A`, ``(H, H)`` if
+            nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by broadcasting.
         """
         rows = population.rows_of(value)
         arguments = self._posterior_arguments(population, rows, temperature)
         if bool(rows.isnan().any()):
             active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
+            trials = (~rows.isnan()).double().mT @ coefficients
         else:
             active, coefficients, pairs = ops.spike_slab_moments(*arguments)
             squares = pairs.diagonal().clone()
+            trials = coefficients.sum(0).expand(rows.shape[1], -1)
         return {
             **data_sums(rows),
             "states": active.sum(0),
             "coefficients": coefficients.sum(0),
             "coefficient_squares": squares,
+            "trials": trials,
             "cross": rows.double().nan_to_num(0.0).mT @ coefficients,
             "pairs": pairs,
         }
 
     def square_error(self, statistics: Statistics) -> Tensor:
-        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
-        return quadratic_error(self.weight.double(), statistics["pairs"], statistics["cross"], statistics["squares"])
+        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - a_d - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
+        return biased_error(self.weight, self.bias, statistics)
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
-        r"""Posterior mean :math:`W \langle b \odot z \rangle` of the data without noise, see :meth:`Superposition.reconstruct`."""
+        r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
         coefficients = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))[1]
-        return (coefficients @ self.weight.double().mT).to(value.dtype)
+        return (coefficients @ self.weight.double().mT + self.bias.double()).to(value.dtype)
 
     def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:
         check_binary(population, self.weight.shape[-1])
         mean, deviation = self._slabs()
         weights = population.weights(temperature)
-        return population.words, weights, rows, self.weight.double(), self._precision(), mean.double(), deviation.double()
+        return population.words, weights, self._above_bias(rows), self.weight.double(), self._precision(), mean.double(), deviation.double()
+
+    def _above_bias(self, value: Tensor) -> Tensor:
+        return value.double() - self.bias.double()
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]
         return self.slab_mean.expand(num_latents), self.slab_scale.expand(num_latents)
 
     def _mean(self, states: Tensor) -> Tensor:
-        return product(self.weight, states.to(self.weight.dtype) * self.slab_mean)
+        return product(self.weight, states.to(self.weight.dtype) * self.slab_mean) + self.bias
 
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        log_prob = self._constant(value) + self._collapse(states, value)[0]
+        above = self._above_bias(value)
+        log_prob = self._constant(above) + self._collapse(states, above)[0]
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
 
     def _constant(self, value: Tensor) -> Tensor:

@@ -201,7 +201,7 @@ def _neighbours(array: Tensor, num_dims: int) -> Tensor:
 
 def _first_model(y: Tensor, filled: Tensor, num_latents: int, noise: float, generator: torch.Generator | None) -> SpikeSlabSparseCoding:
     """Random patches as elements, few of them active, and a little more noise than is expected."""
-    model = SpikeSlabSparseCoding(y.shape[1], num_latents, dtype=y.dtype).to(y.device)
+    model = SpikeSlabSparseCoding(y.shape[1], num_latents, offset=False, dtype=y.dtype).to(y.device)
     model.initialize(filled, generator)
     with torch.no_grad():
         model.prior = torch.full_like(model.prior, min(0.5, 0.02 * max(1.0, 100 / num_latents)))

@@ -24,8 +24,9 @@ def draw(dtype: torch.dtype = torch.float64, is_scalar: bool = False) -> tuple[T
     scale = 0.5 + torch.rand(() if is_scalar else (NUM_OBSERVED,), dtype=dtype)
     mean = torch.randn(() if is_scalar else (NUM_LATENTS,), dtype=dtype)
     deviation = 0.5 + torch.rand(() if is_scalar else (NUM_LATENTS,), dtype=dtype)
+    bias = 2 * torch.randn(NUM_OBSERVED, dtype=dtype)
     value = 3 * torch.randn(NUM_DATA, NUM_OBSERVED, dtype=dtype)
-    return states, [tensor.requires_grad_() for tensor in (weight, scale, mean, deviation)], value
+    return states, [tensor.requires_grad_() for tensor in (weight, scale, mean, deviation, bias)], value
 
 
 def hide(value: Tensor) -> Tensor:
@@ -34,13 +35,14 @@ def hide(value: Tensor) -> Tensor:
     return value
 
 
-def marginal(states: Tensor, weight: Tensor, scale: Tensor, mean: Tensor, deviation: Tensor, value: Tensor) -> Tensor:
+def marginal(states: Tensor, weight: Tensor, scale: Tensor, mean: Tensor, deviation: Tensor, bias: Tensor | float, value: Tensor) -> Tensor:
     """Log density by the covariance matrix; missing entries get a row of the identity and the value of their mean."""
     is_seen = ~value.isnan()
     loadings = (weight * states.unsqueeze(-2)) * is_seen.unsqueeze(-1)
     noise = torch.where(is_seen, scale.square(), 1 / (2 * math.pi))
     covariance = torch.diag_embed(noise.expand(loadings.shape[:-1])) + (loadings * deviation.square()) @ loadings.mT
-    return dist.MultivariateNormal((loadings * mean).sum(-1), covariance).log_prob(value.nan_to_num(0.0))
+    loc = (loadings * mean).sum(-1) + bias * is_seen
+    return dist.MultivariateNormal(loc, covariance).log_prob(value.nan_to_num(0.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -69,15 +71,15 @@ def test_dense_and_packed_are_the_marginal_gaussian(dtype: torch.dtype, is_scala
 
 def test_log_prob_is_the_integral_over_the_slabs() -> None:
     states, parameters, value = draw()
-    weight, scale, mean, deviation = (tensor.detach() for tensor in parameters)
+    weight, scale, mean, deviation, bias = (tensor.detach() for tensor in parameters)
     states, weight, mean, deviation = torch.tensor([1.0, 1.0]).double(), weight[:, :2], mean[:2], deviation[:2]
     # The trapezoidal rule converges faster than any power for such integrands.
     grid = torch.linspace(-14, 14, 801, dtype=torch.float64)
     slabs = torch.cartesian_prod(grid, grid)
     prior = dist.Normal(mean, deviation).log_prob(slabs).sum(-1)
-    likelihood = dist.Normal((states * slabs) @ weight.mT, scale).log_prob(value[0]).sum(-1)
+    likelihood = dist.Normal((states * slabs) @ weight.mT + bias, scale).log_prob(value[0]).sum(-1)
     expected = (prior + likelihood).logsumexp(0) + 2 * (grid[1] - grid[0]).log()
-    actual = SpikeSlabSuperposition(states, weight, scale, mean, deviation).log_prob(value[0])
+    actual = SpikeSlabSuperposition(states, weight, scale, mean, deviation, bias).log_prob(value[0])
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
 
 
@@ -85,20 +87,20 @@ def test_log_prob_is_the_integral_over_the_slabs() -> None:
 def test_joint_over_slab_posterior_is_the_marginal_for_every_slab(with_missing: bool) -> None:
     states, parameters, value = draw()
     value = hide(value) if with_missing else value
-    weight, scale, mean, deviation = (tensor.detach() for tensor in parameters)
-    likelihood = SpikeSlabSuperposition(states, weight, scale, mean, deviation)
+    weight, scale, mean, deviation, bias = (tensor.detach() for tensor in parameters)
+    likelihood = SpikeSlabSuperposition(states, weight, scale, mean, deviation, bias)
     posterior = likelihood.slab_posterior(value)
     assert posterior.batch_shape == (NUM_CANDIDATES, NUM_DATA)
     slabs = posterior.sample()
-    noise = dist.Normal((states * slabs) @ weight.mT, scale).log_prob(value.nan_to_num(0.0)).masked_fill(value.isnan(), 0.0).sum(-1)
+    noise = dist.Normal((states * slabs) @ weight.mT + bias, scale).log_prob(value.nan_to_num(0.0)).masked_fill(value.isnan(), 0.0).sum(-1)
     joint = noise + dist.Normal(mean, deviation).log_prob(slabs).sum(-1)
     torch.testing.assert_close(joint - posterior.log_prob(slabs), likelihood.log_prob(value), rtol=1e-9, atol=1e-9)
 
 
 def test_slabs_that_are_off_keep_their_prior() -> None:
     states, parameters, value = draw()
-    weight, scale, mean, deviation = (tensor.detach() for tensor in parameters)
-    posterior = SpikeSlabSuperposition(0 * states, weight, scale, mean, deviation).slab_posterior(value)
+    weight, scale, mean, deviation, bias = (tensor.detach() for tensor in parameters)
+    posterior = SpikeSlabSuperposition(0 * states, weight, scale, mean, deviation, bias).slab_posterior(value)
     torch.testing.assert_close(posterior.mean, mean.expand_as(posterior.mean))
     torch.testing.assert_close(posterior.covariance_matrix, deviation.square().diag().expand_as(posterior.covariance_matrix))
 
@@ -122,7 +124,7 @@ def test_batched_parameters() -> None:
     assert not likelihood.has_packed_log_prob
     value = torch.randn(NUM_DATA, NUM_OBSERVED).double()
     for data in (value, hide(value)):
-        expected = marginal(states, weight, scale, mean.unsqueeze(-2), deviation.unsqueeze(-2), data)
+        expected = marginal(states, weight, scale, mean.unsqueeze(-2), deviation.unsqueeze(-2), 0.0, data)
         torch.testing.assert_close(likelihood.log_prob(data), expected, rtol=1e-9, atol=1e-9)
 
 

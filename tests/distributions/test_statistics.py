@@ -29,14 +29,18 @@ def noisy_or(p: dict[str, Tensor]) -> NoisyOrSuperposition:
 
 
 def spike_slab(p: dict[str, Tensor]) -> SpikeSlabSuperposition:
-    return SpikeSlabSuperposition(torch.zeros(H, dtype=D64), p["weight"], p["scale"], p["slab_mean"], p["slab_scale"])
+    return SpikeSlabSuperposition(torch.zeros(H, dtype=D64), p["weight"], p["scale"], p["slab_mean"], p["slab_scale"], p["bias"])
 
 
 def linear_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, Tensor]:
+    return mean_gradients(p, t) | {"scale": noise(linear(p), p, t)}
+
+
+def mean_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, Tensor]:
     pairs = t["pairs"].expand(D, H, H)
     error = t["cross"] - p["bias"].unsqueeze(-1) * t["trials"] - (pairs @ p["weight"].unsqueeze(-1)).squeeze(-1)
     rest = t["sums"] - t["observed"] * p["bias"] - (p["weight"] * t["trials"]).sum(-1)
-    return {"weight": error / p["scale"].square().unsqueeze(-1), "bias": rest / p["scale"].square(), "scale": noise(linear(p), p, t)}
+    return {"weight": error / p["scale"].square().unsqueeze(-1), "bias": rest / p["scale"].square()}
 
 
 def noise(likelihood: Any, p: dict[str, Tensor], t: dict[str, Tensor]) -> Tensor:
@@ -57,10 +61,9 @@ def noisy_or_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, 
 
 def spike_slab_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, Tensor]:
     mean, deviation, count, first = p["slab_mean"], p["slab_scale"], t["states"], t["coefficients"]
-    products = (t["pairs"].expand(D, H, H) @ p["weight"].unsqueeze(-1)).squeeze(-1)
     spread = t["coefficient_squares"] - 2 * mean * first + count * mean.square()
     return {
-        "weight": (t["cross"] - products) / p["scale"].square().unsqueeze(-1),
+        **mean_gradients(p, t),
         "scale": noise(spike_slab(p), p, t),
         "slab_mean": (first - count * mean) / deviation.square(),
         "slab_scale": spread / deviation**3 - count / deviation,
@@ -132,8 +135,9 @@ def test_reconstructions_are_posterior_means(name: str) -> None:
     states = population.states(D64)
     rows = y[population.indices].unsqueeze(1)
     if name == "spike-slab":
-        slabs = SpikeSlabSuperposition(states, p["weight"], p["scale"], p["slab_mean"], p["slab_scale"]).slab_posterior(rows).mean
-        means = LinearSuperposition(states * slabs, p["weight"], p["scale"]).mean
+        parameters = p["weight"], p["scale"], p["slab_mean"], p["slab_scale"], p["bias"]
+        slabs = SpikeSlabSuperposition(states, *parameters).slab_posterior(rows).mean
+        means = LinearSuperposition(states * slabs, p["weight"], p["scale"], p["bias"]).mean
     else:
         means = type(likelihood)(states, *_arguments(name, p)).mean
     expected = (population.weights().unsqueeze(-1) * means).sum(1)

@@ -108,15 +108,21 @@ def noisy_or(**options: Any) -> Configuration:
 
 ALL = ("weight", "scale", "prior")
 CONFIGURATIONS: dict[str, Configuration] = {
-    "BinarySparseCoding": sparse(library.BinarySparseCoding, ALL),
-    "BinarySparseCoding-own-priors": sparse(library.BinarySparseCoding, ALL, shared_prior=False),
-    "SpikeSlabSparseCoding": sparse(library.SpikeSlabSparseCoding, ("prior",)),
-    "SpikeSlabSparseCoding-shared-prior": sparse(library.SpikeSlabSparseCoding, ("prior",), shared_prior=True),
+    "BinarySparseCoding": sparse(library.BinarySparseCoding, ALL, offset=False),
+    "BinarySparseCoding-own-priors": sparse(library.BinarySparseCoding, ALL, shared_prior=False, offset=False),
+    "BinarySparseCoding-offset": sparse(library.BinarySparseCoding, (*ALL, "bias")),
+    "BinarySparseCoding-own-priors-offset": sparse(library.BinarySparseCoding, (*ALL, "bias"), shared_prior=False),
+    "SpikeSlabSparseCoding": sparse(library.SpikeSlabSparseCoding, ("prior",), offset=False),
+    "SpikeSlabSparseCoding-shared-prior": sparse(library.SpikeSlabSparseCoding, ("prior",), shared_prior=True, offset=False),
+    "SpikeSlabSparseCoding-offset": sparse(library.SpikeSlabSparseCoding, ("prior",)),
     "MaximalCauses": sparse(library.MaximalCauses, ("scale", "prior")),
     "MaximalCauses-own-priors": sparse(library.MaximalCauses, ("scale", "prior"), shared_prior=False),
-    "DiscreteSparseCoding": sparse(library.DiscreteSparseCoding, ALL, (3,) * H),
-    "DiscreteSparseCoding-uneven": sparse(library.DiscreteSparseCoding, ALL, (4,) * H, values=(0.0, 2.0, -0.5, 1.0), shared_prior=False),
-    "DiscreteSparseCoding-tied": sparse(library.DiscreteSparseCoding, ("weight", "scale"), (3,) * H, tied_signs=True),
+    "DiscreteSparseCoding": sparse(library.DiscreteSparseCoding, ALL, (3,) * H, offset=False),
+    "DiscreteSparseCoding-uneven": sparse(
+        library.DiscreteSparseCoding, ALL, (4,) * H, values=(0.0, 2.0, -0.5, 1.0), shared_prior=False, offset=False
+    ),
+    "DiscreteSparseCoding-tied": sparse(library.DiscreteSparseCoding, ("weight", "scale"), (3,) * H, tied_signs=True, offset=False),
+    "DiscreteSparseCoding-offset": sparse(library.DiscreteSparseCoding, (*ALL, "bias"), (4,) * H, values=(0.0, 2.0, -0.5, 1.0)),
     "NoisyOr": noisy_or(),
     "NoisyOr-leak": noisy_or(learn_leak=True),
     "NoisyOr-shared-prior": noisy_or(shared_prior=True),

@@ -16,7 +16,7 @@ NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 60, 7, 4
 
 
 def make_model(shared_prior: bool = True, dtype: torch.dtype = torch.float64, num_latents: int = NUM_LATENTS) -> BinarySparseCoding:
-    model = BinarySparseCoding(NUM_OBSERVED, num_latents, shared_prior=shared_prior, dtype=dtype)
+    model = BinarySparseCoding(NUM_OBSERVED, num_latents, shared_prior=shared_prior, offset=False, dtype=dtype)
     model.weight = 3 * torch.randn(NUM_OBSERVED, num_latents, dtype=dtype)
     return model
 
@@ -52,7 +52,7 @@ def test_missing_data_agree_with_the_marginal_of_the_observed_entries() -> None:
     states = full_population(model, y).states(y.dtype)[0]
     for row in y[:10]:
         is_seen = ~row.isnan()
-        part = BinarySparseCoding(max(1, int(is_seen.sum())), NUM_LATENTS, dtype=torch.float64)
+        part = BinarySparseCoding(max(1, int(is_seen.sum())), NUM_LATENTS, offset=False, dtype=torch.float64)
         part.weight, part.scale, part.prior = model.weight[is_seen].detach(), model.scale.detach(), model.prior.detach()
         if is_seen.any():
             torch.testing.assert_close(log_joint(model, row[None], states), log_joint(part, row[is_seen][None], states))
@@ -118,7 +118,7 @@ def test_clamps() -> None:
 def test_initialize_uses_the_data(generator: torch.Generator) -> None:
     y = 5 + 2 * torch.randn(40, NUM_OBSERVED, generator=generator).double()
     y[torch.rand(y.shape, generator=generator) < 0.2] = math.nan
-    model = BinarySparseCoding(NUM_OBSERVED, 10, dtype=torch.float64)
+    model = BinarySparseCoding(NUM_OBSERVED, 10, offset=False, dtype=torch.float64)
     assert model.initialize(y, generator=torch.Generator().manual_seed(1)) is model
     first = model.weight.detach().clone()
     distances = (first.mT.unsqueeze(1) - torch.where(y.isnan(), y.nanmean(0), y)).abs().amax(-1)
@@ -128,7 +128,7 @@ def test_initialize_uses_the_data(generator: torch.Generator) -> None:
     assert model.prior.item() == pytest.approx(0.2)
     model.initialize(y, generator=torch.Generator().manual_seed(1))
     assert torch.equal(model.weight, first)
-    small = BinarySparseCoding(NUM_OBSERVED, 50, dtype=torch.float64).initialize(y)
+    small = BinarySparseCoding(NUM_OBSERVED, 50, offset=False, dtype=torch.float64).initialize(y)
     assert torch.linalg.matrix_rank(small.weight) == NUM_OBSERVED
     with pytest.raises(ValueError, match=r"y must have shape \(N, 7\)"):
         model.initialize(y[:, :3])
@@ -139,7 +139,7 @@ def test_recovers_the_dictionary() -> None:
     truth = make_model(num_latents=3)
     truth.scale, truth.prior = torch.tensor(0.3).double(), torch.tensor(0.3).double()
     y = generate(truth, 500)
-    model = BinarySparseCoding(NUM_OBSERVED, 3, dtype=torch.float64)
+    model = BinarySparseCoding(NUM_OBSERVED, 3, offset=False, dtype=torch.float64)
     model.weight = truth.weight.detach() + torch.randn(NUM_OBSERVED, 3)
     free_energies(model, y, num_iterations=50)
     # Standard errors are about 0.3 / sqrt(150) = 0.025 per entry: 5 of them.

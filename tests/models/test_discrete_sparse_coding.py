@@ -26,7 +26,7 @@ NAMES = ("weight", "scale", "prior")
 
 
 def make_model(values: tuple[float, ...] = TERNARY, dtype: torch.dtype = torch.float64, **options: bool) -> DiscreteSparseCoding:
-    model = DiscreteSparseCoding(NUM_OBSERVED, NUM_LATENTS, values, dtype=dtype, **options)
+    model = DiscreteSparseCoding(NUM_OBSERVED, NUM_LATENTS, values, offset=False, dtype=dtype, **options)
     model.weight = 3 * torch.randn(NUM_OBSERVED, NUM_LATENTS, dtype=dtype)
     model.prior = (1 + torch.rand_like(model.prior)) / (1 + torch.rand_like(model.prior)).sum(-1, keepdim=True)
     model.prior = model.prior.detach() / model.prior.detach().sum(-1, keepdim=True)
@@ -88,7 +88,7 @@ def test_binary_values_are_binary_sparse_coding() -> None:
     from pyro_truncated.models import BinarySparseCoding
     from tests.models import enumeration
 
-    model, binary = make_model((0.0, 1.0)), BinarySparseCoding(NUM_OBSERVED, NUM_LATENTS, dtype=torch.float64)
+    model, binary = make_model((0.0, 1.0)), BinarySparseCoding(NUM_OBSERVED, NUM_LATENTS, offset=False, dtype=torch.float64)
     y = generate(model, NUM_DATA)
     binary.weight, binary.prior = model.weight.detach().clone(), model.prior[1].detach().clone()
     assert free_energies(model, y, 10) == pytest.approx(enumeration.free_energies(binary, y, 10), rel=1e-10)

@@ -22,7 +22,7 @@ NAMES = ("weight", "scale", "prior", "slab_mean", "slab_scale")
 
 
 def make_model(shared_prior: bool = False, dtype: torch.dtype = torch.float64, num_latents: int = NUM_LATENTS) -> SpikeSlabSparseCoding:
-    model = SpikeSlabSparseCoding(NUM_OBSERVED, num_latents, shared_prior=shared_prior, dtype=dtype)
+    model = SpikeSlabSparseCoding(NUM_OBSERVED, num_latents, shared_prior=shared_prior, offset=False, dtype=dtype)
     model.weight = 3 * torch.randn(NUM_OBSERVED, num_latents, dtype=dtype)
     model.slab_mean = 1 + torch.rand(num_latents, dtype=dtype)
     model.slab_scale = 0.3 + 0.5 * torch.rand(num_latents, dtype=dtype)
@@ -144,7 +144,7 @@ def test_missing_data_agree_with_the_marginal_of_the_observed_entries() -> None:
         is_seen = ~row.isnan()
         if not is_seen.any():
             continue
-        part = SpikeSlabSparseCoding(int(is_seen.sum()), NUM_LATENTS, dtype=torch.float64)
+        part = SpikeSlabSparseCoding(int(is_seen.sum()), NUM_LATENTS, offset=False, dtype=torch.float64)
         for name, value in numbers(model).items():
             setattr(part, name, value[is_seen] if name == "weight" else value)
         torch.testing.assert_close(log_joint(model, row[None], states), log_joint(part, row[is_seen][None], states))
@@ -261,7 +261,7 @@ def test_trains_through_svi() -> None:
 def test_initialize_uses_the_data() -> None:
     y = 5 + 2 * torch.randn(40, NUM_OBSERVED).double()
     y[torch.rand(y.shape) < 0.2] = math.nan
-    model = SpikeSlabSparseCoding(NUM_OBSERVED, 10, dtype=torch.float64)
+    model = SpikeSlabSparseCoding(NUM_OBSERVED, 10, offset=False, dtype=torch.float64)
     assert model.initialize(y, generator=torch.Generator().manual_seed(1)) is model
     first = model.weight.detach().clone()
     distances = (first.mT.unsqueeze(1) - torch.where(y.isnan(), y.nanmean(0), y)).abs().amax(-1)

@@ -92,6 +92,7 @@ def odd_data() -> dict[str, Tensor]:
     return odd
 
 
+@pytest.mark.filterwarnings("ignore:the data lie on a background")
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", odd_data())
 def test_free_energies_never_fall_whatever_the_data(name, dtype):

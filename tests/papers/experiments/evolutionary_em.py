@@ -93,8 +93,8 @@ EXPERIMENTS = {
     ),
     "bsc_bars": Experiment(
         lambda g: linear_bars(5000, 10, generator=g),
-        lambda: BinarySparseCoding(100, 20),
-        lambda: BinarySparseCoding(100, 20),
+        lambda: BinarySparseCoding(100, 20, offset=False),
+        lambda: BinarySparseCoding(100, 20, offset=False),
         _mean_start,
         best="fitparents-cross-randflips",
         iterations=300,

@@ -12,6 +12,7 @@ import argparse
 import concurrent.futures
 import contextlib
 import copy
+import functools
 import json
 import math
 import multiprocessing
@@ -38,7 +39,11 @@ from tests.papers.experiments.evolutionary_em import cooling
 SIZE, NUM_LATENTS, NUM_SELECTED, AMPLITUDE, VARIANCE = 5, 10, 5, 10.0, 2.0
 SELECTIONS = ("hand", "linear", "rbf", "composition")
 VARIANTS = ("ours", "paper")
-MODELS: dict[str, Callable[[int, int], Any]] = {"A": BinarySparseCoding, "B": SpikeSlabSparseCoding, "C": MaxSpikeSlabSparseCoding}
+MODELS: dict[str, Callable[[int, int], Any]] = {
+    "A": functools.partial(BinarySparseCoding, offset=False),
+    "B": functools.partial(SpikeSlabSparseCoding, offset=False),
+    "C": MaxSpikeSlabSparseCoding,
+}
 # The paper gives no slab parameters. Their mean is 1, so that a bar has the same mean amplitude in all models.
 SLAB_DEVIATION = {"A": 0.0, "B": 0.5, "C": 0.3}
 ITERATIONS = 30

@@ -39,7 +39,7 @@ def run(
     pyro.clear_param_store()
     if model_name == "bsc":
         y, _ = whitened_patches(natural_images(), 16, num_data, generator)
-        model = BinarySparseCoding(256, num_latents or 300).to(device)
+        model = BinarySparseCoding(256, num_latents or 300, offset=False).to(device)
         search = EvolutionarySearch(10, 9, 4, crossover=True, mutation="sparseflips")
         num_states, hottest = 200, 4.0
     else:
