@@ -9,6 +9,7 @@ from torch import Tensor
 
 # With fewer data points than this the smallest one says little.
 _FEWEST = 10
+_FAR = 3.0
 
 
 class BackgroundWarning(UserWarning):
@@ -16,7 +17,7 @@ class BackgroundWarning(UserWarning):
 
 
 def lies_on_background(y: Tensor) -> bool:
-    """Whether in most dimensions the smallest observed entry lies above zero by more than the entries' standard deviation.
+    """Whether in most dimensions the smallest observed entry lies above zero by more than three of the entries' standard deviations.
 
     Args:
         y: data ``(N, D)``; NaN where missing.
@@ -24,7 +25,7 @@ def lies_on_background(y: Tensor) -> bool:
     rows, seen = y.double(), (~y.isnan()).sum(0)
     smallest = rows.nan_to_num(torch.inf).amin(0)
     deviation = (rows - rows.nanmean(0)).square().nanmean(0).sqrt()
-    return bool(((seen >= _FEWEST) & (smallest > 0) & (smallest > deviation)).double().mean() > 0.5)
+    return bool(((seen >= _FEWEST) & (smallest > 0) & (smallest > _FAR * deviation)).double().mean() > 0.5)
 
 
 def warn_of_background(model: object, y: Tensor) -> None:

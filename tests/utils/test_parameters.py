@@ -171,7 +171,7 @@ def test_as_a_part_a_model_is_named_by_the_whole(y):
             return self.part(y)
 
     truncated(Whole(), y)()
-    assert set(pyro.get_param_store().keys()) == {f"whole.part.{name}" for name in ("weight", "scale", "prior")}
+    assert set(pyro.get_param_store().keys()) == {f"whole.part.{name}" for name in ("weight", "scale", "prior", "bias")}
 
 
 def test_names_of_sample_sites_do_not_depend_on_how_many_models_there_were(y):
@@ -200,7 +200,7 @@ def test_copies_and_pickled_models_train_on_alone(y):
 
 def test_state_dicts_know_nothing_of_names(y):
     first, second = (ours.BinarySparseCoding(9, 5).initialize(y) for _ in range(2))
-    assert set(first.state_dict()) == {"weight_unconstrained", "scale_unconstrained", "prior_unconstrained"}
+    assert set(first.state_dict()) == {"weight_unconstrained", "scale_unconstrained", "prior_unconstrained", "bias_unconstrained", "center"}
     second.load_state_dict(first.state_dict())
     assert truncated(second, y, num_states=32)() == pytest.approx(truncated(first, y, num_states=32)())
 
