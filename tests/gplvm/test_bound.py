@@ -320,7 +320,12 @@ def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
     assert bool(((is_on > 0.999) | (is_on < 1e-4)).all())
     assert is_on.round().sum(0).sort().values.tolist() == [0, 1, 1, 2]
     assert is_on.round().sum(1).tolist() == [2, 2]
-    assert float(model.bound(views).detach()) > fit(fitted, views, generator=generator).bound - 2
+    found = fit(fitted, views, generator=generator)
+    assert float(model.bound(views).detach()) > found.bound - 2
+    shown = fitted.probability.detach()
+    assert bool(((shown > 0.999) | (shown < 1e-4)).all())
+    assert found.bound == pytest.approx(float(fitted.bound(views).detach()), rel=1e-9)
+    assert max(found.starts) - found.bound == pytest.approx(-math.log(0.9) * int((shown < 0.5).sum()), abs=0.02)
 
 
 def test_models_do_not_share_parameters_through_the_store():

@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
-from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, switch_moves, update_switches
+from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, settle_switches, switch_moves, update_switches
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
@@ -28,8 +28,8 @@ class Fit:
     """How a training went.
 
     Attributes:
-        bound: the bound reached.
-        starts: the bound that each start reached, in order.
+        bound: the bound of the model as it is left, with switches at zero that nothing speaks for (:func:`settle_switches`).
+        starts: the bound that each start reached, in order, before switches were settled.
         history: bounds after each phase of the best start.
         is_all_noise: whether the best start has ended with every dimension switched off in every view, its data explained as noise.
     """
@@ -54,13 +54,14 @@ def fit(
     tolerance: float = 1e-5,
     generator: torch.Generator | None = None,
 ) -> Fit:
-    """Trains a model on all data, from its starting point on.
+    r"""Trains a model on all data, from its starting point on.
 
     A start is trained in three phases. At first all switches are held on, because dimensions that are switched off early never learn what
     they would be good for; and length-scales are held long to begin with, so that latents find the directions of the data as in a linear
     model, from any start, before functions bend. Then switches at their optimum and quasi-Newton steps take turns; every switch is tried
     on and off. If asked for, whole dimensions are then removed where that raises the bound (:func:`remove_dimensions`). Last, the model
-    takes what the best of several starts has reached, by the bound.
+    takes what the best of several starts has reached, by the bound, and a switch that the data do not speak for is turned off for certain:
+    it shows 0, not its prior probability, and costs :math:`-\log(1 - \pi)` nats of the bound (:func:`settle_switches`).
 
     Args:
         model: the model; holds the parameters of the best start afterwards.
@@ -100,8 +101,9 @@ def fit(
             best = copy.deepcopy(model.state_dict()), history
     assert best is not None
     restore(model, best[0])
+    bound = settle_switches(model, y)
     is_all_noise = bool((model.probability < 0.5).all())
-    return Fit(max(reached), reached, best[1], is_all_noise)
+    return Fit(bound, reached, best[1], is_all_noise)
 
 
 @contextmanager
