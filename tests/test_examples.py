@@ -150,38 +150,6 @@ def test_demo_page_shows_its_pictures_and_numbers(tmp_path, monkeypatch):
     assert (tmp_path / "summary.csv").read_text().count("\n") == 21
 
 
-def test_patches_put_back_together_are_the_image(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    example = importlib.import_module("denoising")
-    image = torch.rand(17, 14)
-    for stride in (1, 2, 3):
-        patches = example.patches_of(image, 4, stride)
-        restored = example.image_of(patches, 0.5 + torch.rand(len(patches)), (17, 14), 4, stride)
-        torch.testing.assert_close(restored, image.double(), rtol=1e-6, atol=1e-7)
-
-
-def test_pursuit_follows_the_greedy_path(monkeypatch):
-    monkeypatch.syspath_prepend(str(FOLDER))
-    example = importlib.import_module("denoising")
-    from pyro_truncated import Population, StateSpace
-    from pyro_truncated.models import SpikeSlabSparseCoding
-    from pyro_truncated.search import SearchBatch
-
-    torch.manual_seed(0)
-    model, y, space = SpikeSlabSparseCoding(6, 5), torch.randn(3, 6), StateSpace([2] * 5)
-    words = space.enumerate().expand(3, -1, -1)[:, :4].contiguous()
-    population = Population(space, words, torch.zeros(3, 4))
-    found = example.Pursuit(model, 3).propose(SearchBatch(population, lambda words: torch.zeros(words.shape[:2]), {"y": y})).states()
-    directions = torch.nn.functional.normalize(model.weight.detach(), dim=0)
-    for n in range(3):
-        rest, on = y[n].clone(), set()
-        for step in range(3):
-            h = int((rest @ directions).abs().argmax())
-            rest = rest - (rest @ directions[:, h]) * directions[:, h]
-            on.add(h)
-            assert set(found[n, step].nonzero().squeeze(1).tolist()) == on
-
-
 @pytest.mark.parametrize("picture", sorted((FOLDER / "gallery").glob("*")), ids=lambda path: path.name)
 def test_gallery_pictures_are_small(picture):
     assert picture.suffix == ".png"
