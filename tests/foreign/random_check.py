@@ -170,10 +170,18 @@ def _bound(case: Foreign, reference: Reference, search: Search) -> tuple[float, 
     size = max(1, _part(reference.guide).words.shape[1] // 2)
     guide = AutoTruncated(model, size, max_count=case.max_count, **case.options)
     objective = Truncated_ELBO(search)
-    loss = float(objective.loss_and_grads(model, guide))
+    try:
+        loss = float(objective.loss_and_grads(model, guide))
+    except ValueError as error:
+        if "probability zero" not in str(error):
+            raise
+        loss = math.inf
     with torch.no_grad():
         exact = reference.exact(reference.selection())
         bound = float(_evidence_of(exact, guide.states(reference.selection())))
+        if loss == math.inf:
+            # Refused: rightly, if some data point has no possible state among those that the search has found.
+            return (0.0 if bound == -math.inf else math.inf), 0.0
         return abs(-loss - bound) / max(1.0, abs(bound)), max(0.0, -loss - float(exact.evidence()))
 
 
