@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
-from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_truncated.guide.given_states import Init, flaw, given_population
@@ -19,7 +18,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.notes import note_once
 
 
-class PopulationStore(PyroModule):
+class PopulationStore(torch.nn.Module):
     """The states of all data points of a guide and their log joints, as buffers of a module.
 
     The buffers are made when the guide first meets its model, or when populations are loaded.
