@@ -24,7 +24,7 @@ from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Chosen on photographs of 256 grey values with noise of deviation 15, 25 and 50; see the results on denoising.
+# Chosen on one photograph of 256 grey values with noise of deviation 15, 25 and 50: tests/papers/results/restoration.md.
 _SIDES = ((0.4, 8), (0.8, 12), (math.inf, 16))
 _LATENTS = 576
 _START_TEMPERATURE, _ANNEALED = 3.0, 0.25
