@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,14 +12,15 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.scenes.candidates import PlaceAffinity, scene_sizes
-from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
+from pyro_truncated.search.affinities import AffinitySearch
+from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
 _MAX_STATES = 2**16
 
 
-class PlacementSelection(Search):
+class PlacementSelection(AffinitySearch):
     r"""Selects :math:`H'` objects of each data point with candidate places, and proposes all scenes of these.
 
     The score of an object is that of its best place. With :math:`r` of the :math:`H'` slots given to chance, the :math:`H' - r` objects of
@@ -111,19 +111,6 @@ class PlacementSelection(Search):
         random_places = torch.randint(num_places, objects.shape, **options)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
         return objects, places
-
-    def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data."""
-        forget(self.affinity)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the generator, and what the affinity has learned of data."""
-        return {**super().state_dict(), "affinity": state_of(self.affinity)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where a search has been."""
-        super().load_state_dict(state)
-        set_state(self.affinity, state["affinity"])
 
     def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
         """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""

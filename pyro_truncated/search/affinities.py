@@ -3,15 +3,39 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.search.base import SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.search.options import options_of
 
 Affinity = Callable[[SearchBatch], Tensor]
+
+
+class AffinitySearch(Search):
+    """A search that ranks by something which may learn from data: what that has learned is forgotten, saved and restored with the search.
+
+    Attributes:
+        affinity: what ranks.
+    """
+
+    affinity: Any
+
+    def forget(self) -> None:
+        """Lets the affinity forget what it has learned of data."""
+        forget(self.affinity)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the generator, and what the affinity has learned of data."""
+        return {**super().state_dict(), "affinity": state_of(self.affinity)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where a search has been."""
+        super().load_state_dict(state)
+        set_state(self.affinity, state["affinity"])
 
 
 class Singletons:

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.combination import combine
-from pyro_truncated.search.affinities import Affinity
-from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
+from pyro_truncated.search.affinities import Affinity, AffinitySearch
+from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.options import Options, options_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
 
 
-class Preselection(Search):
+class Preselection(AffinitySearch):
     r"""Selects :math:`H'` latents of each data point by an affinity and proposes the states in which only these are active.
 
     With :math:`r_n` of the :math:`H'` places given to chance, the :math:`H' - r_n` latents of largest affinity and :math:`r_n` others,
@@ -125,19 +123,6 @@ class Preselection(Search):
         if len(rows):
             chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, generator)
         return chosen
-
-    def forget(self) -> None:
-        """Lets the affinity forget what it has learned of data."""
-        forget(self.affinity)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the generator, and what the affinity has learned of data."""
-        return {**super().state_dict(), "affinity": state_of(self.affinity)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where a search has been."""
-        super().load_state_dict(state)
-        set_state(self.affinity, state["affinity"])
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
         scores = self.affinity(batch)

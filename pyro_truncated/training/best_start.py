@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
-from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.em.gibbs_em import GibbsEM
-from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
-from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
-from pyro_truncated.training.elbo import Temperature, Truncated_ELBO
+from pyro_truncated.training.elbo import Temperature
+from pyro_truncated.training.starts import Run, Settings, copies, put_back, trained, undriven
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 def best_start(
@@ -61,51 +57,23 @@ def best_start(
     num_starts, num_data, steps, num_states = check_counts(num_starts=num_starts, num_data=num_data, steps=steps, num_states=num_states)
     if not hasattr(model, "initialize"):
         raise TypeError(f"best_start needs a model with the method initialize; {type(model).__name__} has none")
+    has_closed_form: bool = isinstance(model, ClosedFormModel)
+    if not has_closed_form:
+        raise TypeError(f"best_start needs a model with closed-form M-steps (ClosedFormModel); {type(model).__name__} has none")
+    is_sampled: bool = isinstance(model, GibbsModel)
+    if is_sampled and not isinstance(search, Preselection):
+        raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
     y = as_tensors(y)
     device = None if generator is None else generator.device
     part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
-    if not isinstance(model, GibbsModel):
-        num_states = min(num_states, _space_size(model, part))
+    settings = Settings(search, num_states)
     reached: list[float] = []
-    driver = ClosedForm.driving(model)
-    best = copy.deepcopy(model.state_dict())
+    with undriven(model):
+        for _ in range(num_starts):
+            model.initialize(part, generator)
+            reached.append(trained(Run(model, part, settings, temperature), part, steps))
+            if reached[-1] == max(reached):
+                best = copies(model, part)
+        put_back(model, part, best)
     search.forget()
-    for _ in range(num_starts):
-        model.initialize(part, generator)
-        closed_form = ClosedForm(model)
-        svi = _trainer(model, closed_form, search, num_states, temperature)
-        for _ in range(steps):
-            loss = svi.step(part)
-        closed_form.release()
-        search.forget()
-        reached.append(-float(loss) / len(part))
-        if reached[-1] == max(reached):
-            best = copy.deepcopy(model.state_dict())
-    _restore(model, best)
-    if driver is not None:
-        driver.drive()
     return reached
-
-
-def _trainer(model: Any, closed_form: ClosedForm, search: Search, num_states: int, temperature: Temperature) -> SVI:
-    """What the short runs are made by."""
-    if isinstance(model, GibbsModel):
-        if not isinstance(search, Preselection):
-            raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
-        return SVI(model, GibbsGuide(model), closed_form, GibbsEM(search, temperature=temperature))
-    return SVI(model, AutoTruncated(model, num_states=num_states), closed_form, Truncated_ELBO(search, temperature=temperature))
-
-
-def _space_size(model: Any, y: Tensor) -> int:
-    """Number of joint states of a data point."""
-    guide = AutoTruncated(model, num_states=1)
-    with spare_random_numbers():
-        guide.setup(y)
-    return guide.space.size
-
-
-def _restore(model: Any, state: dict[str, Tensor]) -> None:
-    """Puts values back in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            value.copy_(state[name])

@@ -7,21 +7,18 @@ from torch import Tensor
 
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.states.population import Population
-
-# States that are scored for one step of the replacement.
-_MAX_CANDIDATES = 2**20
-_DEPTH = 2
+from pyro_truncated.states.space import StateSpace
 
 
 @torch.no_grad()
-def losses_without(population: Population, log_joint: LogJoint, depth: int = _DEPTH) -> Tensor:
+def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
     r"""What the best states of the data points would lose if a binary latent had to stay off, as far as ``depth`` others make up for it.
 
     .. math:: L_h = \sum_n \Big( \log p(s^*_n, y_n) - \max_{s} \log p(s, y_n) \Big), \qquad s^*_n = \arg\max_{s \in K_n} \log p(s, y_n),
 
     where the second maximum is over :math:`s^*_n` without :math:`h`, and with up to ``depth`` further latents that are switched on
     greedily. A latent that repeats another one, or stands for two that are there as well, loses little; one that nothing else explains
-    loses what it explained. Data points at the end are left out where there are more than needed to tell.
+    loses what it explained.
 
     Args:
         population: populations of a batch of data points, of binary latents.
@@ -38,38 +35,33 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = _DE
     if not space.is_binary:
         raise ValueError(f"only binary latents can be left out one by one; got {space}")
     num_latents = space.num_latents
-    positions, is_on = _active(population, num_latents)
-    rows = max(32, _MAX_CANDIDATES // (positions.shape[1] * num_latents))
-    if log_joint.packed is None:
-        rows = len(population)
-    positions, is_on = positions[:rows], is_on[:rows]
-    block = slice(0, len(positions))
-    words, top = _best(population, block)
+    chosen = population.log_joint.argmax(-1, keepdim=True)
+    words, top = population.take(chosen), population.log_joint.gather(1, chosen).double()
+    positions, is_on = _active(space, words)
     single = space.pack(torch.eye(num_latents, device=words.device, dtype=torch.uint8))
-    states = words.unsqueeze(1) & ~single[positions]
-    reached = log_joint.score(states, block).double()
+    losses = torch.zeros(num_latents, dtype=torch.float64, device=words.device)
+    for rows in log_joint.row_blocks(positions.shape[1] * num_latents):
+        reached = _replaced(words[rows] & ~single[positions[rows]], positions[rows], single, depth, log_joint, rows)
+        missed = torch.where(is_on[rows], (top[rows] - reached).clamp(min=0.0), 0.0)
+        losses.scatter_add_(0, positions[rows].flatten(), missed.flatten())
+    return losses
+
+
+def _replaced(states: Tensor, positions: Tensor, single: Tensor, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
+    """Log joints ``(n, A)`` of states without the latents at ``positions (n, A)`` once others have been switched on greedily."""
+    reached = log_joint.score(states, rows).double()
     for _ in range(depth):
         candidates = states.unsqueeze(2) | single
-        scores = log_joint.score(candidates.flatten(1, 2), block).double().unflatten(1, candidates.shape[1:3])
+        scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, candidates.shape[1:3])
         best, chosen = scores.scatter(2, positions.unsqueeze(-1), -torch.inf).max(-1)
-        improved = candidates.gather(2, chosen[..., None, None].expand(-1, -1, 1, space.num_words)).squeeze(2)
+        improved = states | single[chosen]
         states = torch.where((best > reached).unsqueeze(-1), improved, states)
         reached = torch.maximum(best, reached)
-    losses = torch.where(is_on, (top.unsqueeze(-1) - reached).clamp(min=0.0), 0.0)
-    return losses.new_zeros(num_latents).scatter_add_(0, positions.flatten(), losses.flatten())
+    return reached
 
 
-def _best(population: Population, block: slice) -> tuple[Tensor, Tensor]:
-    """The best state of each data point, packed, and its log joint."""
-    top, chosen = population.log_joint[block].double().max(-1)
-    words = population.words[block]
-    return words.gather(1, chosen[:, None, None].expand(-1, 1, words.shape[-1])).squeeze(1), top
-
-
-def _active(population: Population, num_latents: int) -> tuple[Tensor, Tensor]:
-    """Positions ``(N, A)`` of the latents that are on in the best states, filled up with others, and which of them are on."""
-    words, _ = _best(population, slice(None))
-    levels = population.space.unpack(words.unsqueeze(1)).squeeze(1)
-    most = max(1, int(levels.sum(-1).max()))
-    value, positions = levels.float().topk(min(most, num_latents), dim=-1)
+def _active(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions ``(N, A)`` of the latents that are on in states ``(N, 1, num_words)``, filled up with others, and which of them are on."""
+    levels = space.unpack(words).squeeze(1)
+    value, positions = levels.float().topk(max(1, int(levels.sum(-1).max())), dim=-1)
     return positions, value > 0

@@ -50,7 +50,7 @@ class Settings:
 
     search: Search | None
     num_states: int
-    lr: float
+    lr: float = 0.02
 
 
 class Run:
@@ -140,8 +140,8 @@ def start(
     elif number:
         _disturb(model, y, generator)
     with _forgetting_guides(model, y):
-        free_energy = _trained(Run(model, y, settings, temperature), y, steps)
-    return Start(free_energy, _copies(model, y), None)
+        free_energy = trained(Run(model, y, settings, temperature), y, steps)
+    return Start(free_energy, copies(model, y), None)
 
 
 def _grown_and_shrunk(
@@ -151,15 +151,15 @@ def _grown_and_shrunk(
     number = model.num_latents
     model = model.with_latents(torch.arange(number).repeat(_GROWTH)).initialize(y, generator)
     run = Run(model, y, settings, temperature)
-    free_energy = _trained(run, y, steps)
+    free_energy = trained(run, y, steps)
     while model.num_latents > number:
         kept = _needed(run, y, max(number, model.num_latents - max(1, (model.num_latents - number) // 3)))
         states = _states(run)[..., kept]
         model = model.with_latents(kept)
         run = Run(model, y, settings)
         offer(run, y, states)
-        free_energy = _trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
-    return Start(free_energy, _copies(model, y), _states(run))
+        free_energy = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
+    return Start(free_energy, copies(model, y), _states(run))
 
 
 def _states(run: Run) -> Tensor:
@@ -167,7 +167,8 @@ def _states(run: Run) -> Tensor:
     return run.truncated.population().states()
 
 
-def _trained(run: Run, y: Tensor, steps: int) -> float:
+def trained(run: Run, y: Tensor, steps: int) -> float:
+    """Takes so many steps; the free energy per data point before the last one."""
     for _ in range(steps):
         free_energy = run.step(y)
     run.end()
@@ -175,7 +176,7 @@ def _trained(run: Run, y: Tensor, steps: int) -> float:
 
 
 def _needed(run: Run, y: Tensor, number: int) -> Tensor:
-    """The latents that are missed most, in order."""
+    """The latents that are missed most, in the order in which the model has them."""
     assert run.truncated is not None
     losses = losses_without(run.truncated.population(), run.truncated.log_joint_of(y))
     return losses.topk(number).indices.sort().values
@@ -205,7 +206,8 @@ def _tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
     return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
 
 
-def _copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """What a model has learned, by name, apart from the model."""
     return {name: value.clone() for name, value in _tensors(model, y).items()}
 
 

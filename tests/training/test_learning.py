@@ -94,6 +94,23 @@ def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_ev
     assert (single > 1000).all()
 
 
+def test_every_data_point_counts_however_little_memory_there_is():
+    # Sorted data: the last bar shows in the last data points only.
+    bars = linear_bars(3000, 3, mean_active=1.5, noise=0.5, generator=generator())
+    y = bars.data[bars.states[:, 5].argsort()]
+    model = BinarySparseCoding(9, 6, offset=False)
+    model.weight, model.scale, model.prior = bars.components, torch.tensor(0.5), torch.tensor(0.25)
+    losses = []
+    for budget in (2**20, 2**28):
+        guide = AutoTruncated(model, num_states=64, memory_budget=budget)
+        log_joint = guide.log_joint_of(y)
+        losses.append(losses_without(guide.rescored(log_joint), log_joint))
+        blocks = len(log_joint.row_blocks(3 * 6))
+        assert (blocks > 1) == (budget == 2**20)
+    torch.testing.assert_close(*losses)
+    assert losses[0][5] > 1000
+
+
 def test_latents_of_other_kinds_cannot_be_left_out():
     model = DiscreteSparseCoding(5, 3, [-1.0, 0.0, 1.0])
     guide = AutoTruncated(model, num_states=4)
