@@ -8,6 +8,7 @@ from pyro_truncated.gplvm.spike_slab.fitting import Fit, fit
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior, Prediction
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.initialization import initialize
+from pyro_truncated.gplvm.spike_slab.label_likelihoods import BernoulliLabels, CategoricalLabels, LabelLikelihood, PoissonCounts
 from pyro_truncated.gplvm.spike_slab.latents_to_arviz import latents_to_arviz
 from pyro_truncated.gplvm.spike_slab.minibatches import explicit_copy, fit_minibatches, natural_step
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
@@ -18,9 +19,13 @@ from pyro_truncated.gplvm.spike_slab.switches import remove_dimensions, settle_s
 
 __all__ = [
     "Analytic_ELBO",
+    "BernoulliLabels",
+    "CategoricalLabels",
     "Fit",
     "InducingPosterior",
+    "LabelLikelihood",
     "Latents",
+    "PoissonCounts",
     "Posterior",
     "Prediction",
     "SASDecoder",

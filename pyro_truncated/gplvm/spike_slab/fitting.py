@@ -11,8 +11,9 @@ import torch
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
+from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, settle_switches, switch_moves, update_switches
 from pyro_truncated.utils.arrays import takes_arrays

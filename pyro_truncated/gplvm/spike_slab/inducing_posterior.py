@@ -16,36 +16,54 @@ _LOG_2PI = math.log(2 * math.pi)
 
 @dataclasses.dataclass(frozen=True)
 class Observations:
-    r"""Centred outputs of some data points, NaN where missing.
+    r"""Outputs of some data points, less the centre, with log likelihoods :math:`o_n -\frac{\beta}{2} \sum_d w_{nd} (y_{nd} - f_d)^2`.
 
     Attributes:
         values: ``(N, D)`` with zeros in place of missing entries, float64.
-        observed: ``(N, D)`` in {0, 1}, float64, or ``None`` if nothing is missing.
+        weights: precisions :math:`w` relative to the noise's, ``(N, D)`` float64, zero where missing; ``None`` if all are one.
+        offset: what of the log likelihood does not depend on the functions, ``(N,)``; ``None`` for that of Gaussian noise.
     """
 
     values: Tensor
-    observed: Tensor | None
+    weights: Tensor | None
+    offset: Tensor | None = None
 
     @classmethod
     def of(cls, y: Tensor) -> Observations:
-        """Splits outputs ``(N, D)`` into values and what is observed of them."""
+        """Splits outputs ``(N, D)``, NaN where missing, into values and what is observed of them."""
         missing = y.isnan()
         if not bool(missing.any()):
             return cls(y.double(), None)
         return cls(y.double().masked_fill(missing, 0.0), (~missing).double())
 
     @property
+    def all_weights(self) -> Tensor:
+        """The weights, ones where there are none, ``(N, D)``."""
+        return torch.ones_like(self.values) if self.weights is None else self.weights
+
+    @property
     def counts(self) -> Tensor:
-        """Number of observed outputs of each data point, ``(N,)``."""
-        if self.observed is None:
+        """Sum of the weights of each data point, ``(N,)``: of Gaussian outputs, the number of observed ones."""
+        if self.weights is None:
             return self.values.new_full(self.values.shape[:1], float(self.values.shape[1]))
-        return self.observed.sum(1)
+        return self.weights.sum(1)
+
+    @property
+    def weighted(self) -> Tensor:
+        """Values times weights, ``(N, D)``."""
+        return self.values if self.weights is None else self.values * self.weights
+
+    def normalizer(self, noise: Tensor) -> Tensor:
+        """What of the log likelihood does not depend on the functions, ``(N,)``."""
+        return -self.counts * (noise.log() + _LOG_2PI) / 2 if self.offset is None else self.offset
 
     @functools.cached_property
     def patterns(self) -> tuple[Tensor, Tensor]:
-        """Distinct columns of ``observed``, ``(G, N)``, and the one that each output has, ``(D,)``."""
-        assert self.observed is not None
-        distinct, position = torch.unique(self.observed.mT, dim=0, return_inverse=True)
+        """Distinct columns of ``weights``, ``(G, N)``, and the one that each output has, ``(D,)``."""
+        assert self.weights is not None
+        distinct, position = torch.unique(self.weights.detach().mT, dim=0, return_inverse=True)
+        if self.weights.requires_grad or len(distinct) == self.weights.shape[1]:
+            return self.weights.mT, torch.arange(self.weights.shape[1], device=position.device)
         return distinct, position
 
 
@@ -85,8 +103,8 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
               - \tfrac\beta2 \|Y\|^2 + \tfrac{\beta^2}{2}\,\mathrm{tr}(Y^\top\Psi_1\Sigma\Psi_1^\top Y)
               - \tfrac{\beta D}{2}\left[\psi_0 - \mathrm{tr}(K_{uu}^{-1}\Psi_2)\right], \quad \Sigma = (K_{uu} + \beta\Psi_2)^{-1}
 
-    With missing outputs the statistics of an output are sums over the data points at which it is observed; outputs that are missing at the
-    same data points share them.
+    With missing outputs, or outputs of different weights, the statistics of an output are sums over the data points with its weights;
+    outputs that have the same weights share them.
 
     Args:
         psi: psi statistics; with missing outputs, those of each data point.
@@ -101,7 +119,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
         Titsias and Lawrence, "Bayesian Gaussian process latent variable model" (2010); Dai, Hensman and Lawrence (2015), equation 9.
     """
     psi0, psi1, psi2 = psi
-    if data.observed is not None:
+    if data.weights is not None:
         groups, position = data.patterns
         psi2 = torch.einsum("gn,nmk->gmk", groups, psi2)
         psi0_sum = (data.counts * psi0).sum()
@@ -114,7 +132,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
     half = torch.linalg.solve_triangular(cholesky, psi2, upper=False)
     gain = torch.linalg.solve_triangular(cholesky, half.mT, upper=False) / noise
     factor = torch.linalg.cholesky(eye + (gain + gain.mT) / 2)
-    projected = torch.linalg.solve_triangular(cholesky, psi1.mT @ data.values, upper=False) / noise
+    projected = torch.linalg.solve_triangular(cholesky, psi1.mT @ data.weighted, upper=False) / noise
     if len(factor) == 1:
         fitted = torch.linalg.solve_triangular(factor[0], projected, upper=False)
         mean = torch.linalg.solve_triangular(factor[0].mT, fitted, upper=True)
@@ -126,7 +144,7 @@ def collapsed(psi: PsiStatistics, cholesky: Tensor, data: Observations, noise: T
         covariance = torch.cholesky_inverse(factor)[position]
     log_det = 2 * (multiplicity * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)).sum()
     trace = (multiplicity * gain.diagonal(dim1=-2, dim2=-1).sum(-1)).sum()
-    bound = -(data.counts.sum() * (noise.log() + _LOG_2PI) + log_det + data.values.square().sum() / noise) / 2
+    bound = data.normalizer(noise).sum() - (log_det + (data.values * data.weighted).sum() / noise) / 2
     bound = bound + (fitted.square().sum() - psi0_sum / noise + trace) / 2
     return bound, InducingPosterior(cholesky, mean, covariance)
 
@@ -143,17 +161,17 @@ def expected_log_likelihood(psi: PsiStatistics, posterior: InducingPosterior, da
     psi0, psi1, psi2 = psi
     alpha, reduction = posterior.weights, posterior.reduction
     counts = data.counts
-    fixed = -counts * (noise.log() + _LOG_2PI) / 2
-    square = data.values.square().sum(1) - 2 * ((psi1 @ alpha) * data.values).sum(1) + counts * psi0
-    if data.observed is None or reduction.dim() == 2:
+    fixed = data.normalizer(noise)
+    square = ((data.values - 2 * (psi1 @ alpha)) * data.weighted).sum(1) + counts * psi0
+    if data.weights is None:
         # Outputs enter through their number and their squared weights only.
         total = reduction.sum(0) if reduction.dim() == 3 else reduction * alpha.shape[1]
         curvature = alpha @ alpha.mT - total
         if psi2.dim() == 2:
             return fixed.sum() - (square.sum() + (curvature * psi2).sum()) / (2 * noise)
-    if data.observed is not None:
+    else:
         squares = torch.einsum("md,kd->dmk", alpha, alpha) - reduction
-        curvature = torch.einsum("nd,dmk->nmk", data.observed, squares.expand(alpha.shape[1], -1, -1))
+        curvature = torch.einsum("nd,dmk->nmk", data.weights, squares.expand(alpha.shape[1], -1, -1))
     return fixed - (square + (curvature * psi2).sum((-2, -1))) / (2 * noise)
 
 

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
+from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -55,7 +56,7 @@ class Posterior:
     # --- from latents to outputs ---
 
     def predict(self, loc: Tensor, view: int = 0, *, scale: Tensor | None = None, full_covariance: bool = False) -> Prediction:
-        """Outputs of a view at given latents, with its switches uncertain as they are.
+        """Outputs of a view at given latents, with its switches uncertain as they are; of labels, their latent functions without noise.
 
         Args:
             loc: latents ``(N, Q)``.
@@ -73,8 +74,8 @@ class Posterior:
         if not bool(inputs.loc.isfinite().all() & inputs.variance.isfinite().all()):
             raise ValueError("latents must be finite, means and deviations; they hold NaN or infinity")
         process, posterior = self.model.views[view], self.inducing[view]
-        rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_observed ** (2 if full_covariance else 1)))
-        noise = process.noise.double()
+        rows = rows_per_block(64 * (len(process.inducing) ** 2 + process.num_functions ** (2 if full_covariance else 1)))
+        noise = process.noise.double() if process.likelihood is None else torch.zeros_like(process.noise).double()
         parts = [
             predict(process.statistics(inputs.rows(slice(start, start + rows)), per_datum=True), posterior, noise, full_covariance)
             for start in range(0, max(1, len(inputs)), rows)
@@ -100,6 +101,12 @@ class Posterior:
     def reconstruct(self, latents: Latents, view: int = 0, full_covariance: bool = False) -> Prediction:
         """Outputs of a view for new data points: the view they were inferred from, missing outputs included, or another one."""
         return self.predict_at(self.seen_by(latents, view), view, full_covariance)
+
+    @torch.no_grad()
+    def response(self, latents: Latents, view: int = 0) -> Tensor:
+        """Expected outputs of a view for new data points: means of Gaussian ones, probabilities of labels or classes, rates of counts."""
+        found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
+        return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
 
     # --- from outputs to latents ---
 
@@ -141,7 +148,7 @@ class Posterior:
             bound = self._contribution(data, used, loc, log_scale, per_datum=True)
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
 
-    def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Observations]:
+    def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         y = as_tensors(y, self.model.loc)
         given = {0: y} if isinstance(y, Tensor) else dict(y) if isinstance(y, Mapping) else {c: v for c, v in enumerate(y) if v is not None}
         views = {c: v for c, v in given.items() if v is not None}
@@ -155,31 +162,33 @@ class Posterior:
                 raise ValueError(f"view {c} must have the shape (N, D_c) with D = {sizes}; got {tuple(v.shape)}")
             if bool(v.isinf().any()):
                 raise ValueError(f"view {c} must be finite, or NaN where missing; got an infinite value")
-        with torch.no_grad():
-            return {c: self.model.views[c].observations(v) for c, v in sorted(views.items())}
+            self.model.views[c].check_labels(v, c)
+        return dict(sorted(views.items()))
 
     @torch.no_grad()
-    def _start(self, data: dict[int, Observations], used: Tensor, candidates: int) -> Tensor:
+    def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int) -> Tensor:
         """For each data point, the latent mean of the training point under which its outputs are most probable."""
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
         score = -(used * loc.double().square()).sum(1) / 2
-        for c, view in data.items():
-            found = self.predict(loc, c)
-            mean, variance = found.mean - self.model.views[c].center, found.variance + found.noise
-            seen = torch.ones_like(view.values) if view.observed is None else view.observed
-            square = view.values.square() @ (1 / variance).mT - 2 * view.values @ (mean / variance).mT
-            score = score - (square + seen @ (mean.square() / variance + variance.log()).mT) / 2
+        for c, y in data.items():
+            found, likelihood = self.predict(loc, c), self.model.views[c].likelihood
+            if likelihood is not None:
+                score = score + likelihood.log_prob(y.double().unsqueeze(1), found.mean)
+                continue
+            seen, variance = Observations.of(y), found.variance + found.noise
+            square = seen.values.square() @ (1 / variance).mT - 2 * seen.values @ (found.mean / variance).mT
+            score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()
 
-    def _contribution(self, data: dict[int, Observations], used: Tensor, loc: Tensor, log_scale: Tensor, per_datum: bool = False) -> Tensor:
+    def _contribution(self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, per_datum: bool = False) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``, or their sum."""
         divergence = (used * (loc.square() + (2 * log_scale).exp() - 2 * log_scale - 1)).double().sum(1) / 2
         total = -(divergence if per_datum else divergence.sum())
-        for c, view in data.items():
+        for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)
             inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma)
-            expected = self.model.views[c].log_likelihood(inputs, view, self.inducing[c], per_datum)
+            expected = self.model.views[c].log_likelihood(inputs, y, self.inducing[c], per_datum)
             total = total + (expected if per_datum else expected.sum())
         return total
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.bound import Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.view import View
 from pyro_truncated.utils.arrays import takes_arrays
 
@@ -55,8 +56,10 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
 
 def _prepare(view: View, y: Tensor) -> Tensor:
     """Centres a view; returns its data with zeros (the means) for missing entries."""
-    view.center = y.nanmean(0).nan_to_num().to(view.center)
-    centred = (y - view.center).double().nan_to_num()
+    numbers = y if view.likelihood is None else view.likelihood.as_numbers(y)
+    mean = numbers.nanmean(0).nan_to_num()
+    view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
+    centred = (numbers - mean).double().nan_to_num()
     if not bool((centred != 0).any()):
         raise ValueError("a view is constant: there is nothing to learn from it")
     return centred
@@ -75,8 +78,12 @@ def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator
 
 
 def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None) -> None:
-    view.noise = (_NOISE_SHARE * variance).to(view.noise)
-    _start_kernel(view.kernel, variance)
+    if view.likelihood is None:
+        view.noise = (_NOISE_SHARE * variance).to(view.noise)
+    elif view.collapsed:
+        view.point = view.center.double().expand_as(view.point).clone()
+    # Functions of labels are log odds or the like, whatever the variance of the labels.
+    _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
     if not isinstance(view.kernel, LinearARD):
         chosen = torch.randperm(len(loc), generator=generator, device=None if generator is None else generator.device)
         rows = loc[chosen[: len(view.inducing)].to(loc.device)]

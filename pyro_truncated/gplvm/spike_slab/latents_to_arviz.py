@@ -10,7 +10,8 @@ import torch
 import xarray as xr
 from torch import Tensor
 
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.bound import Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.arviz_compat import make_idata
 from pyro_truncated.utils.arviz_converters import convert_owner

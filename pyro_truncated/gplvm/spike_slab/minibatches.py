@@ -8,13 +8,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
 _INDUCING = (".mean", ".scale_tril")
+_TURNS = 20
 
 
 @takes_arrays
@@ -49,15 +51,15 @@ def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(No
 @torch.no_grad()
 def _natural_step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor | slice, rate: float) -> None:
     for c, (view, outputs) in enumerate(zip(model.views, views, strict=True)):
-        posterior, data = view.explicit(), view.observations(outputs[index])
-        scale = model.num_data / len(data.values)
+        posterior, data = view.explicit(), outputs[index]
+        scale = model.num_data / len(data)
         with torch.enable_grad():
             mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
             moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
             expected = scale * view.log_likelihood(model.inputs(c, index), data, moved).sum()
             by_mean, by_covariance = torch.autograd.grad(expected, (mean, covariance))
         # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
-        gain = -(by_covariance + by_covariance.mT) / view.num_observed
+        gain = -(by_covariance + by_covariance.mT) / view.num_functions
         precision = torch.cholesky_inverse(view.scale_tril.double())
         eta = precision @ posterior.mean
         precision = (1 - rate) * precision + rate * (torch.eye(len(gain), dtype=gain.dtype, device=gain.device) + gain)
@@ -145,5 +147,7 @@ def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
     duplicate.collapsed = False
     for view in duplicate.views:
         view.make_explicit()
-    natural_step(duplicate, y)
+    # Local bounds of labels follow the inducing variables, and those follow them: a few turns.
+    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else _TURNS):
+        natural_step(duplicate, y)
     return duplicate

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.bound import Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
@@ -33,6 +34,8 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
     size = float(sum(v.numel() for v in model.check_data(y)))
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
     with torch.no_grad():
+        if not any("point" in part for part in fixed):
+            model.tighten(y)
         bound = float(model.bound(y))
     while steps > 0:
         reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.uncertain.inputs import Expectation
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
-from pyro_truncated.gplvm.spike_slab.view import KernelSpec
+from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec
+from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):
@@ -30,6 +31,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         num_latents: number of latent dimensions ``Q``.
         kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
         num_inducing: inducing inputs ``M``; default: 50, at most ``N``.
+        likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
         prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
         expectation: how to take expectations of kernels without closed form.
@@ -47,6 +49,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         *,
         kernel: KernelSpec = "rbf",
         num_inducing: int | None = None,
+        likelihood: LikelihoodSpec = None,
         prior: float | Tensor = 0.1,
         collapsed: bool = True,
         expectation: Expectation | None = None,
@@ -58,6 +61,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
             num_latents,
             kernel=kernel,
             num_inducing=num_inducing,
+            likelihood=likelihood,
             prior=prior,
             collapsed=collapsed,
             expectation=expectation,

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.bound import Views
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.utils.arrays import takes_arrays
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Callable, Sequence
+import dataclasses
+from collections.abc import Sequence
 
 import pyro
 import pyro.distributions as dist
@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.gp.cholesky import inducing_cholesky
-from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
@@ -26,19 +25,25 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
     collapsed,
     divergence,
     expected_log_likelihood,
+    predict,
 )
+from pyro_truncated.gplvm.spike_slab.label_likelihoods import BernoulliLabels, LabelLikelihood, PoissonCounts
+from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec, make_kernel
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.unique_names import UniqueModule
 
-KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
+LikelihoodSpec = str | LabelLikelihood | None
 
 
 class View(UniqueModule):
-    r"""Gaussian process from ``Q`` latents to the ``D`` outputs of one view, with inducing inputs and Gaussian noise.
+    r"""Gaussian process from ``Q`` latents to the ``D`` outputs of one view, with inducing inputs, and Gaussian noise or labels.
 
     Args:
         num_observed: number of outputs ``D``.
         kernel: covariance function of the (switched) latents.
         inducing: inducing inputs to start from, ``(M, Q)``.
+        num_data: number of data points ``N``.
+        likelihood: that of labels or counts; ``None`` for Gaussian noise.
         collapsed: whether the inducing variables take their optimal posterior, which needs all data at every step; otherwise they have a
             Gaussian posterior of their own.
         trainable: whether the inducing inputs are optimised.
@@ -46,16 +51,19 @@ class View(UniqueModule):
 
     Attributes:
         kernel: the covariance function.
+        num_functions: number of latent functions ``F``: ``D``, or the number of classes.
         inducing: inducing inputs, ``(M, Q)``.
-        noise: noise variance.
-        center: what is taken off the outputs, ``(D,)``; the data's mean after initialisation.
-        mean: means of the whitened inducing variables, ``(M, D)``; only if not collapsed.
+        noise: noise variance; of labels, that of the pseudo-targets of weight one.
+        center: what is taken off the outputs, or off the functions of labels, ``(F,)``; the data's mean after initialisation.
+        point: where the local bounds of labels touch, ``(N, F)``; only if collapsed, else it follows from the posterior.
+        mean: means of the whitened inducing variables, ``(M, F)``; only if not collapsed.
         scale_tril: Cholesky factor of their common covariance, ``(M, M)``; only if not collapsed.
     """
 
     noise: Tensor
     inducing: Tensor
     center: Tensor
+    point: Tensor
     mean: Tensor
     scale_tril: Tensor
 
@@ -64,28 +72,38 @@ class View(UniqueModule):
         num_observed: int,
         kernel: kernels.Kernel,
         inducing: Tensor,
+        num_data: int,
         *,
+        likelihood: LabelLikelihood | None = None,
         collapsed: bool = True,
         trainable: bool = True,
         expectation: Expectation | None = None,
     ) -> None:
         super().__init__()
-        self.num_observed, self.collapsed, self.expectation = num_observed, collapsed, expectation
+        self.num_observed, self.likelihood, self.collapsed, self.expectation = num_observed, likelihood, collapsed, expectation
+        self.num_functions = num_observed if likelihood is None else likelihood.num_functions(num_observed)
         self.kernel = kernel
-        self.noise = PyroParam(inducing.new_full((), 0.1), constraints.positive)  # type: ignore[assignment]
+        if likelihood is None:
+            self.noise = PyroParam(inducing.new_full((), 0.1), constraints.positive)  # type: ignore[assignment]
+        else:
+            self.register_buffer("noise", inducing.new_full((), likelihood.noise))
         if trainable:
             self.inducing = PyroParam(inducing, constraints.real)  # type: ignore[assignment]
         else:
             self.register_buffer("inducing", inducing)
-        self.register_buffer("center", inducing.new_zeros(num_observed))
+        self.register_buffer("center", inducing.new_zeros(self.num_functions))
+        if likelihood is not None and collapsed:
+            self.point = PyroParam(inducing.new_zeros(num_data, self.num_functions).double(), constraints.real)  # type: ignore[assignment]
         if not collapsed:
             self.make_explicit()
 
     def make_explicit(self) -> None:
         """Gives the inducing variables a posterior of their own, at their prior to start from."""
+        if self.collapsed and self.likelihood is not None:
+            del self.point
         self.collapsed = False
         inducing = self.inducing.detach()
-        mean, eye = inducing.new_zeros(len(inducing), self.num_observed), torch.eye(len(inducing)).to(inducing)
+        mean, eye = inducing.new_zeros(len(inducing), self.num_functions), torch.eye(len(inducing)).to(inducing)
         self.mean = PyroParam(mean, constraints.real)  # type: ignore[assignment]
         self.scale_tril = PyroParam(eye, constraints.lower_cholesky)  # type: ignore[assignment]
 
@@ -96,9 +114,18 @@ class View(UniqueModule):
         """
         return inducing_cholesky(evaluate(self.kernel, self.inducing).double())
 
-    def observations(self, y: Tensor) -> Observations:
-        """Outputs ``(N, D)`` less the centre."""
-        return Observations.of(y - self.center)
+    def check_labels(self, y: Tensor, number: int) -> None:
+        """Raises ``ValueError`` if the data ``(N, D)`` of this view, the ``number``-th, are not what its likelihood is of."""
+        if self.likelihood is not None:
+            self.likelihood.check(y, number)
+
+    def observations(self, y: Tensor, point: Tensor | None = None) -> Observations:
+        """Outputs ``(N, D)`` less the centre; of labels, the pseudo-targets ``(N, F)`` of their bound at a point."""
+        if self.likelihood is None:
+            return Observations.of(y - self.center)
+        assert point is not None
+        found = self.likelihood.bound(y.double(), point.double())
+        return Observations(found.values - self.center.double(), found.weights, found.offset)
 
     def statistics(self, inputs: SpikeSlabInputs, per_datum: bool = False) -> PsiStatistics:
         """Psi statistics in float64."""
@@ -107,8 +134,13 @@ class View(UniqueModule):
 
     def optimal(self, inputs: SpikeSlabInputs, y: Tensor) -> tuple[Tensor, InducingPosterior]:
         """The collapsed bound of all data, and the posterior of the inducing variables that attains it."""
-        data = self.observations(y)
-        return collapsed(self.statistics(inputs, data.observed is not None), self.cholesky(), data, self.noise.double())
+        point = None if self.likelihood is None else self.point
+        is_seen = ~y.isnan().all(1)
+        if bool(is_seen.any()) and not bool(is_seen.all()):
+            # Data points without this view have no part in it.
+            inputs, y, point = inputs.rows(is_seen), y[is_seen], None if point is None else point[is_seen]
+        data = self.observations(y, point)
+        return collapsed(self.statistics(inputs, data.weights is not None), self.cholesky(), data, self.noise.double())
 
     def explicit(self) -> InducingPosterior:
         """The Gaussian posterior of the inducing variables that is optimised along."""
@@ -120,38 +152,78 @@ class View(UniqueModule):
         if self.collapsed:
             return self.optimal(inputs, y)[0]
         posterior = self.explicit()
-        data = self.observations(y)
-        expected = self.log_likelihood(inputs, data, posterior).sum()
+        expected = self.log_likelihood(inputs, y, posterior).sum()
         return scale * expected - divergence(posterior, self.scale_tril.double())
 
-    def log_likelihood(self, inputs: SpikeSlabInputs, data: Observations, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
-        """Expected log likelihood of data points; their sum where that is cheaper and nothing else is asked for."""
-        psi = self.statistics(inputs, per_datum or data.observed is not None)
+    def log_likelihood(self, inputs: SpikeSlabInputs, y: Tensor, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
+        """Expected log likelihood of outputs; their sum where that is cheaper. Of labels, its tightest bound."""
+        data = self.observations(y, None if self.likelihood is None else self.best_point(inputs, posterior))
+        psi = self.statistics(inputs, per_datum or data.weights is not None)
         return expected_log_likelihood(psi, posterior, data, self.noise.double())
 
-    def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor | None) -> Tensor:
-        """Samples outputs ``(*, N, D)``, or conditions on those given, from switched latents ``(*, N, Q)`` and whitened inducing variables.
+    @torch.no_grad()
+    def best_point(self, inputs: SpikeSlabInputs, posterior: InducingPosterior) -> Tensor:
+        """Where the local bounds of labels are tightest, ``(N, F)``: a gradient of theirs there is one at a point that moves along."""
+        assert self.likelihood is not None
+        # A copy: what it remembers of itself must not be remembered without gradients.
+        posterior = dataclasses.replace(posterior)
+        if not self.likelihood.uses_square:
+            return self.likelihood.best_point(self.statistics(inputs).psi1 @ posterior.weights + self.center, None)
+        rows = rows_per_block(64 * len(self.inducing) ** 2)
+        found = []
+        for start in range(0, len(inputs), rows):
+            psi = self.statistics(inputs.rows(slice(start, start + rows)), per_datum=True)
+            moments = predict(psi, posterior, self.noise)
+            first = moments.mean + self.center
+            found.append(self.likelihood.best_point(first, first.square() + moments.variance))
+        return torch.cat(found)
 
-        Inside a Pyro program: the site is ``y_<name>``, and the variance that the inducing variables leave is the factor ``left_<name>``.
-        """
+    def local_point(self, inputs: SpikeSlabInputs, index: Tensor | slice) -> Tensor | None:
+        """Where the local bounds of some data points touch."""
+        if self.likelihood is None:
+            return None
+        return self.point[index] if self.collapsed else self.best_point(inputs, self.explicit())
+
+    @torch.no_grad()
+    def tighten(self, inputs: SpikeSlabInputs, y: Tensor) -> None:
+        """Puts the local bounds of labels where they touch best, at the present posterior."""
+        if self.likelihood is not None and self.collapsed:
+            self.point = self.best_point(inputs, self.optimal(inputs, y)[1])
+
+    # --- inside a Pyro program: switched latents x (*, N, Q), whitened inducing variables ---
+
+    def observe(self, name: str, x: Tensor, whitened: Tensor, y: Tensor, point: Tensor | None) -> Tensor:
+        """Conditions on outputs ``(N, D)`` at the site ``y_<name>``; the factor ``left_<name>`` is of the variance that ``u`` leaves."""
+        mean, left = self._conditional(x, whitened)
+        data, noise = self.observations(y, point), self.noise.double()
+        pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
+        if data.offset is not None:
+            pyro.factor(f"y_{name}", data.offset - ((data.values - mean).square() * data.all_weights).sum(-1) / (2 * noise))
+            return y
+        return pyro.sample(f"y_{name}", dist.Normal(mean, noise.sqrt()).mask(data.all_weights.bool()).to_event(1), obs=data.values)
+
+    def generate(self, name: str, x: Tensor, whitened: Tensor) -> Tensor:
+        """Samples outputs ``(*, N, D)`` at the site ``y_<name>``; of labels, their functions at ``f_<name>``."""
+        mean, left = self._conditional(x, whitened)
+        left = left.clamp(min=0).unsqueeze(-1)
+        if self.likelihood is None:
+            return pyro.sample(f"y_{name}", dist.Normal(mean + self.center, (self.noise.double() + left).sqrt()).to_event(1))
+        functions = pyro.sample(f"f_{name}", dist.Normal(mean + self.center, (left + 1e-12).sqrt()).to_event(1))
+        return pyro.sample(f"y_{name}", self.likelihood.distribution(functions))
+
+    def _conditional(self, x: Tensor, whitened: Tensor) -> tuple[Tensor, Tensor]:
+        """Means ``(*, N, F)`` and variances ``(*, N)`` of the functions given the inducing variables."""
         # Left of the data there may be dimensions of samples, which kernels do not know of.
         flat = x.reshape(-1, x.shape[-1])
         cross = torch.linalg.solve_triangular(self.cholesky(), evaluate(self.kernel, self.inducing, flat).double(), upper=False)
         cross = cross.mT.reshape(*x.shape[:-1], -1)
         mean = (whitened @ cross.unsqueeze(-1)).squeeze(-1)
-        left = evaluate(self.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
-        noise = self.noise.double()
-        if y is None:
-            spread = (noise + left.clamp(min=0)).sqrt().unsqueeze(-1)
-            return pyro.sample(f"y_{name}", dist.Normal(mean + self.center, spread).to_event(1))
-        data = self.observations(y)
-        seen = torch.ones_like(data.values) if data.observed is None else data.observed
-        pyro.factor(f"left_{name}", -data.counts * left / (2 * noise))
-        return pyro.sample(f"y_{name}", dist.Normal(mean, noise.sqrt()).mask(seen.bool()).to_event(1), obs=data.values)
+        return mean, evaluate(self.kernel, flat, diag=True).double().reshape(x.shape[:-1]) - cross.square().sum(-1)
 
 
 def make_views(
     kernel: KernelSpec | Sequence[KernelSpec],
+    likelihood: LikelihoodSpec | Sequence[LikelihoodSpec],
     num_observed: Sequence[int],
     latents: Tensor,
     num_inducing: int,
@@ -161,7 +233,7 @@ def make_views(
     """A view for each number of outputs, on latents ``(N, Q)``, with ``num_inducing`` inducing inputs, at most ``N``.
 
     Raises:
-        ValueError: if there is neither one kernel nor one for each view.
+        ValueError: if there is neither one kernel nor one for each view, or likewise of likelihoods.
     """
     if isinstance(kernel, Sequence) and not isinstance(kernel, str):
         specs: list[KernelSpec] = list(kernel)
@@ -170,59 +242,34 @@ def make_views(
         specs = [kernel, *(copy.deepcopy(kernel) for _ in num_observed[1:])]
     if len(specs) != len(num_observed):
         raise ValueError(f"kernel must be one kernel or one for each of the {len(num_observed)} views; got {len(specs)}")
+    is_one = likelihood is None or isinstance(likelihood, str | LabelLikelihood)
+    likelihoods = [likelihood] * len(num_observed) if is_one else list(likelihood)  # type: ignore[arg-type]
+    if len(likelihoods) != len(num_observed):
+        raise ValueError(f"likelihood must be one or one for each of the {len(num_observed)} views; got {len(likelihoods)}")
     views = []
-    for outputs, spec in zip(num_observed, specs, strict=True):
+    for outputs, spec, labels in zip(num_observed, specs, map(make_likelihood, likelihoods), strict=True):
         made = make_kernel(spec, latents.shape[1], latents)
         is_linear = isinstance(made, LinearARD)
         rows = latents.shape[1] if is_linear else min(num_inducing, len(latents))
         make = torch.eye if is_linear else torch.randn
         inducing = make(rows, latents.shape[1], dtype=latents.dtype)
-        views.append(View(outputs, made, inducing, collapsed=collapsed, trainable=not is_linear, expectation=expectation))
+        options = {"likelihood": labels, "collapsed": collapsed, "trainable": not is_linear, "expectation": expectation}
+        views.append(View(outputs, made, inducing, len(latents), **options))  # type: ignore[arg-type]
     return views
 
 
-def make_kernel(kernel: KernelSpec, num_latents: int, like: Tensor) -> kernels.Kernel:
-    r"""A kernel of ``Q`` latents: ``"rbf"`` with one length-scale :math:`\sqrt Q` per latent, ``"linear"`` with one weight per latent.
+def make_likelihood(spec: object) -> LabelLikelihood | None:
+    """The likelihood of a view; ``None`` for Gaussian noise.
 
     Raises:
         ValueError: for an unknown name.
-        TypeError: for anything but a name, a kernel or a function that makes one.
+        TypeError: for anything but a name, a :class:`LabelLikelihood` or ``None``.
     """
-    if isinstance(kernel, kernels.Kernel):
-        kernel = kernel.to(like)
-        check_kernel(kernel, torch.randn(50, num_latents, generator=torch.Generator().manual_seed(0)).to(like))
-        return kernel
-    if callable(kernel):
-        return make_kernel(kernel(), num_latents, like)
-    if not isinstance(kernel, str):
-        raise TypeError(f"kernel must be 'rbf', 'linear', a kernel of pyro.contrib.gp.kernels or a function that makes one; got {kernel!r}")
-    if kernel == "rbf":
-        return kernels.RBF(num_latents, like.new_ones(()), like.new_full((num_latents,), num_latents**0.5))
-    if kernel == "linear":
-        return LinearARD(num_latents, like.new_full((num_latents,), 1 / num_latents))
-    raise ValueError(f"kernel must be 'rbf', 'linear' or a kernel of pyro.contrib.gp.kernels; got {kernel!r}")
-
-
-@functools.singledispatch
-def kernel_weights(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    r"""What a kernel makes of each latent, ``(Q,)``: linear weights, :math:`1 / \ell^2` for length-scales, and one for other kernels."""
-    del kernel
-    return torch.ones(num_latents)
-
-
-@kernel_weights.register(LinearARD)
-@kernel_weights.register(kernels.Linear)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.variance, num_latents)
-
-
-@kernel_weights.register(kernels.Isotropy)
-def _(kernel: kernels.Kernel, num_latents: int) -> Tensor:
-    return _spread(kernel, kernel.lengthscale.square().reciprocal(), num_latents)
-
-
-def _spread(kernel: kernels.Kernel, weight: Tensor, num_latents: int) -> Tensor:
-    """Weights of the kernel's active dimensions among all of them."""
-    found = torch.zeros(num_latents, dtype=weight.dtype, device=weight.device)
-    found[kernel.active_dims] = weight.detach().expand(len(kernel.active_dims))
-    return found
+    named = {"gaussian": None, "bernoulli": BernoulliLabels(), "poisson": PoissonCounts()}
+    if spec is None or isinstance(spec, LabelLikelihood):
+        return spec
+    if not isinstance(spec, str):
+        raise TypeError(f"likelihood must be a name, a LabelLikelihood such as CategoricalLabels(10), or None; got {spec!r}")
+    if spec not in named:
+        raise ValueError(f"likelihood must be one of {', '.join(named)}, or CategoricalLabels(num_classes); got {spec!r}")
+    return named[spec]

@@ -93,7 +93,9 @@ METHODS = {
     "k-means, then free": Method(KMeansSearch, fit={"polish": True, "subset_share": 0.02, "polish_evaluations": 10_000}),
     "exchange, then free": Method(ExchangeSearch, fit={"polish": True, "subset_share": 0.2, "polish_evaluations": 10_000}),
     "FITC, free": Method(KMeansSearch, {"objective": "fitc"}, {"polish": True, "subset_share": 0.02, "polish_evaluations": 10_000}),
+    "defaults, polish": Method(ExchangeSearch, fit={"polish": True}),
     "GPyTorch SGPR": Method(KMeansSearch),
+    "GPyTorch SGPR, random start": Method(RandomSearch),
 }
 GREEDY = ["greedy variance, re-selected", "IVM, re-selected"]
 OBJECTIVES = ["exchange", "exchange, FITC", "exchange, PP", "Titsias-16", "Titsias-16, FITC", "Titsias-16, PP"]
@@ -102,8 +104,8 @@ DISCRETE = [*OBJECTIVES, "CholQR-z16", "random", *GREEDY, "subset of data"]
 THOROUGH = {m: [*DISCRETE, "Titsias-512"] for m in (16, 32, 64, 128)}
 VARIANTS = ["CholQR-z128", "CholQR-z64, OI", "CholQR-z64, AA"]
 CONTINUOUS = [
-    "exchange, then free", "GPyTorch SGPR", "k-means, then free", "exchange", "exchange, samples of rows", "CholQR-z16", "Titsias-16",
-    "random",
+    "exchange, then free", "defaults, polish", "GPyTorch SGPR", "GPyTorch SGPR, random start", "k-means, then free", "exchange",
+    "exchange, samples of rows", "CholQR-z16", "Titsias-16", "random",
 ]  # fmt: skip
 
 
@@ -239,8 +241,8 @@ def run(name: str, method: str, m: int, seed: int, seconds: float | None = None)
     warm_up()
     generator = torch.Generator().manual_seed(seed)
     start = time.process_time()
-    if method == "GPyTorch SGPR":
-        mean, variance, value, used = gpytorch_sgpr(split, m, seconds, generator)
+    if method.startswith("GPyTorch"):
+        mean, variance, value, used = gpytorch_sgpr(split, m, seconds, generator, is_random=method.endswith("random start"))
         return _row(name, method, m, seed, *scores(split, mean, variance), value, used)
     kernel, y = split.kernel(), split.y
     if method == "subset of data":
@@ -277,12 +279,19 @@ def _row(name: str, method: str, m: int, seed: int, smse: float, snlp: float, ob
     }  # fmt: skip
 
 
-def gpytorch_sgpr(split: Split, m: int, seconds: float, generator: torch.Generator) -> tuple[Tensor, Tensor, float, float]:
-    """GPyTorch's SGPR from k-means centres, all parameters by Adam in float32: predictions, objective and seconds."""
+def gpytorch_sgpr(
+    split: Split, m: int, seconds: float, generator: torch.Generator, is_random: bool = False
+) -> tuple[Tensor, Tensor, float, float]:
+    """GPyTorch's SGPR, all parameters by Adam: predictions, objective and seconds.
+
+    From k-means centres, our other methods' start, steps of 0.05 and float32; or from random inputs, its own start, steps of 0.1 and
+    float64, which is the stronger one.
+    """
     gpytorch = importlib.import_module("gpytorch")
     kernel: Any = split.kernel()
-    X, mean, scale = kernel.inputs.float(), split.y.mean(), split.y.std()
-    y = ((split.y - mean) / scale).float()
+    dtype = torch.float64 if is_random else torch.float32
+    X, mean, scale = kernel.inputs.to(dtype), split.y.mean(), split.y.std()
+    y = ((split.y - mean) / scale).to(dtype)
     start = time.process_time()
 
     class Model(gpytorch.models.ExactGP):  # type: ignore[misc, name-defined]
@@ -290,18 +299,22 @@ def gpytorch_sgpr(split: Split, m: int, seconds: float, generator: torch.Generat
             super().__init__(X, y, likelihood)
             self.mean_module = gpytorch.means.ZeroMean()
             base = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=X.shape[1]))
-            base.outputscale, base.base_kernel.lengthscale = 1.0, 2 * X.shape[1] ** 0.5
-            inducing = k_means(X, X[torch.randperm(len(X), generator=generator)[:m]])
+            inducing = X[torch.randperm(len(X), generator=generator)[:m]]
+            if not is_random:
+                base.outputscale, base.base_kernel.lengthscale = 1.0, 2 * X.shape[1] ** 0.5
+                inducing = k_means(X, inducing)
             self.covar_module = gpytorch.kernels.InducingPointKernel(base, inducing, likelihood)
 
         def forward(self, x: Tensor) -> Any:
             return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
 
     likelihood = gpytorch.likelihoods.GaussianLikelihood()
-    likelihood.noise = 0.5
-    model = Model(likelihood)
+    if not is_random:
+        likelihood.noise = 0.5
+    model = Model(likelihood).to(dtype)
+    likelihood.to(dtype)
     objective = gpytorch.mlls.ExactMarginalLogLikelihood(likelihood, model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 if is_random else 0.05)
     model.train(), likelihood.train()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -314,7 +327,7 @@ def gpytorch_sgpr(split: Split, m: int, seconds: float, generator: torch.Generat
         value = len(y) * (float(loss.detach()) - 0.5 * math.log(2 * math.pi))
         model.eval(), likelihood.eval()
         with torch.no_grad():
-            found = likelihood(model(split.new.float()))
+            found = likelihood(model(split.new.to(dtype)))
             return found.mean.double() * scale + mean, found.variance.double() * scale**2, value, used
 
 
@@ -381,7 +394,8 @@ standard deviations over splits; in bold, the smallest mean SMSE of each m over 
 
 *CholQR* is this library's implementation of the paper's algorithm, *exchange* its default; on *samples of rows*, each alternation looks at
 2000 data points or more. *Free* means that inducing inputs leave the training set and follow gradients; this includes GPyTorch's SGPR
-(float32, Adam with step 0.05, k-means start). *FITC* learns hyper-parameters by the FITC likelihood, on a subset chosen by the
+(float32, Adam with step 0.05, k-means start; *random start*: float64, step 0.1, its own hyper-parameters to start from).
+*FITC* learns hyper-parameters by the FITC likelihood, on a subset chosen by the
 variational free energy.
 """
 

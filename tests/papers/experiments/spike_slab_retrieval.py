@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import datasets
-from pyro_truncated.gplvm import SpikeSlabMRD, initialize, maximize_bound, update_switches
+from pyro_truncated.gplvm import CategoricalLabels, SpikeSlabMRD, initialize, maximize_bound, update_switches
 from pyro_truncated.gplvm.spike_slab.inference import Posterior
 
 NUM_LATENTS, NUM_INDUCING, REPLICATES = 10, 100, 6
@@ -91,3 +92,48 @@ def run(steps: int = 40, rounds: int = 1, noise_share: float = 0.5, num_data: in
         "seconds": seconds, "steps": steps, "rounds": rounds, "noise_share": noise_share, "num_data": len(topics),
         "gamma": model.probability.tolist(), "noise": [float(v.noise.detach()) for v in model.views],
     }  # fmt: skip
+
+
+def run_with_labels(steps: int = 100, rounds: int = 12, noise_share: float = 0.5, num_inducing: int = 100) -> Iterator[dict[str, Any]]:
+    """Topics of the stored articles as a third view: one row of scores after the warm-up, and one after each round of free iterations.
+
+    Training starts from principal components. Queries have no topic. "same topic" ranks stored articles by the probability that the
+    query has their topic; "distance" by distances in the latents that image and text share, as without labels.
+    """
+    train_views, test_views, topics, test_topics = load()
+    views = [train_views[0], train_views[1].repeat(1, REPLICATES), topics.unsqueeze(1).double()]
+    queries = [test_views[0], test_views[1].repeat(1, REPLICATES)]
+    torch.manual_seed(0)
+    begin = time.process_time()
+    likelihoods = ["gaussian", "gaussian", CategoricalLabels(int(topics.max()) + 1)]
+    sizes = [v.shape[1] for v in views]
+    model = SpikeSlabMRD(len(topics), sizes, NUM_LATENTS, num_inducing=num_inducing, likelihood=likelihoods)
+    initialize(model, views, "pca", torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        for view, data in zip(list(model.views)[:2], views, strict=False):
+            view.noise = noise_share * data.square().mean()
+    with model.holding(1.0):
+        maximize_bound(model, views, steps, fixed=("noise",))
+        maximize_bound(model, views, steps)
+    with torch.no_grad():
+        model.logits = torch.full_like(model.logits, 3.0)
+    for done in range(rounds + 1):
+        if done:
+            maximize_bound(model, views, steps)
+        bound, seconds = update_switches(model, views), time.process_time() - begin
+        yield {
+            "experiment": "retrieval with labels", "steps": steps, "iterations": done * steps, "bound": bound, "seconds": seconds,
+            "num_inducing": num_inducing, "gamma": model.probability.tolist(),
+            **scores_with_labels(Posterior(model, views), queries, topics, test_topics),
+        }  # fmt: skip
+
+
+def scores_with_labels(posterior: Posterior, queries: list[Tensor], topics: Tensor, truth: Tensor) -> dict[str, float]:
+    """Mean average precision of queries by image and by text, by the probability of the same topic and by distance."""
+    found = {}
+    for name, c in (("image", 0), ("text", 1)):
+        latents = posterior.infer({c: queries[c]}, steps=60)
+        chances = posterior.response(latents, 2)
+        found[f"{name}, same topic"] = float(average_precision(-chances[:, topics], truth, topics).mean())
+        found[f"{name}, distance"] = float(average_precision(posterior.distances(latents), truth, topics).mean())
+    return found

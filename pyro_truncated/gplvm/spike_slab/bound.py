@@ -1,0 +1,192 @@
+"""The parameters of a spike-and-slab model of several views, and the bound of its log evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import pyro
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec, View, make_views
+from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec, kernel_weights
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.unique_names import UniqueModule
+
+Views = Tensor | Sequence[Tensor]
+
+
+class SpikeSlabBound(UniqueModule):
+    """What :class:`~pyro_truncated.gplvm.SpikeSlabMRD` knows in numbers; see there for arguments and attributes."""
+
+    loc: Tensor
+    scale: Tensor
+    logits: Tensor
+    prior: Tensor
+    num_steps: Tensor
+    views: Sequence[View]
+
+    def __init__(
+        self,
+        num_data: int,
+        num_observed: Sequence[int],
+        num_latents: int,
+        *,
+        kernel: KernelSpec | Sequence[KernelSpec] = "rbf",
+        num_inducing: int | None = None,
+        likelihood: LikelihoodSpec | Sequence[LikelihoodSpec] = None,
+        prior: float | Tensor = 0.1,
+        collapsed: bool = True,
+        expectation: Expectation | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
+        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
+        num_inducing = None if num_inducing is None else check_count("num_inducing", num_inducing)
+        self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
+        self.collapsed = collapsed
+        shape = (len(self.num_observed), num_latents)
+        prior = torch.as_tensor(prior, dtype=torch.float64).expand(shape).clone()
+        if not bool(((prior > 0) & (prior < 1)).all()):
+            raise ValueError(f"prior must lie strictly between 0 and 1; got {prior.min():g} to {prior.max():g}")
+        self.register_buffer("prior", prior)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        # When set, the switches have these probabilities instead of those that are trained.
+        self._held: Tensor | None = None
+        self.loc = PyroParam(torch.randn(num_data, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
+        self.scale = PyroParam(torch.full((num_data, num_latents), 0.3, dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
+        num_inducing = 50 if num_inducing is None else num_inducing
+        views = make_views(kernel, likelihood, self.num_observed, self.loc.detach(), num_inducing, collapsed, expectation)
+        self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
+
+    # --- the posterior in numbers ---
+
+    @property
+    def num_views(self) -> int:
+        """Number of views ``C``."""
+        return len(self.num_observed)
+
+    @property
+    def probability(self) -> Tensor:
+        r"""Posterior probabilities :math:`\gamma` of the switches, ``(C, Q)`` in float64."""
+        return self.logits.sigmoid() if self._held is None else self._held
+
+    @contextmanager
+    def holding(self, probability: Tensor | float) -> Iterator[None]:
+        """A context in which the switches have given probabilities ``(C, Q)``; zero and one are exact."""
+        before = self._held
+        self._held = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
+        """What a view sees of the latents of some data points."""
+        return SpikeSlabInputs(self.loc[index], self.scale[index].square(), self.probability[view].to(self.loc.dtype))
+
+    @takes_arrays
+    def check_data(self, y: Views) -> list[Tensor]:
+        """The views' outputs as a list.
+
+        Raises:
+            ValueError: if their number or shapes do not fit the model, or a value is infinite.
+        """
+        views = [y] if isinstance(y, Tensor) else list(y)
+        expected = [(self.num_data, d) for d in self.num_observed]
+        if [tuple(v.shape) for v in views] != expected:
+            raise ValueError(f"data must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
+        if any(bool(v.isinf().any()) for v in views):
+            raise ValueError("data must be finite, or NaN where missing; got an infinite value")
+        for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
+            view.check_labels(data, c)
+        return views
+
+    @takes_arrays
+    def bound(self, y: Views, batch_size: int | None = None) -> Tensor:
+        """Lower bound of the log evidence of the data (on a minibatch: an unbiased estimate of it), in float64.
+
+        It is computed from the parameters of this very object, whatever Pyro's parameter store holds under their names.
+
+        Args:
+            y: outputs of each view, ``(N, D_c)``; NaN where missing. A single view need not be in a list.
+            batch_size: data points to draw for an estimate; not with ``collapsed``.
+
+        Raises:
+            ValueError: if the data do not fit the model, or a minibatch is asked of a collapsed model.
+        """
+        views = self.check_data(y)
+        self.check_batch(batch_size)
+        if batch_size is None or batch_size >= self.num_data:
+            return self.bound_at(views, slice(None))
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
+            assert index is not None
+        return self.bound_at(views, index)
+
+    def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
+        """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
+        size = len(self.loc[index])
+        scale = self.num_data / size
+        inputs = [self.inputs(c, index) for c in range(self.num_views)]
+        terms = [view.data_term(seen, data[index], scale) for view, seen, data in zip(self.views, inputs, views, strict=True)]
+        return torch.stack(terms).sum() - self.switch_divergence() - scale * (self.used() * self.latent_divergence(index)).sum()
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """Raises ``ValueError`` if a minibatch is asked of a collapsed model."""
+        if batch_size is not None and self.collapsed:
+            raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+
+    def tighten(self, y: Views) -> None:
+        """Puts the local bounds of labels and counts where they touch best, given all else, which never lowers the bound."""
+        for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
+            view.tighten(self.inputs(c), data)
+
+    def used(self) -> Tensor:
+        r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
+        unused: Tensor = (1 - self.probability).prod(0)
+        return 1 - unused
+
+    @torch.no_grad()
+    def relevance(self) -> Tensor:
+        r"""How much each view moves along each dimension, ``(C, Q)``: :math:`\gamma_{cq} w_{cq} E[x_q^2]`, a number without unit.
+
+        :math:`w` is what the kernel makes of the dimension: a linear kernel's weight over its noise-free mean variance would do, and so
+        would one over a squared length-scale; as kernels scale them differently, only ratios within a view mean something. For kernels
+        of other kinds the weight is one. It tells a dimension that is in use from one that is switched on but removed by the kernel.
+        """
+        square = (self.loc.square() + self.scale.square()).double().mean(0)
+        weights = torch.stack([kernel_weights(view.kernel, self.num_latents).to(square) for view in self.views])
+        return self.probability * weights * square
+
+    def switch_divergence(self) -> Tensor:
+        r"""Divergence of the switches, :math:`\sum_{cq} \gamma\log\frac\gamma\pi + (1-\gamma)\log\frac{1-\gamma}{1-\pi}`."""
+        gamma = self.probability
+        cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
+        if self._held is not None:
+            held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
+            return held.sum()
+        # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
+        return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
+
+    def latent_divergence(self, index: Tensor | slice = slice(None)) -> Tensor:
+        r"""Divergence of each dimension's slabs, :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, ``(Q,)``."""
+        loc, scale = self.loc[index].double(), self.scale[index].double()
+        total: Tensor = (loc.square() + scale.square() - 2 * scale.log() - 1).sum(0)
+        return total / 2
+
+    @takes_arrays
+    def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
+        """Posteriors of the inducing variables of each view; a collapsed model needs the data for it."""
+        if not self.collapsed:
+            return [view.explicit() for view in self.views]
+        if y is None:
+            raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
+        return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
