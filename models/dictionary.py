@@ -131,7 +131,7 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
-def best_claims(weight: Tensor, won: Callable[[Tensor], tuple[dict[str, Tensor], Tensor]]) -> dict[str, Tensor]:
+def best_claims(weight: Tensor, won: Callable[[Tensor, Tensor | slice], dict[str, Tensor]]) -> dict[str, Tensor]:
     r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
     An entry asks for what it has won per win, which minimises the residuals if the winners stay the same. As they may not, the step there
@@ -139,24 +139,27 @@ def best_claims(weight: Tensor, won: Callable[[Tensor], tuple[dict[str, Tensor],
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
-        won: gives the statistics of a dictionary, with what its entries have ``won`` and their ``wins``, and its errors ``(D,)``.
+        won: gives the statistics of some dimensions under their rows of a dictionary, with what its entries have ``won``, their ``wins``
+            and the ``errors``.
 
     Returns:
         The statistics of the old dictionary, with ``claims``, the wins times the new one, in the place of what is won; and its ``errors``.
     """
-    statistics, errors = won(weight)
-    wins, squares, claimed = statistics["wins"], statistics["squares"], statistics.pop("won")
-    floor = _weight_floor(statistics)
-    step = torch.where(wins > NEVER_SEEN, claimed / wins, weight).maximum(floor) - weight
+    statistics = won(weight, slice(None))
+    wins, claimed, errors = statistics["wins"], statistics.pop("won"), statistics["errors"]
+    allowed = errors + _ROUNDING * statistics["squares"]
+    step = torch.where(wins > NEVER_SEEN, claimed / wins, weight).maximum(_weight_floor(statistics)) - weight
+    chosen, chosen_errors = weight.clone(), errors.clone()
+    worse = torch.arange(len(weight), device=weight.device)
     for _ in range(_MAX_HALVINGS):
-        chosen = weight + step
-        chosen_errors = won(chosen)[1]
-        is_worse = chosen_errors > errors + _ROUNDING * squares
-        if not bool(is_worse.any()):
+        chosen[worse] = weight[worse] + step
+        chosen_errors[worse] = won(chosen[worse], worse)["errors"]
+        is_worse = chosen_errors[worse] > allowed[worse]
+        worse, step = worse[is_worse], 0.5 * step[is_worse]
+        if not len(worse):
             break
-        step = torch.where(is_worse.unsqueeze(-1), 0.5 * step, step)
-    chosen = torch.where(is_worse.unsqueeze(-1), weight, chosen)
-    return {**statistics, "claims": wins * chosen, "errors": torch.where(is_worse, errors, chosen_errors)}
+    chosen[worse], chosen_errors[worse] = weight[worse], errors[worse]
+    return {**statistics, "claims": wins * chosen, "errors": chosen_errors}
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:

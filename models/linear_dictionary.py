@@ -75,7 +75,8 @@ class LinearDictionary(UniqueModule):
         else:
             weight, bias = best_dictionary_and_offset(weight, bias, statistics)
             self.bias = (bias + self.center).to(self.weight)
-        superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, self.scale, bias, validate_args=False)
+        # The errors do not depend on the noise.
+        superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)
         return weight, superposition.square_error(statistics)
 
     def _power(self, statistics: Statistics) -> Tensor:

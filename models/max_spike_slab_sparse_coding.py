@@ -94,13 +94,13 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
-        prior, slab_mean, slab_scale, *_ = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
+        # Outside of the plate, where parameters that were given a prior are drawn.
+        prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", self.likelihood(states * slabs), obs=None if y is None else y[index])
+            return pyro.sample("y", type(self).superposition(states * slabs, weight, scale), obs=None if y is None else y[index])
 
     @pyro_method
     @takes_arrays
@@ -230,10 +230,12 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
 
-        def won(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        states, scale = self.weight.new_zeros(self.num_latents), self.scale
+
+        def won(weight: Tensor, dimensions: Tensor | slice) -> dict[str, Tensor]:
             """What the latents win under a dictionary, and the expected squared residuals that are left."""
-            statistics = self.likelihood(weight=weight).draw_statistics(draws.selected, draws.coefficients, rows)
-            return statistics, statistics["errors"]
+            likelihood = MaximumSuperposition(states, weight, scale, validate_args=False)
+            return likelihood.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])
 
         return {**best_claims(self.weight.double(), won), **_moments(draws, self.num_latents)}
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import Tensor
 
@@ -60,13 +62,14 @@ class MaximalCauses(SparseCoding):
             Those of :meth:`.MaximumSuperposition.statistics`; with ``claims``, the wins times the entry of the dictionary that these data
             ask for, in the place of what is won, and ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
-        y = check_data(y, self.num_observed)
+        rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
+        states, scale = self.weight.new_zeros(self.num_latents), self.scale
 
-        def won(weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        def won(weight: Tensor, dimensions: Tensor | slice) -> dict[str, Tensor]:
             """What the causes win under a dictionary, and the expected squared residuals that are left."""
-            likelihood = self.likelihood(weight=weight)
-            statistics = likelihood.statistics(population, y, temperature)
-            return statistics, likelihood.square_error(statistics)
+            likelihood = MaximumSuperposition(states, weight, scale, validate_args=False)
+            statistics = likelihood.statistics(own, rows[:, dimensions], temperature)
+            return {**statistics, "errors": likelihood.square_error(statistics)}
 
         statistics: dict[str, Tensor] = best_claims(self.weight.double(), won)
         return statistics

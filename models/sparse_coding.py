@@ -61,12 +61,12 @@ class SparseCoding(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
-        prior, _ = self.prior, self.likelihood()
+        # Outside of the plate, where parameters that were given a prior are drawn.
+        prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", self.likelihood(states), obs=None if y is None else y[index])
+            return pyro.sample("y", type(self).superposition(states, weight, *others), obs=None if y is None else y[index])
 
     def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
         r"""The likelihood :math:`p(y \mid s)`.
@@ -75,13 +75,11 @@ class SparseCoding(UniqueModule):
             states: states ``(*batch, H)``; default: any, for what is the same for all of them.
             weight: another dictionary.
         """
-        weight = self.weight if weight is None else weight
+        weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
         if states is None:
             # Parameters satisfy their constraints by the way they are kept.
-            return type(self).superposition(
-                weight.new_zeros(self.num_latents), weight, *self._parameters_of_superposition(), validate_args=False
-            )
-        return type(self).superposition(states, weight, *self._parameters_of_superposition())
+            return type(self).superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
+        return type(self).superposition(states, weight, *others)
 
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""

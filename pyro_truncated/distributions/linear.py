@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums
+from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums, trials
 from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.missing import or_missing, without_missing
 
 
 class LinearSuperposition(GaussianSuperposition):
@@ -122,19 +122,17 @@ class LinearSuperposition(GaussianSuperposition):
             :math:`A`, ``(H, H)`` if nothing is missing, else ``(D, H, H)``. All can be added and scaled; pairs of the two shapes add up by
             broadcasting.
         """
-        rows = population.rows_of(value)
-        observed = (~rows.isnan()).double()
-        seen = None if bool(observed.all()) else observed
+        rows, is_observed = without_missing(population.rows_of(value))
+        seen = None if is_observed is None else is_observed.double()
         if levels is None and population.space.is_binary:
             active, pairs = _binary_moments(population, temperature, seen)
         else:
             active, pairs = _moments(population, temperature, seen, levels)
-        total = active.sum(0)
         return {
-            **data_sums(rows),
-            "states": total,
-            "trials": total.expand(rows.shape[1], -1) if seen is None else observed.mT @ active,
-            "cross": rows.double().nan_to_num(0.0).mT @ active,
+            **data_sums(rows, is_observed),
+            "states": active.sum(0),
+            "trials": trials(active, rows, is_observed),
+            "cross": rows.mT @ active,
             "pairs": pairs,
         }
 
@@ -158,7 +156,7 @@ class LinearSuperposition(GaussianSuperposition):
         scaled = centred * precision
         linear = product(weight.mT, scaled)
         pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
-        constant = self._log_normalizer(value) - 0.5 * (scaled * centred).sum(-1)
+        constant = self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
         if is_kept:
             self._cached = key, value, (linear, pairwise, constant)
         return linear, pairwise, constant
@@ -177,7 +175,7 @@ def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor
     """Expected squared errors ``(D,)`` of a dictionary and an offset, from :meth:`LinearSuperposition.statistics` or the like."""
     weight, bias, pairs = weight.double(), bias.double(), statistics["pairs"]
     cross = statistics["cross"] - bias.unsqueeze(-1) * statistics["trials"]
-    squares = statistics["squares"] - 2 * bias * statistics["sums"] + statistics["observed"] * bias.square()
+    squares = statistics["squares"] - bias * (2 * statistics["sums"] - bias * statistics["observed"])
     products = weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
     return squares + (weight * (products - 2 * cross)).sum(-1)
 

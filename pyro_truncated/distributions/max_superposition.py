@@ -12,7 +12,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.missing import or_missing, without_missing
 
 
 class MaximumSuperposition(GaussianSuperposition):
@@ -82,7 +82,7 @@ class MaximumSuperposition(GaussianSuperposition):
         """
         rows = population.rows_of(value)
         active, _, wins, won = self._explained(population, rows, temperature)
-        return {**data_sums(rows), "states": active.sum(0), "wins": wins, "won": won}
+        return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
     @torch.no_grad()
     def draw_statistics(self, selected: Tensor, coefficients: Tensor, value: Tensor) -> Statistics:
@@ -98,7 +98,7 @@ class MaximumSuperposition(GaussianSuperposition):
             :math:`\sum_n y_{nd} \langle A_{dh} s_h \rangle`, ``(D, H)``; ``errors``, the expected squared errors, ``(D,)``.
         """
         won, wins, errors = ops.maximum_slab_statistics(value, self.weight, selected, coefficients)
-        return {**data_sums(value), "wins": wins, "won": won, "errors": errors}
+        return {**data_sums(*without_missing(value)), "wins": wins, "won": won, "errors": errors}
 
     @torch.no_grad()
     def draw_coefficients(

@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary
+from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary, counts, trials
 from pyro_truncated.ops.unpacked import log1mexp, log_off
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.missing import or_missing, without_missing
 
 
 class NoisyOrSuperposition(Superposition):
@@ -94,12 +94,12 @@ class NoisyOrSuperposition(Superposition):
         rows = population.rows_of(value)
         complements = self._log_complements()
         active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, population.weights(temperature), rows, *complements)
-        observed = (~rows.isnan()).double()
+        rows, is_observed = without_missing(rows)
         return {
             "num_data": active.new_tensor(len(rows)),
             "states": active.sum(0),
-            "observed": observed.sum(0),
-            "trials": observed.mT @ active,
+            "observed": counts(rows, is_observed),
+            "trials": trials(active, rows, is_observed),
             "causes": self.weight.double() * ratio,
             "leak_causes": self.leak.double() * leak_ratio,
         }

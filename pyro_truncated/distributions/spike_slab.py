@@ -12,10 +12,10 @@ from torch.distributions import constraints
 
 from pyro_truncated import ops
 from pyro_truncated.distributions.linear import biased_error
-from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
+from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums, trials
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.missing import or_missing, without_missing
 
 _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -150,20 +150,19 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         """
         rows = population.rows_of(value)
         arguments = self._posterior_arguments(population, rows, temperature)
-        if bool(rows.isnan().any()):
-            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
-            trials = (~rows.isnan()).double().mT @ coefficients
-        else:
+        rows, is_observed = without_missing(rows)
+        if is_observed is None:
             active, coefficients, pairs = ops.spike_slab_moments(*arguments)
             squares = pairs.diagonal().clone()
-            trials = coefficients.sum(0).expand(rows.shape[1], -1)
+        else:
+            active, coefficients, pairs, squares = ops.spike_slab_moments_by_dimension(*arguments)
         return {
-            **data_sums(rows),
+            **data_sums(rows, is_observed),
             "states": active.sum(0),
             "coefficients": coefficients.sum(0),
             "coefficient_squares": squares,
-            "trials": trials,
-            "cross": rows.double().nan_to_num(0.0).mT @ coefficients,
+            "trials": trials(coefficients, rows, is_observed),
+            "cross": rows.mT @ coefficients,
             "pairs": pairs,
         }
 

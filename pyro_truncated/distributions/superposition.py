@@ -49,7 +49,9 @@ class Superposition(TorchDistribution):
         tensors = {name: torch.as_tensor(value, dtype=weight.dtype, device=weight.device) for name, value in parameters.items()}
         for name, tensor in tensors.items():
             setattr(self, name, tensor)
-        batch_shape = torch.broadcast_shapes(states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values()))
+        shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
+        # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
+        batch_shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
         super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
@@ -166,24 +168,41 @@ class GaussianSuperposition(Superposition):
     def _precision(self) -> Tensor:
         return self.scale.double().reciprocal().square().expand(*self.scale.shape[:-1], *self.event_shape)
 
+    def _log_normalizers(self) -> Tensor:
+        """Those of the dimensions, ``(D,)``, or with batch dimensions in front."""
+        terms = -self.scale.double().log() - 0.5 * math.log(2 * math.pi)
+        return terms.expand(*self.scale.shape[:-1], *self.event_shape)
+
     def _log_normalizer(self, value: Tensor) -> Tensor:
-        is_observed = ~value.isnan()
-        return -((self.scale.double().log() + 0.5 * math.log(2 * math.pi)) * is_observed).sum(-1)
+        return (self._log_normalizers() * ~value.isnan()).sum(-1)
 
 
-def data_sums(rows: Tensor) -> Statistics:
+def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
     """What all Gaussian likelihoods need of data ``(N, D)``, over the observed entries of each dimension.
+
+    Args:
+        rows: the data in float64, zero where missing.
+        is_observed: which entries are observed, ``None`` for all, see :func:`~pyro_truncated.utils.missing.without_missing`.
 
     Returns:
         ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.
     """
-    is_observed, rows = ~rows.isnan(), rows.double().nan_to_num(0.0)
     return {
         "num_data": rows.new_tensor(len(rows)),
-        "observed": is_observed.sum(0, dtype=torch.float64),
+        "observed": counts(rows, is_observed),
         "sums": rows.sum(0),
         "squares": rows.square().sum(0),
     }
+
+
+def counts(rows: Tensor, is_observed: Tensor | None) -> Tensor:
+    """How many data points have each dimension, ``(D,)``; arguments as for :func:`data_sums`."""
+    return rows.new_full(rows.shape[1:], len(rows)) if is_observed is None else is_observed.sum(0, dtype=rows.dtype)
+
+
+def trials(active: Tensor, rows: Tensor, is_observed: Tensor | None) -> Tensor:
+    """Sums ``(D, H)`` of expectations ``(N, H)`` over the data points that have each dimension; arguments as for :func:`data_sums`."""
+    return active.sum(0).expand(rows.shape[1], -1) if is_observed is None else is_observed.to(rows.dtype).mT @ active
 
 
 def check_binary(population: Population, num_latents: int) -> None:

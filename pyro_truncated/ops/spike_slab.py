@@ -19,6 +19,7 @@ from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.quadratic import pair_energy
 from pyro_truncated.ops.words import check_likelihood, check_weights
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.missing import without_missing
 
 
 def spike_slab_log_prob(
@@ -131,9 +132,7 @@ class _SpikeSlabLogProb(torch.autograd.Function):
         remember_context(ctx)
         value, weight, precision, slab_mean, slab_deviation = inputs
         linear, scaled, observed = _terms(value, weight, precision)
-        precision = precision.double()
-        terms = 0.5 * (precision.log() - math.log(2 * math.pi) - precision * value.double().square())
-        constant = terms.masked_fill(value.isnan(), 0.0).sum(-1, keepdim=True)
+        constant = _constant(value, precision).unsqueeze(-1)
         return constant + backend("spike_slab", words).log_prob(words, linear, scaled, observed, slab_mean, slab_deviation)  # type: ignore[no-any-return]
 
     @staticmethod
@@ -168,10 +167,18 @@ class _SpikeSlabLogProb(torch.autograd.Function):
 
 def _terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Products of data and dictionary ``(N, H)``, the dictionary over the noise deviation, and what is observed (``None``: everything)."""
-    is_observed = ~value.isnan()
+    rows, is_observed = without_missing(value.detach())
     weight, precision = weight.detach().double(), precision.detach().double()
-    linear = (value.detach().double().nan_to_num(0.0) * precision) @ weight
-    return linear, weight * precision.sqrt().unsqueeze(-1), None if bool(is_observed.all()) else is_observed
+    return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
+
+
+def _constant(value: Tensor, precision: Tensor) -> Tensor:
+    """Log densities ``(N,)`` of the observed entries under the state in which nothing is active."""
+    rows, is_observed = without_missing(value)
+    precision = precision.double()
+    normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
+    normalizer = normalizers.sum() if is_observed is None else is_observed.double() @ normalizers
+    return normalizer - 0.5 * rows.square() @ precision
 
 
 def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor) -> None:

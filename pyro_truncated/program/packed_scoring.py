@@ -87,9 +87,9 @@ def _is_packed(node: Any, state: Any) -> bool:
     return bool(
         node["is_observed"]
         and node["scale"] == state["scale"]
-        and isinstance(fn, ScoresPackedStates)
-        and fn.states is state["value"]
-        and fn.has_packed_log_prob
+        # By attributes: in every step an instance check of the protocol would look at all of them.
+        and getattr(fn, "states", None) is state["value"]
+        and getattr(fn, "has_packed_log_prob", False)
     )
 
 

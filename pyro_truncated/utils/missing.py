@@ -48,6 +48,14 @@ biject_to.register(or_missing, lambda constraint: biject_to(constraint.base_cons
 transform_to.register(or_missing, lambda constraint: transform_to(constraint.base_constraint))
 
 
+def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Values in float64 with zeros in the place of missing entries, and which entries are observed; ``None`` if all of them are."""
+    is_missing = value.isnan()
+    if not bool(is_missing.any()):
+        return value.double(), None
+    return value.double().masked_fill(is_missing, 0.0), ~is_missing
+
+
 def in_blocks(
     function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size, numbers_each: int | None = None
 ) -> Tensor:
