@@ -52,6 +52,12 @@ class PrecomputedKernel(DataKernel):
         found: Tensor = self.variance * self.matrix.diagonal()[self._positions(new)]
         return found
 
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
+        position = self._positions(new)
+        found: Tensor = self.variance * self.matrix[position[:, None], position]
+        return found
+
     def _positions(self, given: Any) -> Tensor:
         new: Tensor = torch.as_tensor(given, device=self.matrix.device)
         if new.dim() != 1 or new.is_floating_point() or (len(new) and not 0 <= int(new.min()) <= int(new.max()) < len(self.matrix)):
@@ -91,6 +97,10 @@ class IdentityKernel(DataKernel):
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs."""
         return self.variance.expand(len(new))
+
+    def among(self, new: Any) -> Tensor:
+        """The variance ``(n_new, n_new)`` on the diagonal."""
+        return torch.diag_embed(self.diag_new(new))
 
 
 class SumKernel(DataKernel):
@@ -142,6 +152,10 @@ class SumKernel(DataKernel):
         """Variances ``(n_new,)`` of new inputs."""
         return self._sum(lambda part, x: part.diag_new(x), new)
 
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self._sum(lambda part, x: part.among(x), new)
+
     @property
     def _scale(self) -> Any:
         return 1.0 if self.shared is None else 1 + self.shared
@@ -190,6 +204,10 @@ class RescaledKernel(DataKernel):
         """Variances ``(n_new,)`` of new inputs."""
         return self.kernel.diag_new(new)
 
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs, which are not rescaled, with each other."""
+        return self.kernel.among(new)
+
     def _of(self, rows: Tensor | None) -> Tensor:
         found: Tensor = self.deviations if rows is None else self.deviations[rows]
         return found
@@ -233,3 +251,7 @@ class RestrictedKernel(DataKernel):
     def diag_new(self, new: object) -> Tensor:
         """Variances ``(n_new,)`` of new inputs."""
         return self.kernel.diag_new(new)
+
+    def among(self, new: object) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self.kernel.among(new)

@@ -8,107 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.data_kernels.fixed import FixedKernel
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
-from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 
 _CHUNK = 2**24
-
-
-class FixedKernel(DataKernel):
-    r"""A variance :math:`v`, which is learned, times a kernel without parameters, whose columns are computed once and then kept.
-
-    Args:
-        num_data: number of training inputs.
-        variance: :math:`v` to start from.
-        dtype: floating point type of the covariances.
-        cache_bytes: memory for columns; when it is full, those unused for longest make room.
-    """
-
-    def __init__(self, num_data: int, variance: float = 1.0, dtype: torch.dtype = torch.float64, cache_bytes: int = 2**30) -> None:
-        super().__init__(num_data)
-        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype))
-        self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
-        self._clock = 0
-        self._store: Tensor | None = None
-
-    def base_columns(self, index: Tensor) -> Tensor:
-        """Covariances ``(n, b)`` at variance one."""
-        raise NotImplementedError
-
-    def base_cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs at variance one."""
-        raise NotImplementedError
-
-    def base_diag(self) -> Tensor:
-        """Variances ``(n,)`` at variance one."""
-        raise NotImplementedError
-
-    def base_diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs at variance one."""
-        raise NotImplementedError
-
-    def diag(self, rows: Tensor | None = None) -> Tensor:
-        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        base = self._numbers(self.base_diag())
-        return self.variance * (base if rows is None else base[rows])
-
-    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
-        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
-        base = self._kept_columns(index)
-        return self.variance * (base if rows is None else base[rows])
-
-    def cross(self, new: Any, index: Tensor) -> Tensor:
-        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
-        return self.variance * self._numbers(self.base_cross(new, index))
-
-    def diag_new(self, new: Any) -> Tensor:
-        """Variances ``(n_new,)`` of new inputs."""
-        return self.variance * self._numbers(self.base_diag_new(new))
-
-    def _numbers(self, values: Tensor) -> Tensor:
-        return values.to(self.variance)
-
-    @torch.no_grad()
-    def _kept_columns(self, index: Tensor) -> Tensor:
-        if len(index) > self._capacity:
-            return self._numbers(self.base_columns(index))
-        if self._store is None or self._store.device != self.variance.device or self._store.dtype != self.variance.dtype:
-            self._store = self.variance.detach().new_zeros(0, self.num_data)
-            self._slot = torch.full((self.num_data,), -1, dtype=torch.int64, device=self.variance.device)
-            self._owner = self._slot[:0].clone()
-            self._used = self._slot[:0].clone()
-        self._clock += 1
-        self._touch(index)
-        missing = index[self._slot[index] < 0].unique()
-        if len(missing):
-            slots = self._make_room(len(missing))
-            self._slot[missing], self._owner[slots], self._used[slots] = slots, missing, self._clock
-            self._store[slots] = self._numbers(self.base_columns(missing)).mT
-        return self._store[self._slot[index]].mT
-
-    def _touch(self, index: Tensor) -> None:
-        slots = self._slot[index]
-        self._used[slots[slots >= 0]] = self._clock
-
-    def _make_room(self, needed: int) -> Tensor:
-        """Slots for new columns: free ones while the store may grow, else those unused for longest."""
-        if self._store is None:
-            raise RuntimeError("columns are looked up before they are stored")
-        size = len(self._store)
-        free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed and size < self._capacity:
-            grown = min(self._capacity, max(2 * size, size + needed))
-            self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
-            self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
-            self._used = torch.cat([self._used, self._used.new_zeros(grown - size)])
-            free = (self._owner < 0).nonzero().squeeze(1)[:needed]
-        if len(free) < needed:
-            age = self._used.clone()
-            age[free] = self._clock
-            oldest = age.argsort()[: needed - len(free)]
-            self._slot[self._owner[oldest]] = -1
-            free = torch.cat([free, oldest])
-        return free
 
 
 class CountKernel(FixedKernel):
@@ -172,13 +75,26 @@ class CountKernel(FixedKernel):
         """Variances ``(n_new,)`` of new counts."""
         return self._own(self.prepare(new).squared_norms)
 
+    def base_among(self, new: Any) -> Tensor:
+        """Normalised products ``(n_new, n_new)`` of new counts with each other."""
+        prepared = self.prepare(new)
+        # New inputs may have features that no training input has.
+        vocabulary = prepared.keys.unique()
+        matrix = prepared.matrix(vocabulary)
+        parts = torch.arange(len(prepared), device=vocabulary.device).split(max(1, _CHUNK // max(1, len(vocabulary))))
+        products = torch.cat([torch.sparse.mm(matrix, matrix.index_select(0, part).to_dense().mT) for part in parts], 1)
+        return self._normalise(products, prepared.squared_norms, prepared.squared_norms)
+
     def _own(self, norms: Tensor) -> Tensor:
         return norms / self._scale if self.normalization == "inner" else torch.ones_like(norms)
 
     def _normalised(self, matrix: Tensor, norms: Tensor, index: Tensor) -> Tensor:
         step = max(1, _CHUNK // max(1, len(self._vocabulary)))
         products = torch.cat([torch.sparse.mm(matrix, self._dense(part).mT) for part in index.split(step)], 1)
-        left, right = norms[:, None], self._norms[index]
+        return self._normalise(products, norms, self._norms[index])
+
+    def _normalise(self, products: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        left, right = first[:, None], second
         if self.normalization == "inner":
             return products / self._scale
         size = (left * right).sqrt() if self.normalization == "cosine" else left + right - products
@@ -246,6 +162,11 @@ class HistogramIntersectionKernel(FixedKernel):
         found: Tensor = (new / self._mass).sum(1)
         return found
 
+    def base_among(self, new: Any) -> Tensor:
+        """Intersections ``(n_new, n_new)`` of new histograms with each other."""
+        scaled = (new / self._mass).to(self.histograms)
+        return _intersections(scaled, scaled)
+
 
 class FunctionKernel(FixedKernel):
     """A Python function ``k(x, z)`` of two objects of any type; each column is computed once and kept.
@@ -273,10 +194,17 @@ class FunctionKernel(FixedKernel):
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Values ``(n_new, b)`` of the function for new objects."""
-        chosen = [self.objects[i] for i in index.tolist()]
+        return self._values(new, [self.objects[i] for i in index.tolist()])
+
+    def base_among(self, new: Any) -> Tensor:
+        """Values ``(n_new, n_new)`` of the function for new objects."""
+        return self._values(new, new)
+
+    def _values(self, first: Sequence[Any], second: Sequence[Any]) -> Tensor:
         if self.batched:
-            return torch.as_tensor(self.function(list(new), chosen), dtype=torch.float64)
-        return torch.tensor([[float(self.function(x, z)) for z in chosen] for x in new], dtype=torch.float64).reshape(len(new), len(chosen))
+            return torch.as_tensor(self.function(list(first), list(second)), dtype=torch.float64)
+        rows = [[float(self.function(x, z)) for z in second] for x in first]
+        return torch.tensor(rows, dtype=torch.float64).reshape(len(first), len(second))
 
     def base_diag(self) -> Tensor:
         """Values ``(n,)`` of the function for equal objects."""

@@ -55,6 +55,11 @@ class InputKernel(DataKernel):
         """Variances ``(n_new,)`` of new inputs ``(n_new, D)``."""
         return self.variances(self._points(new))
 
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs ``(n_new, D)`` with each other."""
+        points = self._points(new)
+        return self.between(points, points)
+
     def _points(self, new: Any) -> Tensor:
         new = as_tensors(new)
         if not isinstance(new, Tensor) or new.shape[1:] != self.inputs.shape[1:]:

@@ -67,6 +67,14 @@ class DataKernel(UniqueModule, Parameterized):
         """Variances ``(n_new,)`` of new inputs."""
         raise NotImplementedError
 
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other, which joint predictions ask for.
+
+        Raises:
+            TypeError: if the kernel does not offer them.
+        """
+        raise TypeError(f"{type(self).__name__} has no method among(new) -> (n_new, n_new), which joint predictions need")
+
     @property
     def device(self) -> torch.device:
         """Where its numbers live."""
@@ -113,6 +121,15 @@ class ProtocolKernel(DataKernel):
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
         found: Tensor = self.variance * variances(new)
         return found
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other.
+
+        Raises:
+            TypeError: if the object has no ``among``.
+        """
+        covariances = getattr(self.source, "among", None)
+        return super().among(new) if covariances is None else self.variance * covariances(new)
 
 
 def as_data_kernel(kernel: Any) -> DataKernel:

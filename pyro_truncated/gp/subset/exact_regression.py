@@ -110,9 +110,22 @@ class ExactPosterior:
     @torch.no_grad()
     def predict(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
+        return self.marginals(new)
+
+    def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
+        """What :meth:`predict` returns, differentiable in numeric inputs."""
         cross, prior = covariances_with(self.basis, new)
-        explained = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False).square().sum(0)
-        return cross @ self.weights, (prior - explained).clamp(min=0.0)
+        return cross @ self.weights, (prior - self._explained(cross).square().sum(0)).clamp(min=0.0)
+
+    def joint(self, new: Any) -> tuple[Tensor, Tensor]:
+        """Means ``(n_new, H)`` and covariances ``(n_new, n_new)`` of the function, differentiable in numeric inputs."""
+        cross, _ = covariances_with(self.basis, new)
+        explained = self._explained(cross)
+        return cross @ self.weights, self.basis.kernel.among(new).double() - explained.mT @ explained
+
+    def _explained(self, cross: Tensor) -> Tensor:
+        found: Tensor = torch.linalg.solve_triangular(self.covariance.cholesky, cross.mT, upper=False)
+        return found
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+import pyro.distributions as dist
 import torch
+from pyro.distributions import TorchDistribution
 from torch import Tensor
 
+from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.optimization import minimize
@@ -22,6 +24,7 @@ from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
+from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.counts import check_count, check_counts
@@ -29,14 +32,12 @@ from pyro_truncated.utils.counts import check_count, check_counts
 _MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
-class SubsetGPRegression(torch.nn.Module):
+class SubsetGPRegression(SavedRegression):
     r"""Sparse Gaussian process regression whose inducing inputs are a subset of the training inputs.
 
     Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
-    the subset and L-BFGS on the kernel's parameters and the noise, both by the same objective, which never rises. The start matters:
-    from little noise and short length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum. Start from
-    half of the variance as noise and, for standardised inputs in ``D`` dimensions, length-scales of :math:`2 \sqrt D`, which
-    :func:`smooth_rbf` does.
+    the subset and L-BFGS on the kernel's parameters and the noise, both by the same objective, which never rises. From little noise and
+    short length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum: start as :func:`smooth_rbf` does.
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
     molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
@@ -44,8 +45,7 @@ class SubsetGPRegression(torch.nn.Module):
     leave of it is calibrated on leave-one-out residuals (see :class:`SparsePosterior`). Hyper-parameters by the FITC likelihood
     (``objective="fitc"``) give densities without such a correction.
 
-    On numeric inputs with a differentiable kernel, inducing inputs that move freely fit better than any subset of equal size:
-    ``fit(polish=True)`` lets them move from where the subset is. On discrete inputs there is no such thing.
+    On numeric inputs with a differentiable kernel, ``fit(polish=True)`` lets inducing inputs move freely from where the subset is.
 
     Args:
         kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are
@@ -155,8 +155,8 @@ class SubsetGPRegression(torch.nn.Module):
         Args:
             max_seconds: most seconds by ``clock``; default: no limit.
             max_epochs: most alternations.
-            hyper_evaluations: evaluations of the objective per continuous phase. Few are better: while the subset is poor, hyper-parameters
-                that fit it exactly switch off inputs which a better subset would need.
+            hyper_evaluations: evaluations of the objective per continuous phase. Few are better: hyper-parameters that fit a poor subset
+                exactly switch off inputs which a better one would need.
             attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
             tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
                 attempts for every member.
@@ -165,8 +165,7 @@ class SubsetGPRegression(torch.nn.Module):
                 fit into them.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
-                objective of all data; where it does not, by ``tolerance``, the next one looks at twice as many. Default: all of up to
-                50 000, else 20 000; far fewer learn faster where time is short.
+                objective of all data; where it does not, the next one looks at twice as many. Default: all of up to 50 000, else 20 000.
             clock: seconds from some moment on.
             progress: whether to show a progress bar.
 
@@ -231,62 +230,62 @@ class SubsetGPRegression(torch.nn.Module):
         self.objective_value = value
 
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Predictions at new inputs: ``O(m)`` per mean and ``O(m^2)`` per variance.
+        """Means and variances of the targets at new inputs, ``(n_new,)`` or ``(n_new, H)`` each, in float64.
+
+        It takes ``O(m)`` per mean and ``O(m^2)`` per variance.
 
         Args:
             new: new inputs, as the kernel takes them.
             noiseless: whether variances are those of the function alone.
-
-        Returns:
-            Means and variances of the targets, ``(n_new,)`` or ``(n_new, H)`` each, in float64.
         """
         posterior = self.posterior()
         mean, variance = posterior.predict(new)
         return self._original(mean, variance if noiseless else variance + self.noise)
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
-        """Predictions of each training target from all others, subset and hyper-parameters held fixed.
-
-        Returns:
-            Means and variances, noise included, ``(n,)`` or ``(n, H)`` each.
-        """
+        """Predictions of each training target from all others, subset and hyper-parameters held fixed, as :meth:`predict` gives them."""
         return self._original(*self.posterior().leave_one_out())
 
-    def posterior(self) -> SparsePosterior | ExactPosterior:
-        """The posterior of the function, of standardised targets. It is kept until the next :meth:`fit` or loaded state."""
+    @overload
+    def posterior(self) -> SparsePosterior | ExactPosterior: ...
+    @overload
+    def posterior(self, new: Any, *, joint: bool = False, noiseless: bool = True) -> TorchDistribution: ...
+    def posterior(
+        self, new: Any = None, *, joint: bool = False, noiseless: bool = True
+    ) -> SparsePosterior | ExactPosterior | TorchDistribution:
+        r"""The posterior of the function: at new inputs a distribution to draw from, without them the object that predictions come from.
+
+        At new inputs it is in units of the targets, differentiable in numeric inputs, and its draws (``rsample()``) with it.
+
+        Args:
+            new: new inputs, as the kernel takes them.
+            joint: whether they are predicted jointly, with all their covariances; the kernel must offer ``among(new)``.
+            noiseless: whether it is that of the function alone, or of targets with noise of their own.
+
+        Returns:
+            A normal distribution of event shape ``(n_new,)``, and batch shape ``(H,)`` if the targets have columns. The object without
+            new inputs is of standardised targets; it is kept until the next :meth:`fit` or loaded state.
+        """
         if self._posterior is None:
             if self.is_exact:
                 self._posterior = ExactPosterior(self.kernel, self.targets, self.noise)
             else:
                 self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective)
-        return self._posterior
-
-    def save(self, path: str | Path) -> None:
-        """Writes everything learned, but neither the training data nor the kernel's."""
-        torch.save(self.state_dict(), path)
-
-    def load(self, path: str | Path) -> SubsetGPRegression:
-        """Reads what :meth:`save` wrote into a regression made with the same data, kernel and number of inducing inputs."""
-        self.load_state_dict(torch.load(path, weights_only=True, map_location=self.targets.device))
-        return self
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """What is neither parameter nor buffer of a fixed shape."""
-        moved = None if self.inducing_inputs is None else self.inducing_inputs.detach()
-        return {"inducing_inputs": moved, "objective_value": self.objective_value}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Takes what :meth:`get_extra_state` gave."""
-        moved = state["inducing_inputs"]
-        self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
-        self.objective_value = state["objective_value"]
-        self._posterior = None
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Moved inducing inputs exist only where a fit made them; they travel with the extra state.
-        state_dict.pop(f"{prefix}inducing_inputs", None)
-        self.inducing_inputs = None
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        if new is None:
+            return self._posterior
+        mean, spread = self._posterior.joint(new) if joint else self._posterior.marginals(new)
+        own = 0.0 if noiseless else self.noise
+        mean, scale = (mean * self.target_scale + self.target_mean).mT, self.target_scale[:, None]
+        if not self._has_columns:
+            mean, scale = mean[0], scale[0]
+        found: TorchDistribution
+        if joint:
+            root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread))
+            found = dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
+        else:
+            # A variance of zero is no normal distribution: what rounding may have left of it.
+            found = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
+        return found
 
     def _basis(self) -> Basis:
         if self.inducing_inputs is not None and isinstance(self.kernel, InputKernel):

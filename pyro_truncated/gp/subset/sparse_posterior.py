@@ -68,8 +68,18 @@ class SparsePosterior:
     @torch.no_grad()
     def predict(self, new: Any) -> tuple[Tensor, Tensor]:
         """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
+        return self.marginals(new)
+
+    def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
+        """What :meth:`predict` returns, differentiable in numeric inputs."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
+
+    def joint(self, new: Any) -> tuple[Tensor, Tensor]:
+        """Means ``(n_new, H)`` and covariances ``(n_new, n_new)`` of the function, differentiable in numeric inputs."""
+        cross, _ = covariances_with(self.basis, new)
+        covariance = self.share * self.basis.kernel.among(new).double() - cross @ self.variance_weights @ cross.mT
+        return cross @ self.mean_weights, (covariance + covariance.mT) / 2
 
     @torch.no_grad()
     def leave_one_out(self) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,115 @@
+"""Kernels without parameters but a variance, whose columns are computed once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+
+
+class FixedKernel(DataKernel):
+    r"""A variance :math:`v`, which is learned, times a kernel without parameters, whose columns are computed once and then kept.
+
+    Args:
+        num_data: number of training inputs.
+        variance: :math:`v` to start from.
+        dtype: floating point type of the covariances.
+        cache_bytes: memory for columns; when it is full, those unused for longest make room.
+    """
+
+    def __init__(self, num_data: int, variance: float = 1.0, dtype: torch.dtype = torch.float64, cache_bytes: int = 2**30) -> None:
+        super().__init__(num_data)
+        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype))
+        self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
+        self._clock = 0
+        self._store: Tensor | None = None
+
+    def base_columns(self, index: Tensor) -> Tensor:
+        """Covariances ``(n, b)`` at variance one."""
+        raise NotImplementedError
+
+    def base_cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs at variance one."""
+        raise NotImplementedError
+
+    def base_diag(self) -> Tensor:
+        """Variances ``(n,)`` at variance one."""
+        raise NotImplementedError
+
+    def base_diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs at variance one."""
+        raise NotImplementedError
+
+    def base_among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other at variance one."""
+        raise NotImplementedError
+
+    def diag(self, rows: Tensor | None = None) -> Tensor:
+        """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
+        base = self._numbers(self.base_diag())
+        return self.variance * (base if rows is None else base[rows])
+
+    def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
+        base = self._kept_columns(index)
+        return self.variance * (base if rows is None else base[rows])
+
+    def cross(self, new: Any, index: Tensor) -> Tensor:
+        """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
+        return self.variance * self._numbers(self.base_cross(new, index))
+
+    def diag_new(self, new: Any) -> Tensor:
+        """Variances ``(n_new,)`` of new inputs."""
+        return self.variance * self._numbers(self.base_diag_new(new))
+
+    def among(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, n_new)`` of new inputs with each other."""
+        return self.variance * self._numbers(self.base_among(new))
+
+    def _numbers(self, values: Tensor) -> Tensor:
+        return values.to(self.variance)
+
+    @torch.no_grad()
+    def _kept_columns(self, index: Tensor) -> Tensor:
+        if len(index) > self._capacity:
+            return self._numbers(self.base_columns(index))
+        if self._store is None or self._store.device != self.variance.device or self._store.dtype != self.variance.dtype:
+            self._store = self.variance.detach().new_zeros(0, self.num_data)
+            self._slot = torch.full((self.num_data,), -1, dtype=torch.int64, device=self.variance.device)
+            self._owner = self._slot[:0].clone()
+            self._used = self._slot[:0].clone()
+        self._clock += 1
+        self._touch(index)
+        missing = index[self._slot[index] < 0].unique()
+        if len(missing):
+            slots = self._make_room(len(missing))
+            self._slot[missing], self._owner[slots], self._used[slots] = slots, missing, self._clock
+            self._store[slots] = self._numbers(self.base_columns(missing)).mT
+        return self._store[self._slot[index]].mT
+
+    def _touch(self, index: Tensor) -> None:
+        slots = self._slot[index]
+        self._used[slots[slots >= 0]] = self._clock
+
+    def _make_room(self, needed: int) -> Tensor:
+        """Slots for new columns: free ones while the store may grow, else those unused for longest."""
+        if self._store is None:
+            raise RuntimeError("columns are looked up before they are stored")
+        size = len(self._store)
+        free = (self._owner < 0).nonzero().squeeze(1)[:needed]
+        if len(free) < needed and size < self._capacity:
+            grown = min(self._capacity, max(2 * size, size + needed))
+            self._store = torch.cat([self._store, self._store.new_zeros(grown - size, self.num_data)])
+            self._owner = torch.cat([self._owner, self._owner.new_full((grown - size,), -1)])
+            self._used = torch.cat([self._used, self._used.new_zeros(grown - size)])
+            free = (self._owner < 0).nonzero().squeeze(1)[:needed]
+        if len(free) < needed:
+            age = self._used.clone()
+            age[free] = self._clock
+            oldest = age.argsort()[: needed - len(free)]
+            self._slot[self._owner[oldest]] = -1
+            free = torch.cat([free, oldest])
+        return free

@@ -1,0 +1,226 @@
+r"""Regression of several outputs that are correlated, by an intrinsic model of coregionalisation.
+
+.. math:: \operatorname{Cov}(f_h(x), f_{h'}(x')) = B_{hh'}\, k(x, x'), \quad B = W W^\top + \operatorname{diag}(v), \quad
+    y_{nh} \sim \mathcal N(f_h(x_n), \sigma_h^2)
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.cholesky import stable_cholesky
+from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.subset.basis import Basis, covariances_with
+from pyro_truncated.gp.subset.fit_record import FitRecord
+from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward_through, noise_of
+from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.counts import check_count
+
+_MOST_ENTRIES = 5000
+_OWN_SHARE = 0.5
+
+
+class CoregionalizedGPRegression(torch.nn.Module):
+    r"""Exact Gaussian process regression of several correlated outputs, each with noise of its own, on inputs of any kind.
+
+    Outputs need not be observed at the same inputs: what one output lacks is predicted with the help of the others. Every output is
+    standardised. The cost is that of an exact regression on all observed entries, of which there may be up to 5000.
+
+    Example::
+
+        model = CoregionalizedGPRegression(smooth_rbf(x), y)       # y (n, H), NaN where missing
+        model.fit()
+        mean, variance = model.predict(new)                         # (n_new, H) each
+        draws = model.posterior(new).sample((100,)).reshape(100, len(new), -1)
+
+    Args:
+        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        targets: ``(n, H)``, NaN where missing.
+        rank: columns ``R`` of :math:`W`.
+        noise: noise variance of each output to start from, of standardised targets.
+
+    Attributes:
+        mixing: :math:`W`, ``(H, R)``; it starts at the leading correlations of the targets.
+        log_own: :math:`\log v`, ``(H,)``.
+        log_noise: noise variances as free parameters, ``(H,)``; see :attr:`noise`.
+        history: seconds, ``"exact"`` and objective of each improvement.
+        objective_value: minus the log evidence of standardised targets, without its constant; NaN before :meth:`fit`.
+
+    Raises:
+        ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
+    """
+
+    def __init__(self, kernel: Any, targets: Tensor, *, rank: int = 1, noise: float = 0.5) -> None:
+        super().__init__()
+        self.kernel, targets = as_data_kernel(kernel), as_tensors(targets)
+        n, rank = self.kernel.num_data, check_count("rank", rank)
+        if targets.dim() != 2 or len(targets) != n or bool(targets.isinf().any()):
+            raise ValueError(f"targets must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
+        is_seen = ~targets.isnan()
+        if not bool((is_seen.sum(0) > 1).all()):
+            raise ValueError("every output must be observed at two inputs or more")
+        if int(is_seen.sum()) > _MOST_ENTRIES:
+            raise ValueError(f"an exact regression has at most {_MOST_ENTRIES} observed entries; got {int(is_seen.sum())}")
+        if not NOISE_FLOOR < noise < math.inf:
+            raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
+        check_data_kernel(self.kernel)
+        matrix = targets.detach().double()
+        mean, spread = matrix.nanmean(0), (matrix - matrix.nanmean(0)).square().nanmean(0).sqrt()
+        self.target_mean = torch.nn.Buffer(mean)
+        self.target_scale = torch.nn.Buffer(torch.where(spread > 0, spread, torch.ones_like(spread)))
+        standard = (matrix - self.target_mean) / self.target_scale
+        entry, output = is_seen.nonzero().unbind(1)
+        self._row, self._output = (torch.nn.Buffer(position, persistent=False) for position in (entry, output))
+        self._values = torch.nn.Buffer(standard[is_seen], persistent=False)
+        self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
+        self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
+        self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())
+        self.objective_value = math.nan
+        self.history: list[tuple[float, str, float]] = []
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs ``H``."""
+        return len(self.target_mean)
+
+    @property
+    def coregionalization(self) -> Tensor:
+        """The covariances ``B`` of the standardised outputs, ``(H, H)``."""
+        return self.mixing @ self.mixing.mT + torch.diag_embed(self.log_own.exp())
+
+    @property
+    def noise(self) -> Tensor:
+        """Noise variances of the standardised outputs, ``(H,)``."""
+        return noise_of(self.log_noise)
+
+    def covariance(self) -> Tensor:
+        """Covariances of all observed entries, noise included."""
+        index = torch.arange(self.kernel.num_data, device=self._row.device)
+        shared = Basis(self.kernel, index).square()[self._row[:, None], self._row]
+        return self._coupled(shared, self._output, self._output) + torch.diag_embed(self.noise[self._output])
+
+    def fit(
+        self,
+        *,
+        max_iterations: int = 200,
+        max_seconds: float | None = None,
+        tolerance: float = 1e-5,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: bool = False,
+    ) -> float:
+        """Learns the kernel's parameters, the correlations and the noise by L-BFGS, from where they are.
+
+        Args:
+            max_iterations: most iterations.
+            max_seconds: most seconds by ``clock``; default: no limit.
+            tolerance: gain per observed entry below which it ends.
+            clock: seconds from some moment on.
+            progress: whether to show a progress bar.
+
+        Returns:
+            The objective reached, see :attr:`objective_value`.
+        """
+        max_iterations, size = check_count("max_iterations", max_iterations, least=0), len(self._values)
+        record = FitRecord(self.history, max_seconds, clock, progress)
+        found = minimize(
+            lambda: self.backward(1 / size),
+            [p for p in self.parameters() if p.requires_grad],
+            max_iterations=max_iterations,
+            tolerance=tolerance,
+            is_spent=lambda: record.seconds_left() <= 0,
+            on_better=lambda value: record.note("exact", size * value),
+        )
+        record.close()
+        self.zero_grad()
+        self.objective_value = size * found.value
+        return self.objective_value
+
+    def backward(self, weight: float = 1.0) -> float:
+        """The objective times a weight, whose gradient is added to all parameters."""
+        with torch.enable_grad():
+            covariance = self.covariance()
+        with torch.no_grad():
+            factor = stable_cholesky(covariance)
+            a = torch.cholesky_solve(self._values[:, None], factor)
+            value = 0.5 * (self._values @ a.squeeze(1)) + factor.diagonal().log().sum()
+            slope = 0.5 * weight * (torch.cholesky_inverse(factor) - a @ a.mT)
+        backward_through([(covariance, slope)])
+        return weight * float(value)
+
+    @torch.no_grad()
+    def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Predictions of all outputs at new inputs.
+
+        Args:
+            new: new inputs, as the kernel takes them.
+            noiseless: whether variances are those of the functions alone.
+
+        Returns:
+            Means and variances of the targets, ``(n_new, H)`` each, in float64.
+        """
+        (cross, prior), factor = self._cross(new), stable_cholesky(self.covariance())
+        weights = torch.cholesky_solve(self._values[:, None], factor).squeeze(1)
+        means, variances = [], []
+        everything = torch.arange(self.num_outputs, device=self._row.device)
+        for rows in torch.arange(len(cross)).split(rows_per_block(32 * self.num_outputs * len(self._values))):
+            block = self._block(cross[rows], everything)
+            explained = torch.linalg.solve_triangular(factor, block.flatten(0, 1).mT, upper=False).square().sum(0)
+            means.append(block @ weights)
+            variances.append(prior[rows, None] * self.coregionalization.diagonal() - explained.reshape(len(rows), -1))
+        mean, variance = torch.cat(means), torch.cat(variances).clamp(min=0.0)
+        variance = variance if noiseless else variance + self.noise
+        return mean * self.target_scale + self.target_mean, variance * self.target_scale.square()
+
+    def posterior(self, new: Any, *, noiseless: bool = True) -> dist.MultivariateNormal:
+        """The joint distribution of all outputs at new inputs, differentiable in numeric inputs, with draws by ``rsample()``.
+
+        Args:
+            new: new inputs, as the kernel takes them; the kernel must offer ``among(new)``.
+            noiseless: whether it is that of the functions alone, or of targets with noise of their own.
+
+        Returns:
+            A normal distribution of event shape ``(n_new * H,)``, the outputs of the first input first.
+        """
+        (cross, _), factor = self._cross(new), stable_cholesky(self.covariance())
+        num, outputs = len(cross), torch.arange(self.num_outputs, device=self._row.device)
+        block = self._block(cross, outputs).flatten(0, 1)
+        solved = torch.linalg.solve_triangular(factor, block.mT, upper=False)
+        weights = torch.linalg.solve_triangular(factor, self._values[:, None], upper=False)
+        output = outputs.repeat(num)
+        prior = self.kernel.among(new).double().repeat_interleave(self.num_outputs, 0).repeat_interleave(self.num_outputs, 1)
+        spread = self._coupled(prior, output, output) - solved.mT @ solved
+        spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
+        scale = self.target_scale[output]
+        mean = (solved.mT @ weights).squeeze(1) * scale + self.target_mean[output]
+        return dist.MultivariateNormal(mean, scale_tril=scale[:, None] * stable_cholesky(spread))
+
+    def _cross(self, new: Any) -> tuple[Tensor, Tensor]:
+        """Covariances ``(n_new, n)`` of new inputs with the training inputs, and their variances."""
+        return covariances_with(Basis(self.kernel, torch.arange(self.kernel.num_data, device=self._row.device)), new)
+
+    def _block(self, cross: Tensor, outputs: Tensor) -> Tensor:
+        """Covariances of all outputs at new inputs with the observed entries, ``(n_new, H, entries)``."""
+        return cross[:, None, self._row] * self.coregionalization[outputs][:, self._output]
+
+    def _coupled(self, shared: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances of entries by those of their inputs and the outputs that they belong to."""
+        return shared * self.coregionalization[first[:, None], second]
+
+
+def _leading_correlations(targets: Tensor, rank: int) -> Tensor:
+    """The first columns ``(H, R)`` of a root of the correlations of standardised targets, less the share that outputs have of their own."""
+    complete, counts = targets.nan_to_num(0.0), (~targets.isnan()).double()
+    correlations = (complete.mT @ complete) / (counts.mT @ counts).clamp(min=1)
+    values, vectors = torch.linalg.eigh(correlations)
+    found = vectors.flip(1)[:, :rank] * ((1 - _OWN_SHARE) * values.flip(0)[:rank].clamp(min=1e-2)).sqrt()
+    return torch.nn.functional.pad(found, (0, rank - found.shape[1]), value=1e-2)
