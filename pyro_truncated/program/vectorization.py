@@ -18,10 +18,11 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring
+from pyro_truncated.program.candidate_runs import CandidateRuns, ChangingSitesError, Conditional, Scoring, sum_block
 from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
@@ -54,14 +55,19 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     Where Python code looks at the values of discrete sites (``if (z > 1).any()``), what it does for many states at once is not what it does
     for each of them, even if it is so for those tried: such states are scored one by one.
 
+    Where a likelihood scores packed states, the model is not run on them, and nothing is slow; only Pyro's own ELBOs run it.
+
     Returns:
         How to score, and whether Pyro's own ELBOs can enumerate the states in parallel.
 
     Raises:
         ChangingSitesError: if the model samples other sites for some states.
     """
-    if log_joint.packed is not None or log_joint.layout.space.size == 1:
+    if log_joint.layout.space.size == 1:
         return "together", True
+    if log_joint.packed is not None:
+        is_enumerable = _takes_what_it_scores_packed(log_joint, log_joint.packed)
+        return ("together" if is_enumerable else "singly"), is_enumerable
     with torch.no_grad(), spare_random_numbers(), isolated():
         words = _candidates(log_joint)
         single, _ = _terms(log_joint, words, "singly")
@@ -90,10 +96,22 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
     return scoring, False
 
 
-def _candidates(log_joint: LogJoint) -> Tensor:
+def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bool:
+    """Whether the model itself, which is not run to score packed states, could be run on many of them at once, as Pyro's own ELBOs do."""
+    if log_joint.layout.read:
+        return False
+    with torch.no_grad(), spare_random_numbers(), isolated():
+        words = _candidates(log_joint, 2)
+        terms, most_dims = _terms(log_joint, words, "together")
+        if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:
+            return False
+        return _agree(sum_block(terms).movedim(0, -1), packed.score(words))
+
+
+def _candidates(log_joint: LogJoint, most: int = _CANDIDATES) -> Tensor:
     """A draw from the prior and random states, ``(N, C, num_words)``."""
     space, layout = log_joint.layout.space, log_joint.layout
-    number = max(1, min(_CANDIDATES, log_joint.candidates_per_run()))
+    number = max(1, min(most, log_joint.candidates_per_run()))
     generator = torch.Generator().manual_seed(0)
     words = space.random((log_joint.num_data, number), 0.5, generator).to(log_joint.device)
     try:

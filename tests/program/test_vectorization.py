@@ -27,6 +27,8 @@ from pyro_truncated import (
     check_truncation,
     to_arviz,
 )
+from pyro_truncated.distributions import MaximumSuperposition
+from pyro_truncated.program.call import Call
 
 H, N = 4, 7
 X = torch.linspace(-2.0, 2.0, N * H, dtype=torch.float64).sin().reshape(N, H)
@@ -446,3 +448,42 @@ def test_where_pyros_elbo_cannot_pack_our_note_stands_beside_its_message():
     with pytest.raises((ValueError, RuntimeError)) as caught:
         Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=0).loss_and_grads(fast_regression, guide, Y)
     assert any("vectorize=False" in note for note in caught.value.__notes__)
+
+
+def maximum(y, *, is_beside=True):
+    """The likelihood scores packed states; what the model makes of them besides counts its dimensions from the left."""
+    shift = pyro.sample("shift", dist.Normal(0.0, 1.0)) if is_beside else torch.tensor(0.3)
+    with pyro.plate("data", N):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((H,), 0.3)).to_event(1))
+        assert s.reshape(N, H).shape == (N, H)
+        pyro.sample("y", MaximumSuperposition(s, (weight() + shift).unsqueeze(0), 1.0), obs=y.unsqueeze(-1))
+
+
+def maximum_alone(y):
+    return maximum(y, is_beside=False)
+
+
+def exact_maximum(shift):
+    loc = (torch.stack(bits()) * (weight() + shift)).amax(-1).clamp(min=0.0)
+    prior = dist.Bernoulli(0.3).log_prob(torch.stack(bits())).sum(-1)
+    return (dist.Normal(loc, 1.0).log_prob(Y.unsqueeze(-1)) + prior).logsumexp(-1).sum() + dist.Normal(0.0, 1.0).log_prob(shift)
+
+
+def test_a_likelihood_that_scores_packed_states_does_not_say_that_pyro_can_enumerate_the_model():
+    guide = list_of(maximum, "s", AutoDelta, 2**H)
+    guide(Y)
+    assert guide[1].scorer(Call(maximum, (Y,), {}), {"shift": torch.tensor(0.0)}).packed is not None
+    assert not guide[1].is_enumerable
+    expected = -exact_maximum(guide[0].median()["shift"]).item()
+    for elbo in (Truncated_ELBO(ExhaustiveSearch(), max_plate_nesting=1), TraceEnum_ELBO(max_plate_nesting=1)):
+        assert elbo.loss_and_grads(maximum, guide, Y) == pytest.approx(expected, rel=1e-12)
+
+
+def test_a_model_that_is_alone_goes_under_the_stock_elbo_with_packed_states_too():
+    guide = AutoTruncated(maximum_alone, 2**H)
+    found = [
+        elbo.loss_and_grads(maximum_alone, guide, Y) for elbo in (Truncated_ELBO(ExhaustiveSearch()), TraceEnum_ELBO(max_plate_nesting=1))
+    ]
+    shift = torch.tensor(0.3)
+    expected = dist.Normal(0.0, 1.0).log_prob(shift) - exact_maximum(shift)
+    assert found == pytest.approx([expected.item()] * 2, rel=1e-12)
