@@ -12,7 +12,6 @@ import torch
 from pyro.infer import SVI
 from pyro.optim import PyroOptim
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_truncated import (
     AutoTruncated,
@@ -30,6 +29,7 @@ from pyro_truncated import (
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.scenes import PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
+from pyro_truncated.utils.progress import progress_bar
 
 _LATENTS = 13
 
@@ -45,7 +45,7 @@ def warm_up(progress: bool | None = None) -> None:
         progress: whether to show a bar; default: if standard error is a terminal.
     """
     tasks = [(name, task, dtype) for dtype in (torch.float32, torch.float64) for name, task in _TASKS.items()]
-    with tqdm(tasks, disable=None if progress is None else not progress, unit="task") as bar:
+    with progress_bar(progress, iterable=tasks, unit="task") as bar:
         for name, task, dtype in bar:
             bar.set_description(f"{name}, {str(dtype).removeprefix('torch.')}")
             with torch.random.fork_rng(devices=[]), pyro.get_param_store().scope():

@@ -10,7 +10,6 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 from torch.nn import functional as F
-from tqdm.auto import tqdm
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -23,6 +22,7 @@ from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.progress import progress_bar
 
 # Chosen on one photograph of 256 grey values with noise of deviation 15, 25 and 50: tests/papers/results/restoration.md.
 _SIDES = ((0.4, 8), (0.8, 12), (math.inf, 16))
@@ -221,7 +221,7 @@ def _train(
     elbo = Truncated_ELBO(Pursuit(model) + EvolutionarySearch(5, 4, 1), temperature=temperature)
     svi = SVI(model, guide, ClosedForm(model, minibatch="online"), elbo)
     free_energies: list[float] = []
-    with tqdm(total=passes * per_pass, disable=None if progress is None else not progress, desc="restoring") as bar:
+    with progress_bar(progress, total=passes * per_pass, desc="restoring") as bar:
         for number in range(passes):
             total = 0.0
             for _ in range(per_pass):

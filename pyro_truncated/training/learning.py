@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
@@ -19,6 +18,7 @@ from pyro_truncated.training.starts import Run, Settings, Start, offer, put_back
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
 
@@ -107,7 +107,7 @@ def learn(
     settings = Settings(search, num_states, lr)
     reached: list[float] = []
     best = Start(-math.inf, {}, None)
-    with undriven(model), tqdm(total=starts * short + steps, disable=None if progress is None else not progress) as bar:
+    with undriven(model), progress_bar(progress, total=starts * short + steps) as bar:
         for number in range(starts):
             bar.set_description(f"start {number + 1}")
             found = start(model, part, settings, cooling(temperature, short), short, number, generator)

@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from pyro.infer import SVI
-from tqdm.auto import tqdm
 
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
@@ -27,6 +26,7 @@ from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.training.refusals import refuse_other_runs
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.progress import progress_bar
 from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
@@ -169,7 +169,7 @@ def _run(
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed(model, guide, training=True)
-    with tqdm(total=steps, initial=training.steps, disable=None if progress is None else not progress, unit="step") as bar:
+    with progress_bar(progress, total=steps, initial=training.steps, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
             with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
                 _step(training, callbacks, args, kwargs)

@@ -76,8 +76,35 @@ if __name__ == "__main__":
     assert all(abs(value - expected) <= 1e-5 * abs(expected) for value in found), (found, expected)
 """
 
+# A run among forked ones dies while it holds the lock of tqdm's bars, which all of them share.
+KILLED_BAR = """
+import signal
+from tqdm.auto import tqdm
+from pyro_truncated import fit
 
-def run(script: str, *arguments: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def fitted(progress):
+    y = torch.rand(50, 9)
+    model = BinarySparseCoding(9, 4).initialize(y)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(EvolutionarySearch()))
+    fit(svi, y, steps=1, progress=progress)
+
+tqdm.get_lock()
+child = os.fork()
+if child == 0:
+    tqdm.get_lock().acquire()
+    os.kill(os.getpid(), signal.SIGKILL)
+assert os.waitpid(child, 0)[1] == signal.SIGKILL
+for progress in (False, True):
+    child = os.fork()
+    if child == 0:
+        fitted(progress)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    fitted(progress)
+"""
+
+
+def run(script: str, *arguments: str, folder: Path, timeout: float = 300, **environment: str) -> subprocess.CompletedProcess[str]:
     file = folder / "script.py"
     file.write_text(script)
     return subprocess.run(
@@ -85,7 +112,7 @@ def run(script: str, *arguments: str, folder: Path, **environment: str) -> subpr
         env={**os.environ, "OMP_WAIT_POLICY": "passive", **environment},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=timeout,
         check=False,
     )
 
@@ -108,6 +135,12 @@ def test_a_forked_child_may_be_the_first_to_call_kernels(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_workers_of_a_data_loader_may_call_kernels(tmp_path):
     done = run(TRAINING + LOADER, "2", "fork", folder=tmp_path, NUMBA_NUM_THREADS="2")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_run_that_is_killed_does_not_keep_others_waiting_for_its_progress_bar(tmp_path):
+    done = run(TRAINING + KILLED_BAR, "1", folder=tmp_path, timeout=60)
     assert done.returncode == 0, done.stderr
 
 

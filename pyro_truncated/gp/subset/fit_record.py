@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from tqdm.auto import tqdm
+from pyro_truncated.utils.progress import progress_bar
 
 
 class FitRecord:
@@ -28,7 +28,7 @@ class FitRecord:
     ) -> None:
         self.history, self.max_seconds, self.clock = history, max_seconds, clock
         self._start = clock()
-        self._bar: tqdm[None] = tqdm(disable=not progress, unit="phase")
+        self._bar = progress_bar(progress, unit="phase")
 
     def seconds_left(self, share: float = 1.0) -> float:
         """What is left of a share of the time."""

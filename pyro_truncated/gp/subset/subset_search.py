@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from pyro_truncated.gp.subset.objective import SubsetProblem
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 
 @dataclasses.dataclass
@@ -46,7 +46,7 @@ class Budget:
         if self.max_seconds is not None and not self.max_seconds >= 0:
             raise ValueError(f"max_seconds must be a number of at least 0; got {self.max_seconds}")
         self._start = self.clock()
-        self._bar: tqdm[None] | None = None
+        self._bar: ProgressBar | None = None
 
     @property
     def seconds(self) -> float:
@@ -67,7 +67,7 @@ class Budget:
         self.swaps += swaps
         self.history.append((self.seconds, self.swaps, objective))
         if self.progress:
-            self._bar = tqdm(total=self.max_swaps, unit="swap") if self._bar is None else self._bar
+            self._bar = progress_bar(True, total=self.max_swaps, unit="swap") if self._bar is None else self._bar
             self._bar.update(swaps)
             self._bar.set_postfix_str(f"F={objective:.6g}")
 
