@@ -133,6 +133,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         burn_in: int,
         sweeps: int,
         temperature: float = 1.0,
+        rows: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         r"""Draws coefficients :math:`s = b \odot z` of the selected latents, see :meth:`.MaximumSuperposition.draw_coefficients`.
@@ -144,13 +145,14 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
+            rows: positions ``(n,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. n - 1``.
             generator: source of randomness.
 
         Returns:
             Draws ``(n, sweeps, K)``, zero where a latent is off, and the probabilities ``(n, K)`` that the latents are on.
         """
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
-        budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
+        budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
         drawn: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
             check_data(y, self.num_observed), selected, coefficients, **slabs, **budget
         )

@@ -113,6 +113,7 @@ class MaximumSuperposition(GaussianSuperposition):
         burn_in: int = 0,
         sweeps: int = 1,
         temperature: float = 1.0,
+        rows: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
         r"""Gibbs sampling of the coefficients :math:`s_h = b_h z_h` of a few selected latents of every data point; all others are off.
@@ -130,6 +131,7 @@ class MaximumSuperposition(GaussianSuperposition):
             burn_in: sweeps before the first one kept.
             sweeps: sweeps kept.
             temperature: factor on the variance of the noise.
+            rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
             generator: source of randomness; default: torch's global generator.
 
         Returns:
@@ -140,7 +142,7 @@ class MaximumSuperposition(GaussianSuperposition):
         latents = (parameter.expand(num_latents) for parameter in (prior.double().logit(), slab_mean, slab_scale))
         precision = self._precision() / temperature
         arguments = value, self.weight, precision, *latents, selected, start
-        return ops.maximum_slab_gibbs(*arguments, burn_in=burn_in, sweeps=sweeps, generator=generator)
+        return ops.maximum_slab_gibbs(*arguments, burn_in=burn_in, sweeps=sweeps, rows=rows, generator=generator)
 
     def square_error(self, statistics: Statistics) -> Tensor:
         r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle` of every dimension, ``(D,)``.

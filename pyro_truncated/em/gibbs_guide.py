@@ -12,6 +12,7 @@ import torch
 from pyro.nn import PyroModule
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
@@ -167,7 +168,7 @@ class GibbsGuide(PyroModule):
         selected = search.select(batch)
         last = GibbsDraws(self.selected[rows], self._in_units(rows)[:, -1:], self.probabilities[rows]).spread(self.model.num_latents)
         arguments: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
-        coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), **arguments)
+        coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
         if not bool(coefficients.isfinite().all() and chances.isfinite().all()):
             raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
         self.unit[rows] = self.model.unit
@@ -226,9 +227,8 @@ class GibbsGuide(PyroModule):
         else:
             selected = torch.arange(num_selected, device=device).repeat(size, 1)
             coefficients = torch.zeros(shape, **options)
-            device_of = "cpu" if generator is None else generator.device
-            start = torch.rand(size, num_latents, generator=generator, device=device_of, dtype=torch.float64)
-            self.register_buffer("probabilities", start.to(device))
+            start = ops.uniform(torch.arange(size, device=device), (num_latents,), generator=generator)
+            self.register_buffer("probabilities", start)
             self.register_buffer("unit", self.model.unit.to(**options).repeat(size, 1))
         self.register_buffer("selected", selected)
         self.register_buffer("coefficients", coefficients)

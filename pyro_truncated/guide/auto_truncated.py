@@ -119,6 +119,7 @@ class AutoTruncated(WholeModelGuide):
         return self.populations.population(indices)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
+        self.populations.seed_()  # before the model draws as many numbers as it has data
         try:
             super()._setup_prototype(*args, **kwargs)
             with ordinary_tensors():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import pyro.poutine as poutine
 import torch
@@ -90,13 +91,16 @@ class Batch:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         store, observations = self.populations, self.scorer.observations()
+        random = store.next_search_()
         with poutine.block(), memory_budget(self.scorer.memory_budget):
             for rows in self.scorer.row_blocks(2 * store.num_states):
                 where = rows if self.indices is None else self.indices[rows]
                 words = self.scorer.fitted(store.words[where])
                 score = self.scorer.scorer(rows)
                 known = Population(store.space, words, score(words), self._positions(rows))
-                batch = SearchBatch(known, score, {name: value[rows] for name, value in observations.items()}, is_new=is_new)
+                shown = {name: value[rows] for name, value in observations.items()}
+                keys: dict[str, Any] = {"first_position": store.first_position, "random": random.again()}
+                batch = SearchBatch(known, score, shown, is_new=is_new, **keys)
                 found = search.improve(batch, steps)
                 store.keep_(found.log_joint, where, found.words)
         store.revision += 1

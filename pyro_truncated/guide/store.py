@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.guide.given_states import Init, flaw, given_population
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -16,6 +17,8 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.notes import note_once
+
+_STREAM = "stream"
 
 
 class PopulationStore(torch.nn.Module):
@@ -33,6 +36,10 @@ class PopulationStore(torch.nn.Module):
         num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
         seen: what was observed of the data points that the populations belong to.
+        seed: of all random numbers that the populations come from, beside those of searches with generators of their own; drawn from
+            torch's generator when the guide first meets its model, ``None`` before.
+        num_searches: how often the populations were searched: where in the random numbers they are.
+        first_position: position of the first data point among all data, where those of other processes come before it.
         STORED: names of the buffers.
     """
 
@@ -46,10 +53,31 @@ class PopulationStore(torch.nn.Module):
         super().__init__()
         self.num_states = num_states
         self.revision = 0
+        self.seed: int | None = None
+        self.num_searches = 0
+        self.first_position = 0
         self.seen = SeenData()
         self._space: StateSpace | None = None
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
+
+    # --- random numbers ---
+
+    def seed_(self) -> None:
+        """Draws a seed if there is none."""
+        if self.seed is None:
+            self.seed = ops.draw_seed()
+
+    def stream(self, number: int) -> ops.Stream:
+        """The seeds of a search, or, number zero, of the initial populations."""
+        self.seed_()
+        assert self.seed is not None
+        return ops.Stream(ops.mixed(self.seed, number))
+
+    def next_search_(self) -> ops.Stream:
+        """Begins a search; returns its seeds."""
+        self.num_searches += 1
+        return self.stream(self.num_searches)
 
     # --- populations that begin: created, or loaded ---
 
@@ -74,7 +102,8 @@ class PopulationStore(torch.nn.Module):
     def _create(self, layout: Layout, init: Init, device: torch.device) -> None:
         size = min(self.num_states, layout.space.size)
         if init is None:
-            words = initial_population(layout.space, layout.num_data, size, device=device)
+            rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
+            words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
         else:
             words = given_population(layout, init() if callable(init) else init, size).to(device)
         if size < self.num_states:
@@ -86,6 +115,12 @@ class PopulationStore(torch.nn.Module):
         self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_filled:
+            self.seed_()
+            destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches], device="cpu")
+
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         saved = {name: state_dict.get(prefix + name) for name in self.STORED}
         problem = self.mismatch(state_dict, prefix) or flaw(**saved)
@@ -93,6 +128,9 @@ class PopulationStore(torch.nn.Module):
             error_msgs = args[-1]
             error_msgs.append(problem)
             return
+        if prefix + _STREAM in state_dict:
+            self.seed, self.num_searches = state_dict[prefix + _STREAM].tolist()
+            state_dict = {name: value for name, value in state_dict.items() if name != prefix + _STREAM}
         strict, missing_keys = args[1], args[2]
         missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
         if strict and len(missing) < len(saved):

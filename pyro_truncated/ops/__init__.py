@@ -12,12 +12,15 @@ from pyro_truncated.ops.quadratic import moments, pair_energy
 from pyro_truncated.ops.selection import repeated, select_top
 from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 from pyro_truncated.ops.square_error import square_error
+from pyro_truncated.ops.streams import Source, Stream, draw_seed, mixed, positions, uniform, uniform_integers
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
-from pyro_truncated.ops.words import check_bits, check_words, draw_seed, take
+from pyro_truncated.ops.words import check_bits, check_words, take
 from pyro_truncated.utils.budget import memory_budget
 
 __all__ = [
     "Fields",
+    "Source",
+    "Stream",
     "activation_probabilities",
     "check_bits",
     "check_words",
@@ -33,11 +36,13 @@ __all__ = [
     "maximum_slab_statistics",
     "maximum_statistics",
     "memory_budget",
+    "mixed",
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
     "pack",
     "pair_energy",
+    "positions",
     "repeated",
     "select_parents",
     "select_top",
@@ -47,6 +52,8 @@ __all__ = [
     "spike_slab_moments_by_dimension",
     "square_error",
     "take",
+    "uniform",
+    "uniform_integers",
     "unpack",
     "use",
     "value_probabilities",

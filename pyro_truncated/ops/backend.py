@@ -35,7 +35,7 @@ def backend(name: str, tensor: Tensor) -> ModuleType:
 def use(kind: str) -> Iterator[None]:
     """A context in which tensors on the CPU are computed with by one kind of kernel, whatever else runs in other threads and tasks.
 
-    Both kinds compute the same, but draw other random numbers and sum in another order. ``"vectorised"`` is for debugging (every step is
+    Both kinds compute the same and draw the same random numbers, but sum in another order. ``"vectorised"`` is for debugging (every step is
     a line of torch), for tests, and for machines on which numba does not work: where nothing else is used, numba is never loaded.
 
     Args:

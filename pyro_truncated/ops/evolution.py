@@ -1,8 +1,9 @@
 """Genetic operators on packed states: selection of parents, crossover and mutation.
 
 They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to
-latents of more than two values. All of them treat every data point on its own, so what happens to a data point does not depend on
-the batch it is in, and draw from torch's global generator or from the one they are given.
+latents of more than two values. All of them treat every data point on its own, and what they draw for it is keyed by its position
+among all data (``rows``) and a seed from torch's global generator or the source they are given: what happens to a data point does not
+depend on the batch it is in, nor on the device.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.words import check_words, draw_seed
+from pyro_truncated.ops.sparse_flips import sparse_flips
+from pyro_truncated.ops.streams import Source, draw_seed, positions
+from pyro_truncated.ops.words import check_words
 
 
-def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = True, generator: torch.Generator | None = None) -> Tensor:
+def select_parents(
+    log_joint: Tensor, num_parents: int, *, by_fitness: bool = True, rows: Tensor | None = None, generator: Source = None
+) -> Tensor:
     r"""Draws distinct parents for every data point, with probability proportional to fitness or uniformly.
 
     The fitness of a state among the :math:`S` states of its data point is
@@ -30,6 +35,7 @@ def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = Tr
         log_joint: log joints ``(N, S)``.
         num_parents: number of parents ``P``, at most ``S``.
         by_fitness: ``False`` draws uniformly among the states of positive probability.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -40,11 +46,11 @@ def select_parents(log_joint: Tensor, num_parents: int, *, by_fitness: bool = Tr
     """
     if log_joint.dim() != 2 or not 1 <= num_parents <= log_joint.shape[1]:
         raise ValueError(f"cannot draw {num_parents} distinct parents from log joints of shape {tuple(log_joint.shape)}, expected (N, S)")
-    seed = draw_seed(generator)
-    return backend("evolution", log_joint).select_parents(log_joint, num_parents, by_fitness, seed)  # type: ignore[no-any-return]
+    keys = positions(rows, len(log_joint), log_joint.device), draw_seed(generator)
+    return backend("evolution", log_joint).select_parents(log_joint, num_parents, by_fitness, *keys)  # type: ignore[no-any-return]
 
 
-def cross(parents: Tensor, fields: Fields, *, generator: torch.Generator | None = None) -> Tensor:
+def cross(parents: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
     r"""Single-point crossover of all pairs of parents: both offspring of each pair.
 
     A pair draws a cut :math:`c` uniformly from :math:`1 .. L - 1` and swaps its latents :math:`c, .., L - 1`.
@@ -52,6 +58,7 @@ def cross(parents: Tensor, fields: Fields, *, generator: torch.Generator | None 
     Args:
         parents: packed states ``(N, P, W)``.
         fields: where their latents lie, at least two.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -63,11 +70,11 @@ def cross(parents: Tensor, fields: Fields, *, generator: torch.Generator | None 
     check_words("parents", parents)
     if fields.num_latents < 2 or parents.shape[1] < 2:
         raise ValueError(f"crossover needs at least two latents and two parents; got {fields.num_latents} and {parents.shape[1]}")
-    seed = draw_seed(generator)
-    return backend("evolution", parents).cross(parents, fields, seed)  # type: ignore[no-any-return]
+    keys = positions(rows, len(parents), parents.device), draw_seed(generator)
+    return backend("evolution", parents).cross(parents, fields, *keys)  # type: ignore[no-any-return]
 
 
-def flip_random(words: Tensor, fields: Fields, *, generator: torch.Generator | None = None) -> Tensor:
+def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
     """Moves one latent of every state, chosen uniformly, to another of its values, chosen uniformly.
 
     A binary latent flips; latents of a single value are never chosen.
@@ -75,6 +82,7 @@ def flip_random(words: Tensor, fields: Fields, *, generator: torch.Generator | N
     Args:
         words: packed states ``(N, C, W)``.
         fields: where their latents lie.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -84,8 +92,8 @@ def flip_random(words: Tensor, fields: Fields, *, generator: torch.Generator | N
         ValueError: if the space has only one state.
     """
     _check_mutable(words, fields)
-    seed = draw_seed(generator)
-    return backend("evolution", words).flip_random(words, fields, seed)  # type: ignore[no-any-return]
+    keys = positions(rows, len(words), words.device), draw_seed(generator)
+    return backend("evolution", words).flip_random(words, fields, *keys)  # type: ignore[no-any-return]
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:
@@ -123,7 +131,7 @@ def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_pro
 
 
 def flip_sparse(
-    words: Tensor, fields: Fields, target_activity: float, flip_probability: float, *, generator: torch.Generator | None = None
+    words: Tensor, fields: Fields, target_activity: float, flip_probability: float, *, rows: Tensor | None = None, generator: Source = None
 ) -> Tensor:
     """Sparsity-driven flips: binary latents change independently with the probabilities of :func:`sparse_flip_probabilities`.
 
@@ -137,6 +145,7 @@ def flip_sparse(
         fields: where their latents lie.
         target_activity: wanted mean number of active binary latents.
         flip_probability: mean probability of a flip, in (0, 1].
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -149,8 +158,9 @@ def flip_sparse(
     if not 0 < flip_probability <= 1:
         raise ValueError(f"flip_probability must lie in (0, 1]; got {flip_probability}")
     chances = sparse_flip_probabilities(len(fields.binary), target_activity, flip_probability)
-    seed = draw_seed(generator)
-    return backend("evolution", words).flip_sparse(words, fields, *chances, flip_probability, seed)  # type: ignore[no-any-return]
+    keys = positions(rows, len(words), words.device), draw_seed(generator)
+    flips = sparse_flips(*chances, flip_probability, len(fields.several))
+    return backend("evolution", words).flip_sparse(words, fields, flips, *keys)  # type: ignore[no-any-return]
 
 
 def _check_mutable(words: Tensor, fields: Fields) -> None:

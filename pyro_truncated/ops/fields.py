@@ -66,6 +66,12 @@ class Fields:
         return (self.cardinality == 2).nonzero().squeeze(-1)
 
     @functools.cached_property
+    def binary_bits(self) -> Tensor:
+        """The bits of the latents of two values, ``(W,)`` int64."""
+        bits = torch.zeros(self.num_words, dtype=torch.int64, device="cpu")
+        return bits.index_add_(0, self.word[self.binary], 1 << self.shift[self.binary])
+
+    @functools.cached_property
     def several(self) -> Tensor:
         """Positions of the latents of more than two values, int64."""
         return (self.cardinality > 2).nonzero().squeeze(-1)
@@ -74,6 +80,38 @@ class Fields:
     def masks(self) -> Tensor:
         """The lowest bits, as many as each latent's field has, ``(L,)`` int64."""
         return (1 << self.bits) - 1
+
+    @functools.cached_property
+    def _tables(self) -> dict[tuple[torch.device, str], Tensor]:
+        return {}
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """A tensor of these on a device, copied there once.
+
+        Args:
+            device: the device.
+            name: an attribute; or ``"rows of"`` a kind of latents (``"binary"``, ``"several"``, ``"mutable"``), see :meth:`rows`; or their
+                ``"masks of"``; or the ``"tails"`` of states.
+        """
+        found = self._tables.get((device, name))
+        if found is None:
+            found = self._tables[device, name] = self._table(name).to(device)
+        return found
+
+    def _table(self, name: str) -> Tensor:
+        if name == "tails":
+            return self._tails()
+        what, _, kind = name.rpartition(" of ")
+        if not what:
+            return getattr(self, name)  # type: ignore[no-any-return]
+        latents = getattr(self, kind)
+        return self.rows(latents) if what == "rows" else self.masks[latents]
+
+    def _tails(self) -> Tensor:
+        """The bits of the latents from each one but the first on, ``(L - 1, W)``, with all bits behind them in their words."""
+        position, word = torch.arange(self.num_words, device="cpu"), self.word[1:, None]
+        rest = ~((1 << self.shift[1:, None]) - 1)
+        return torch.where(position > word, -1, torch.where(position < word, 0, rest))
 
     def rows(self, latents: Tensor) -> Tensor:
         """Word, shift and cardinality of some latents, ``(3, M)``, as compiled kernels take them."""

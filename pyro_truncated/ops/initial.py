@@ -7,13 +7,13 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
+from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.values import unpack
-from pyro_truncated.ops.words import draw_seed
 
 _SMALL_SPACE = 4096
 
 
-def initial_states(fields: Fields, num_data: int, num_states: int, generator: torch.Generator | None = None) -> Tensor:
+def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
     """Distinct states to start from, different for each data point, on the CPU.
 
     See :func:`pyro_truncated.states.population.initial_population`, which moves the result to a device, for which states they are.
@@ -23,6 +23,7 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: to
         num_data: number of data points ``N``.
         num_states: number of states per data point ``S``.
         generator: source of randomness.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, W)``.
@@ -32,11 +33,10 @@ def initial_states(fields: Fields, num_data: int, num_states: int, generator: to
     """
     if not 1 <= num_states <= fields.size:
         raise ValueError(f"num_states must be at least 1 and at most the number of states in the space, {fields.size}; got {num_states}")
-    seed = draw_seed(generator)
+    keys = positions(rows, num_data, torch.device("cpu")), draw_seed(generator)
     _, _, singletons = single_states(fields)
     others = singletons[:0]
     if fields.size <= max(_SMALL_SPACE, 4 * num_states):
         everything = enumerate_states(fields, "cpu")
         others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
-    shape = num_data, num_states
-    return backend("initial", singletons).initial_states(singletons, others, fields, shape, seed)  # type: ignore[no-any-return]
+    return backend("initial", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]

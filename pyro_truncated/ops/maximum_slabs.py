@@ -10,11 +10,10 @@ Entries of ``y`` that are NaN are missing and contribute nothing. A coefficient 
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.words import draw_seed
+from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 
 def maximum_slab_gibbs(
@@ -29,7 +28,8 @@ def maximum_slab_gibbs(
     *,
     burn_in: int,
     sweeps: int,
-    generator: torch.Generator | None = None,
+    rows: Tensor | None = None,
+    generator: Source = None,
 ) -> tuple[Tensor, Tensor]:
     r"""Gibbs sampling of the coefficients of a few selected causes of every data point; all others are off.
 
@@ -47,6 +47,7 @@ def maximum_slab_gibbs(
         coefficients: where the chains start, ``(N, H)``; those of causes that are not selected count as zero.
         burn_in: sweeps before the first one kept.
         sweeps: sweeps kept, at least one.
+        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
         generator: source of randomness; default: torch's global generator.
 
     Returns:
@@ -58,12 +59,12 @@ def maximum_slab_gibbs(
     """
     _check(value, weight, selected)
     _check_chain(value, weight, selected, coefficients, burn_in, sweeps)
-    seed = draw_seed(generator)
+    keys = positions(rows, len(value), value.device), draw_seed(generator)
     value, weight, precision = (tensor.detach().double() for tensor in (value, weight, precision))
     start = coefficients.detach().double().gather(1, selected)
     prior = [parameter.detach().double()[selected] for parameter in (log_odds, slab_mean, slab_deviation)]
     kernels = backend("maximum_slabs", value)
-    return kernels.gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, seed)  # type: ignore[no-any-return]
+    return kernels.gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, *keys)  # type: ignore[no-any-return]
 
 
 def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.words import check_bits, check_words, draw_seed
+from pyro_truncated.ops.streams import Source, draw_seed, positions
+from pyro_truncated.ops.words import check_bits, check_words
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
@@ -66,7 +67,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
     return out  # type: ignore[no-any-return]
 
 
-def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, generator: torch.Generator | None = None) -> Tensor:
+def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows: Tensor | None = None, generator: Source = None) -> Tensor:
     """Draws states whose latents are independent.
 
     Args:
@@ -74,6 +75,7 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, gene
             sum to one and vanish at values that it does not have.
         num_samples: number of states per data point.
         fields: where their latents lie.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
         generator: source of randomness.
 
     Returns:
@@ -83,10 +85,10 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, gene
         raise ValueError(
             f"probabilities must have the shape (N, {fields.num_latents}, {fields.num_values}); got {tuple(probabilities.shape)}"
         )
-    seed = draw_seed(generator)
+    keys = positions(rows, len(probabilities), probabilities.device), draw_seed(generator)
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
     tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
-    return backend("values", tails).draw_values(tails, num_samples, fields, seed)  # type: ignore[no-any-return]
+    return backend("values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
 
 
 def _check_weighted(words: Tensor, weights: Tensor, fields: Fields) -> None:

@@ -1,4 +1,4 @@
-"""What all operations on packed states share: what they accept, how states are chosen, and where randomness comes from."""
+"""What all operations on packed states share: what they accept, and how states are chosen."""
 
 from __future__ import annotations
 
@@ -7,12 +7,6 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import WORD_BITS
-
-
-def draw_seed(generator: torch.Generator | None = None) -> int:
-    """A random 63-bit integer from the generator (default: torch's global one) that seeds the stream of one operator call."""
-    device = "cpu" if generator is None else generator.device
-    return int(torch.randint(2**63 - 1, (), generator=generator, device=device))
 
 
 def take(words: Tensor, positions: Tensor) -> Tensor:

@@ -71,11 +71,12 @@ class PlacementMoves(Search):
             raise ValueError(f"a grid of {self.grid} does not have the {num_places} places of the positions")
         if population.num_states < self.parents:
             raise ValueError(f"cannot select {self.parents} parents from populations of {population.num_states} states")
-        chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, generator=self.generator)
+        draws = batch.draws(self.generator)
+        chosen = ops.select_parents(population.log_joint, self.parents, by_fitness=True, **draws)
         parents = population.take(chosen)
         levels = space.unpack(parents.repeat_interleave(self.children, 1), torch.int64)
         presence, position, code = levels[..., :num_objects] > 0, levels[..., num_objects : 2 * num_objects], levels[..., 2 * num_objects :]
-        generator = torch.Generator(levels.device).manual_seed(ops.draw_seed(self.generator))
+        generator = torch.Generator(levels.device).manual_seed(ops.draw_seed(draws["generator"]))
         rank = depth_rank(code, presence).double() if code.shape[-1] else None
         presence, position, rank = self._move(presence, position, rank, generator)
         parts = [presence.long(), position.masked_fill(~presence, 0)]

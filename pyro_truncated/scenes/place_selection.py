@@ -97,7 +97,7 @@ class PlacementSelection(AffinitySearch):
             raise ValueError(f"the affinity must return numbers of shape {(*expected, 'C')}; got {tuple(found.scores.shape)}, or NaN")
         if self.num_selected > num_objects:
             raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
-        generator = torch.Generator(found.scores.device).manual_seed(ops.draw_seed(self.generator))
+        generator = torch.Generator(found.scores.device).manual_seed(ops.draw_seed(batch.source(self.generator)))
         options: Any = {"generator": generator, "device": found.scores.device}
         scores = found.scores[..., 0]
         number = (self.explore * self.num_selected + torch.rand(len(scores), 1, **options)).floor()

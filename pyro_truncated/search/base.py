@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.representation import Described
@@ -26,6 +28,9 @@ class SearchBatch:
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
         is_new: whether these are new data, of which a search that learns from data shall not learn.
+        first_position: position of the first data point among all data, where those of other processes come before it.
+        random: the seeds of this search; they go with :attr:`positions`, so that what is drawn for a data point does not depend on which
+            others are in the batch. Without it, seeds come from the search's own generator or torch's global one.
     """
 
     population: Population
@@ -33,6 +38,22 @@ class SearchBatch:
     observations: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     marginals: Tensor | None = None
     is_new: bool = False
+    first_position: int = 0
+    random: ops.Stream | None = None
+
+    @functools.cached_property
+    def positions(self) -> Tensor:
+        """Positions ``(N,)`` of the data points among all data, by which random numbers are keyed."""
+        indices, device = self.population.indices, self.population.words.device
+        return self.first_position + (torch.arange(len(self.population), device=device) if indices is None else indices.to(device).long())
+
+    def draws(self, generator: torch.Generator | None) -> dict[str, Any]:
+        """What operators draw with: the arguments ``rows`` and ``generator``, for a search that may have a generator of its own."""
+        return {"rows": self.positions, "generator": self.source(generator)}
+
+    def source(self, generator: torch.Generator | None) -> ops.Source:
+        """Where a search that may have a generator of its own takes its seeds from."""
+        return generator if self.random is None else self.random.branch(generator)
 
     @property
     def space(self) -> StateSpace:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,24 +59,26 @@ class ConditionalSearch(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
         population, space = batch.population, batch.space
-        generator = torch.Generator(population.words.device).manual_seed(ops.draw_seed(self.generator))
+        draws = batch.draws(self.generator)
         moves = Moves(space, population.words.device)
         size = self.candidates_of(population.num_states)
         num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
         changed = num_parents + int(_REPLACED * size)
-        before, others = (_members(population, changed, generator) for _ in range(2))
-        after = _changed(before, others, space, generator)
+        before, others = (_members(population, changed, draws) for _ in range(2))
+        after = _changed(before, others, space, draws)
         # Half of the parents are states of the population themselves.
         after[:, : num_parents // 2] = before[:, : num_parents // 2]
         before, parents = before[:, :num_parents], after[:, :num_parents]
-        chosen = _choice(parents, moves.count, num_moves, generator)
+        chosen = _choice(parents, moves.count, num_moves, draws)
         moved, value = moves.apply(parents, chosen)
         scored = batch.scored(torch.cat([after, moved.flatten(1, 2)], 1))
         scores = scored.log_joint.clamp(min=_IMPOSSIBLE)
         gain = scores[:, changed:].view(chosen.shape) - scores[:, :num_parents, None]
         table = _conditionals(before, parents, gain, moves.latent[chosen], value, space)
         each = max(1, (size - scored.num_states) // num_parents)
-        drawn = ops.draw_values(table, each, space.fields, generator=generator).view(len(population), -1, space.num_words)
+        # Every parent of a data point is a data point of its own to what draws for it.
+        draws["rows"] = (draws["rows"].unsqueeze(1) * num_parents + torch.arange(num_parents, device=table.device)).flatten()
+        drawn = ops.draw_values(table, each, space.fields, **draws).view(len(population), -1, space.num_words)
         return join([scored, batch.scored(drawn)])
 
 
@@ -85,29 +88,27 @@ def _shares(size: int, num_moves: int) -> tuple[int, int]:
     return num_parents, max(1, min(num_moves, size // num_parents))
 
 
-def _members(population: Population, count: int, generator: torch.Generator) -> Tensor:
+def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:
     """States of the populations, ``(N, count, W)``, whose ranks by log joint are log-uniform: all orders of magnitude count alike."""
-    words = population.words
-    uniform = torch.rand(len(words), count, generator=generator, device=words.device)
-    rank = (uniform * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
+    rank = (ops.uniform(shape=(count,), **draws) * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
     place = population.log_joint.argsort(1, descending=True).gather(1, rank)
-    return ops.take(words, place)
+    return population.take(place)
 
 
-def _changed(words: Tensor, others: Tensor, space: StateSpace, generator: torch.Generator) -> Tensor:
+def _changed(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """States ``(N, C, W)`` with one latent changed, or a run of them; no state stays what it was."""
-    replaced = runs.replace(words, others, space, generator)
-    single = torch.rand(words.shape[:2], generator=generator, device=words.device) < 0.25
+    replaced = runs.replace(words, others, space, draws)
+    single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
     single |= (replaced == words).all(-1)
-    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, generator=generator), replaced)
+    return torch.where(single.unsqueeze(-1), ops.flip_random(words, space.fields, **draws), replaced)
 
 
-def _choice(parents: Tensor, count: int, chosen: int, generator: torch.Generator) -> Tensor:
+def _choice(parents: Tensor, count: int, chosen: int, draws: dict[str, Any]) -> Tensor:
     """Moves ``(N, P, chosen)`` of every state: all of them, or a random subset."""
     shape = (*parents.shape[:2], count)
     if chosen == count:
         return torch.arange(count, device=parents.device).expand(shape)
-    return torch.rand(shape, generator=generator, device=parents.device).topk(chosen, -1).indices
+    return ops.uniform(shape=shape[1:], **draws).topk(chosen, -1).indices
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:

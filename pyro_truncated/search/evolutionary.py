@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -105,10 +105,10 @@ class EvolutionarySearch(Search):
         if self._automatic is not None:
             return self._automatic.propose(batch)
         target = self._target(batch.population) if self.mutation == "sparseflips" else math.nan
-        pool = batch.population
+        pool, draws = batch.population, batch.draws(self.generator)
         generations: list[Population] = []
         for _ in range(self.generations):
-            children = batch.scored(self._breed(pool, target, known_distinct=not generations))
+            children = batch.scored(self._breed(pool, target, draws, known_distinct=not generations))
             generations.append(children)
             pool = join([pool, children]) if self.overlapping else children
         return join(generations)
@@ -136,21 +136,21 @@ class EvolutionarySearch(Search):
             return self.target_activity
         return float(population.marginals()[:, binary.to(population.words.device)].sum(-1).mean())
 
-    def _breed(self, pool: Population, target: float, known_distinct: bool) -> Tensor:
+    def _breed(self, pool: Population, target: float, draws: dict[str, Any], known_distinct: bool) -> Tensor:
         """One generation of children ``(N, C, num_words)``."""
         space, fitness = pool.space, pool.log_joint
         if not known_distinct:
             # Siblings may be equal; without this, a state with many copies would be its own partner.
             fitness = fitness.masked_fill(ops.repeated(pool.words), -math.inf)
         num_parents = min(self.parents, pool.num_states)
-        chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", generator=self.generator)
+        chosen = ops.select_parents(fitness, num_parents, by_fitness=self.selection == "fitparents", **draws)
         parents = pool.take(chosen)
         if not self.crossover or num_parents < 2 or space.num_latents < 2:
-            return self._mutate(parents.repeat_interleave(self.children, 1), space, target)
-        return self._mutate(ops.cross(parents, space.fields, generator=self.generator), space, target)
+            return self._mutate(parents.repeat_interleave(self.children, 1), space, target, draws)
+        return self._mutate(ops.cross(parents, space.fields, **draws), space, target, draws)
 
-    def _mutate(self, children: Tensor, space: StateSpace, target: float) -> Tensor:
+    def _mutate(self, children: Tensor, space: StateSpace, target: float, draws: dict[str, Any]) -> Tensor:
         if self.mutation == "randflips":
-            return ops.flip_random(children, space.fields, generator=self.generator)
+            return ops.flip_random(children, space.fields, **draws)
         flip_probability = self.flip_probability or 1 / max(1, len(space.mutable))
-        return ops.flip_sparse(children, space.fields, target, flip_probability, generator=self.generator)
+        return ops.flip_sparse(children, space.fields, target, flip_probability, **draws)

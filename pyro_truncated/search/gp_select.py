@@ -86,7 +86,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         if self._memory is None:
             self._memory = _Memory.like(data, marginals)
         rows = self._memory.store(data, marginals, batch.population.indices)
-        self._train(int(self._memory.visits[rows].max()))
+        self._train(int(self._memory.visits[rows].max()), ops.draw_seed(batch.source(self.generator)))
         return self._predict(data, rows)
 
     def _predict_new(self, data: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
         return inputs.detach().double()
 
-    def _train(self, visit: int) -> None:
+    def _train(self, visit: int, seed: int) -> None:
         """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
@@ -135,10 +135,10 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         inputs = self._memory.inputs[met]
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
-        seed = torch.Generator().manual_seed(ops.draw_seed(self.generator))
+        generator = torch.Generator().manual_seed(seed)
         filled = _filled(inputs, self._centre)
-        self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=seed)
-        few = torch.randperm(len(met), generator=seed)[: self.max_fit].to(met.device)
+        self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=generator)
+        few = torch.randperm(len(met), generator=generator)[: self.max_fit].to(met.device)
         self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
         self._trained_on, self._last_fit = met, visit
 

@@ -115,13 +115,15 @@ class Preselection(AffinitySearch):
         """Positions of the selected options, ``(N, num_selected)``."""
         num_selected = min(self.num_selected, options.num_groups)
         scores = self._scores(batch, options)
-        generator = torch.Generator(scores.device).manual_seed(ops.draw_seed(self.generator))
+        draws = batch.draws(self.generator)
+        lottery = ops.Stream(ops.draw_seed(draws["generator"]))
         chosen = _best(scores, options, num_selected)
-        offset = torch.rand(len(scores), 1, generator=generator, device=scores.device, dtype=torch.double)
+        offset = ops.uniform(shape=(1,), **draws)
         num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)
         rows = num_random.squeeze(1).nonzero().squeeze(1)
         if len(rows):
-            chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, generator)
+            keys = ops.uniform(draws["rows"][rows], (len(options),), generator=lottery)
+            chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, keys)
         return chosen
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
@@ -135,12 +137,11 @@ class Preselection(AffinitySearch):
         return scores.detach()
 
 
-def _with_chance(chosen: Tensor, num_random: Tensor, options: Options, generator: torch.Generator) -> Tensor:
-    """Selections ``(N, K)`` whose last ``num_random`` places, ``(N, 1)``, go to random options of groups that are not selected."""
+def _with_chance(chosen: Tensor, num_random: Tensor, options: Options, keys: Tensor) -> Tensor:
+    """Selections ``(N, K)`` whose last ``num_random`` places, ``(N, 1)``, go to the options of largest keys, of groups not selected."""
     place = torch.arange(chosen.shape[1], device=chosen.device) - (chosen.shape[1] - num_random)
     taken = torch.zeros(len(chosen), options.num_groups, dtype=torch.bool, device=chosen.device)
     taken.scatter_(1, options.group[chosen], place < 0)
-    keys = torch.rand(len(chosen), len(options), generator=generator, device=chosen.device, dtype=torch.double)
     # At least as many groups are left as places; what the fill would add beyond them is never looked at.
     others = _best(keys.masked_fill(taken[:, options.group], -math.inf), options, int(num_random.max()))
     return torch.where(place < 0, chosen, others.gather(1, place.clamp(min=0)))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from pyro_truncated import ops
 
 if TYPE_CHECKING:
     from pyro_truncated.states.space import StateSpace
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 WORD_BITS = 64
 
 
-def replace(words: Tensor, others: Tensor, space: StateSpace, generator: torch.Generator) -> Tensor:
+def replace(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
     """Replaces a run of neighbouring latents in every state by a common value, by values of another state, or of that state elsewhere.
 
     Where a run starts is uniform, its length is log-uniform, and it ends with the last latent at the latest. In two of five cases its
@@ -27,13 +29,13 @@ def replace(words: Tensor, others: Tensor, space: StateSpace, generator: torch.G
         words: packed states ``(N, C, W)``.
         others: as many more.
         space: the state space.
-        generator: source of randomness, on the device of the states.
+        draws: what is drawn with: ``rows`` and ``generator`` as for :func:`pyro_truncated.ops.uniform`.
 
     Returns:
         Packed states ``(N, C, W)``; some may equal the given ones.
     """
     first, constant = (table.to(words.device) for table in _tables(space))
-    uniform = torch.rand(5, *words.shape[:2], generator=generator, device=words.device)
+    uniform = ops.uniform(shape=(5, words.shape[1]), **draws).unbind(1)
     start = (uniform[0] * space.num_latents).long().clamp(max=space.num_latents - 1)
     length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
     value = (uniform[2] * len(constant)).long().clamp(max=len(constant) - 1)

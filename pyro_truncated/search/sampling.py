@@ -40,8 +40,9 @@ class SampledSearch(Search):
         cardinality = space.cardinality.to(marginals.device).unsqueeze(-1)
         uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
         prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
+        draws = batch.draws(self.generator)
         words = [
-            ops.draw_values(probabilities, number, space.fields, generator=self.generator)
+            ops.draw_values(probabilities, number, space.fields, **draws)
             for probabilities, number in ((prior, self.num_prior), (marginals, self.num_samples - self.num_prior))
         ]
         return batch.scored(torch.cat(words, 1))

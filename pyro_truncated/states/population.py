@@ -216,8 +216,10 @@ def initial_population(
     space: StateSpace,
     num_data: int,
     num_states: int,
-    generator: torch.Generator | None = None,
+    generator: ops.Source = None,
     device: torch.device | str | None = None,
+    *,
+    rows: Tensor | None = None,
 ) -> Tensor:
     """Distinct states to start from, different for each data point.
 
@@ -231,6 +233,7 @@ def initial_population(
         num_states: number of states per data point ``S``.
         generator: source of randomness.
         device: where the result goes; it is computed on the CPU, once.
+        rows: positions ``(N,)`` of the data points among all data, which decide on their states; default: ``0 .. N - 1``.
 
     Returns:
         Packed states ``(N, S, num_words)``.
@@ -238,4 +241,4 @@ def initial_population(
     Raises:
         ValueError: if the space has fewer than ``num_states`` states.
     """
-    return ops.initial_states(space.fields, num_data, num_states, generator).to(device or "cpu")
+    return ops.initial_states(space.fields, num_data, num_states, generator, rows=rows).to(device or "cpu")

@@ -257,7 +257,7 @@ def test_seeds_reproduce_and_the_global_generator_moves_on() -> None:
 
     def children(generator: torch.Generator | None) -> Tensor:
         chosen = ops.select_parents(torch.arange(240.0).reshape(40, 6), 4, generator=generator)
-        crossed = ops.cross(words.gather(1, chosen.unsqueeze(-1)), space, generator=generator)
+        crossed = ops.cross(words.gather(1, chosen.unsqueeze(-1)), space.fields, generator=generator)
         flipped = ops.flip_random(crossed, space.fields, generator=generator)
         return ops.flip_sparse(flipped, space.fields, 3.0, 0.05, generator=generator)
 

@@ -223,7 +223,9 @@ def test_gibbs_samples_the_joint_posterior_of_two_causes(implementation: str, mo
     else:
         precision, *others = parameters
         prior = [parameter[selected] for parameter in others]
-        draws, chances = maximum_slabs_dense.gibbs(values, weight, precision, prior, selected, start, burn_in, sweeps, 5)
+        draws, chances = maximum_slabs_dense.gibbs(
+            values, weight, precision, prior, selected, start, burn_in, sweeps, torch.arange(copies), 5
+        )
     is_on = torch.zeros(copies, sweeps, 2).scatter_(2, selected.unsqueeze(1).expand_as(draws), (draws != 0).float())
     patterns = torch.stack([(is_on == torch.tensor(state)).all(-1) for state in ([0, 0], [1, 0], [0, 1], [1, 1])], -1).double().mean(1)
     expected = pattern_probabilities()

@@ -145,12 +145,13 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
     searched, doubled = [], []
+    random = ops.Stream(ops.draw_seed())
     for rows in log_joint.row_blocks(3 * size):
         known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
         shown = {name: value[rows] for name, value in observations.items()}
         # A search that has learned from its training data keeps what it knows.
-        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True)
-        spare = batch.scored(initial_population(known.space, len(known), size, device=known.words.device))
+        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, random=random.again())
+        spare = batch.scored(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
         small = search.improve(batch, steps)
         large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)
         # Of all that either search has found, so that the two numbers differ by the size alone.

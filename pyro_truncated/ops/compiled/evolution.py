@@ -1,4 +1,8 @@
-"""Compiled kernels behind :mod:`pyro_truncated.ops.evolution`. Every data point has its own stream of random numbers."""
+"""Compiled kernels behind :mod:`pyro_truncated.ops.evolution`. Every data point has its own stream of random numbers.
+
+Which number of a stream serves for what is fixed, whatever the numbers before it were used for, so that
+:mod:`pyro_truncated.ops.vectorised.evolution` can draw all of them at once.
+"""
 
 from __future__ import annotations
 
@@ -10,42 +14,41 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.random import STEP, below, stream, uniform
+from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
 from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.walk import trailing_zeros
 from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.sparse_flips import IMPOSSIBLE, UNFIT, SparseFlips
 
 
-def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: int) -> Tensor:
+def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.select_parents`."""
     out = torch.empty(log_joint.shape[0], num_parents, dtype=torch.int64, device="cpu")
-    _select_parents(log_joint.detach().contiguous().numpy(), by_fitness, seed, out.numpy())
+    _select_parents(log_joint.detach().contiguous().numpy(), by_fitness, rows.numpy(), seed, out.numpy())
     return out
 
 
-def cross(parents: Tensor, fields: Fields, seed: int) -> Tensor:
+def cross(parents: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.cross`."""
     num_data, num_parents, num_words = parents.shape
     out = parents.new_empty(num_data, num_parents * (num_parents - 1), num_words)
-    _cross(parents.contiguous().numpy(), fields.word.numpy(), fields.shift.numpy(), seed, out.numpy())
+    _cross(parents.contiguous().numpy(), fields.word.numpy(), fields.shift.numpy(), rows.numpy(), seed, out.numpy())
     return out
 
 
-def flip_random(words: Tensor, fields: Fields, seed: int) -> Tensor:
+def flip_random(words: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.flip_random`."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    _flip_random(words.contiguous().numpy(), fields.rows(fields.mutable).numpy(), seed, out.numpy())
+    _flip_random(words.contiguous().numpy(), fields.rows(fields.mutable).numpy(), rows.numpy(), seed, out.numpy())
     return out
 
 
-def flip_sparse(words: Tensor, fields: Fields, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
-    """See :func:`pyro_truncated.ops.flip_sparse`; given the probabilities for every number of active binary latents."""
+def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.flip_sparse`."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    binary = fields.binary
-    mask = torch.zeros(fields.num_words, dtype=torch.int64, device="cpu").index_add_(0, fields.word[binary], 1 << fields.shift[binary])
-    tables = (fields.rows(latents).numpy() for latents in (binary, fields.several, fields.mutable))
-    stay_other = float(torch.log1p(torch.tensor(-rate, dtype=torch.double, device="cpu")))
-    chances = torch.log1p(-switch_on).numpy(), switch_off.numpy(), stay_other
-    _flip_sparse(words.contiguous().numpy(), mask.numpy(), *tables, *chances, seed, out.numpy())
+    tables = (fields.rows(latents).numpy() for latents in (fields.binary, fields.several, fields.mutable))
+    chances = flips.log_stay_off.numpy(), flips.switch_off.numpy(), flips.log_stay_other, flips.num_on, flips.num_other
+    _flip_sparse(words.contiguous().numpy(), fields.binary_bits.numpy(), *tables, *chances, rows.numpy(), seed, out.numpy())
     return out
 
 
@@ -60,73 +63,60 @@ def _total(weights):
 
 @njit(cache=True, nogil=True)
 def _fitness(log_joint, by_fitness, weights):
-    """Selection weights of one data point: the offset fitness, or one; zero for states of probability zero."""
-    lowest = np.inf
+    """Selection weights of one data point: the offset fitness, or one; next to nothing without fitness, still less if impossible."""
+    lowest, highest = np.inf, -np.inf
     for value in log_joint:
         if value > -np.inf:
-            lowest = min(lowest, np.float64(value))
+            lowest, highest = min(lowest, np.float64(value)), max(highest, np.float64(value))
+    scale = (highest - lowest) + abs(lowest) if by_fitness and lowest < np.inf else 1.0
+    if scale == 0.0:
+        scale = 1.0
     for s in range(len(log_joint)):
         if log_joint[s] == -np.inf:
-            weights[s] = 0.0
+            weights[s] = scale * IMPOSSIBLE
         elif by_fitness:
-            weights[s] = (log_joint[s] - lowest) + abs(lowest)
+            fitness = (log_joint[s] - lowest) + abs(lowest)
+            weights[s] = fitness if fitness > 0.0 else scale * UNFIT
         else:
             weights[s] = 1.0
 
 
 @njit(cache=True, nogil=True)
-def _refill(log_joint, taken, weights):
-    """Equal weights for what is left when no positive weight is: states of positive probability first, then all others."""
-    possible = False
-    for s in range(len(log_joint)):
-        weights[s] = 0.0 if taken[s] or log_joint[s] == -np.inf else 1.0
-        possible |= weights[s] > 0.0
-    if not possible:
-        for s in range(len(log_joint)):
-            weights[s] = 0.0 if taken[s] else 1.0
-
-
-@njit(cache=True, nogil=True)
 def _draw(weights, threshold):
-    """Position at which the running sum of the weights exceeds the threshold; rounding can only lead to the last positive weight."""
+    """Position at which the running sum of the weights reaches the threshold; rounding can only lead to the last that added to it."""
     running = 0.0
     last = 0
     for s in range(len(weights)):
-        if weights[s] > 0.0:
-            running += weights[s]
+        before = running
+        running += weights[s]
+        if running > before:
             last = s
-            if running > threshold:
+            if running >= threshold:
                 break
     return last
 
 
 @parallel_kernel()
-def _select_parents(log_joint, by_fitness, seed, out):
+def _select_parents(log_joint, by_fitness, rows, seed, out):
     """Successive draws without replacement, ``out`` ``(N, P)``."""
     num_data, num_states = log_joint.shape
     for n in prange(num_data):
-        state = stream(seed, n)
+        state = stream(seed, rows[n])
         weights = np.empty(num_states)
-        taken = np.zeros(num_states, np.bool_)
         _fitness(log_joint[n], by_fitness, weights)
         for p in range(out.shape[1]):
-            total = _total(weights)
-            if not total > 0.0:
-                _refill(log_joint[n], taken, weights)
-                total = _total(weights)
             state += STEP
-            chosen = _draw(weights, uniform(state) * total)
+            chosen = _draw(weights, (1.0 - uniform(state)) * _total(weights))
             out[n, p] = chosen
-            taken[chosen] = True
             weights[chosen] = 0.0
 
 
 @parallel_kernel()
-def _cross(parents, word, shift, seed, out):
+def _cross(parents, word, shift, rows, seed, out):
     """Both offspring of every pair of parents, pair after pair."""
     num_data, num_parents, num_words = parents.shape
     for n in prange(num_data):
-        state = stream(seed, n)
+        state = stream(seed, rows[n])
         child = 0
         for i in range(num_parents):
             for j in range(i + 1, num_parents):
@@ -160,11 +150,11 @@ def change_latent(state_words, word, shift, cardinality, draw):
 
 
 @parallel_kernel()
-def _flip_random(words, fields, seed, out):
+def _flip_random(words, fields, rows, seed, out):
     """Changes one latent of every state; ``fields`` are rows word, shift, cardinality of the latents that can change."""
     num_data, num_states, num_words = words.shape
     for n in prange(num_data):
-        state = stream(seed, n)
+        state = stream(seed, rows[n])
         for c in range(num_states):
             for w in range(num_words):
                 out[n, c, w] = words[n, c, w]
@@ -186,58 +176,86 @@ def _count_ones(words, mask):
 
 
 @njit(cache=True, nogil=True)
-def _switch_off(words, mask, probability, state, out):
-    """Switches every active binary latent off with the given probability; returns the stream and whether anything changed."""
+def _switch_off(words, mask, threshold, state, out):
+    """Switches active binary latents off with probability ``threshold / 2**32``; returns whether anything changed.
+
+    Two neighbouring latents share a random word, so that a word is needed for every other one.
+    """
     changed = False
     for w in range(len(words)):
-        bits = np.uint64(words[w] & mask[w])
-        while bits:
-            lowest = bits & (~bits + np.uint64(1))
+        bits = words[w] & mask[w]
+        while bits != 0:
+            place = trailing_zeros(bits)
+            lowest = bits & -bits
             bits ^= lowest
-            state += STEP
-            if uniform(state) < probability:
-                out[w] ^= np.int64(lowest)
+            word = mix(state + np.uint64(32 * w + (place >> 1) + 1) * STEP)
+            half = (word >> np.uint64(32 * (place & 1))) & np.uint64(0xFFFFFFFF)
+            if np.int64(half) < threshold:
+                out[w] ^= lowest
                 changed = True
-    return state, changed
+    return changed
 
 
 @njit(cache=True, nogil=True)
-def _walk(words, fields, log_stay, only_zeros, state, out):
-    """Changes latents independently with probability ``1 - exp(log_stay)``, skipping from one change to the next.
+def _switch_on(words, fields, log_stay, num_draws, state, out):
+    """Switches idle binary latents on with probability ``1 - exp(log_stay)``, skipping from one to the next; returns whether any changed.
 
     The gap between changes is geometric, so the cost is the number of changes and not that of latents.
     """
     changed = False
     position = 0
-    while log_stay < 0.0:
+    if log_stay < 0.0:
+        for _ in range(num_draws):
+            state += STEP
+            gap = math.log(1.0 - uniform(state)) / log_stay
+            if gap >= fields.shape[1] - position:
+                break
+            position += int(gap)
+            word, bit = fields[0, position], np.int64(1) << fields[1, position]
+            if words[word] & bit == 0:
+                out[word] ^= bit
+                changed = True
+            position += 1
+    return changed
+
+
+@njit(cache=True, nogil=True)
+def _move(fields, log_stay, num_draws, state, out):
+    """Moves latents of several values with probability ``1 - exp(log_stay)``, as :func:`_switch_on`; returns whether any changed."""
+    changed = False
+    position = 0
+    for _ in range(num_draws):
         state += STEP
         gap = math.log(1.0 - uniform(state)) / log_stay
         if gap >= fields.shape[1] - position:
             break
         position += int(gap)
-        word, shift, cardinality = fields[0, position], fields[1, position], fields[2, position]
-        if not (only_zeros and (words[word] >> shift) & 1):
-            state += STEP
-            change_latent(out, word, shift, cardinality, state)
-            changed = True
+        state += STEP
+        change_latent(out, fields[0, position], fields[1, position], fields[2, position], state)
+        changed = True
         position += 1
-    return state, changed
+    return changed
 
 
 @parallel_kernel()
-def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, seed, out):
+def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, num_on, num_other, rows, seed, out):
     """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
     num_data, num_states, _ = words.shape
     for n in prange(num_data):
-        state = stream(seed, n)
+        row = stream(seed, rows[n])
         for c in range(num_states):
+            row += STEP
+            state = mix(row)
             parent, child = words[n, c], out[n, c]
             child[:] = parent
             active = _count_ones(parent, mask)
-            state, up = _walk(parent, binary, log_stay_off[active], True, state, child)
-            state, down = _switch_off(parent, mask, switch_off[active], state, child)
-            state, moved = _walk(parent, others, log_stay_other, False, state, child)
-            if not (up or down or moved):
+            changed = _switch_on(parent, binary, log_stay_off[active], num_on, state, child)
+            state += np.uint64(num_on) * STEP
+            changed |= _move(others, log_stay_other, num_other, state, child)
+            state += np.uint64(2 * num_other) * STEP
+            if switch_off[active] > 0:
+                changed |= _switch_off(parent, mask, switch_off[active], state + np.uint64(2) * STEP, child)
+            if not changed:
                 state += STEP
                 h = below(state, mutable.shape[1])
                 state += STEP

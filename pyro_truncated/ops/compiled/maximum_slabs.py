@@ -34,6 +34,7 @@ def gibbs(
     start: Tensor,
     burn_in: int,
     sweeps: int,
+    rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.maximum_slab_gibbs`; ``prior`` and ``start`` are those of the selected causes, ``(N, K)`` each."""
@@ -41,7 +42,7 @@ def gibbs(
     probabilities = torch.zeros_like(start)
     log_odds, mean, deviation = (as_array(parameter) for parameter in prior)
     parameters = as_array(value), as_array(weight.mT), as_array(precision), log_odds, mean, deviation
-    _gibbs(*parameters, selected.contiguous().numpy(), as_array(start), burn_in, seed, draws.numpy(), probabilities.numpy())
+    _gibbs(*parameters, selected.contiguous().numpy(), as_array(start), burn_in, rows.numpy(), seed, draws.numpy(), probabilities.numpy())
     return draws, probabilities / sweeps
 
 
@@ -166,7 +167,7 @@ def _offers(weight, selected, coefficients, without, others):
 
 
 @parallel_kernel(cost=HEAVY)
-def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start, burn_in, seed, draws, probabilities):
+def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start, burn_in, rows, seed, draws, probabilities):
     num_data, num_observed = value.shape
     num_selected, sweeps = selected.shape[1], draws.shape[1]
     num_blocks = min(num_data, MAX_BLOCKS)
@@ -175,7 +176,7 @@ def _gibbs(value, weight, precision, log_odds, mean, deviation, selected, start,
         order, segments = np.empty(num_observed + 1, np.int64), np.empty((4, num_observed + 2))
         places, chain = np.arange(num_selected), np.empty(num_selected)
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            state = stream(seed, n)
+            state = stream(seed, rows[n])
             chain[:] = start[n]
             for k in range(num_selected):
                 places[k] = k

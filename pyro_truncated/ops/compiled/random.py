@@ -1,8 +1,14 @@
 """Counter-based random numbers for compiled kernels: one stream per data point, whatever thread works on it."""
 
+from __future__ import annotations
+
 import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 # The increment and the multipliers of splitmix64 (Steele, Lea & Flood, 2014, "Fast splittable pseudorandom number generators").
 STEP = np.uint64(0x9E3779B97F4A7C15)
@@ -34,3 +40,19 @@ def uniform(state):
 def below(state, bound):
     """Uniform integer in 0 .. bound - 1, for bounds far below 2**32."""
     return np.int64(((mix(state) >> np.uint64(32)) * np.uint64(bound)) >> np.uint64(32))
+
+
+def uniform_numbers(rows: Tensor, count: int, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.uniform`."""
+    out = torch.empty(len(rows), count, dtype=torch.float64, device="cpu")
+    _uniform_numbers(rows.contiguous().numpy(), seed, out.numpy())
+    return out
+
+
+@parallel_kernel()
+def _uniform_numbers(rows, seed, out):
+    for n in prange(len(rows)):
+        state = stream(seed, rows[n])
+        for i in range(out.shape[1]):
+            state += STEP
+            out[n, i] = uniform(state)

@@ -51,10 +51,10 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
     return out.to(weights.dtype), num_invalid
 
 
-def draw_values(tails: Tensor, num_samples: int, fields: Fields, seed: int) -> Tensor:
+def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
     out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device="cpu")
-    _draw_values(tails.numpy(), fields.word.numpy(), fields.shift.numpy(), seed, out.numpy())
+    _draw_values(tails.numpy(), fields.word.numpy(), fields.shift.numpy(), rows.numpy(), seed, out.numpy())
     return out
 
 
@@ -119,11 +119,11 @@ def _add_weights_of_values(words, weights, word, shift, mask, cardinality, out):
 
 
 @parallel_kernel()
-def _draw_values(tails, word, shift, seed, out):
+def _draw_values(tails, word, shift, rows, seed, out):
     """Independent latents by inversion: the value is the number of tail probabilities ``P(value > v)`` above a uniform number."""
     num_data, num_samples, num_words = out.shape
     for n in prange(num_data):
-        state = stream(seed, n)
+        state = stream(seed, rows[n])
         for c in range(num_samples):
             for w in range(num_words):
                 out[n, c, w] = 0

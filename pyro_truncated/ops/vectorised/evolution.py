@@ -1,91 +1,146 @@
-"""The operators of :mod:`pyro_truncated.ops.evolution` in plain torch, for any device."""
+"""The operators of :mod:`pyro_truncated.ops.evolution` on words in plain torch, for any device; they draw what the compiled ones draw."""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.fields import Fields, pack
-from pyro_truncated.ops.vectorised.values import unpack
+from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.sparse_flips import IMPOSSIBLE, UNFIT, SparseFlips
+from pyro_truncated.ops.vectorised import random
 from pyro_truncated.utils.budget import blocks_of_rows
 
 
-def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, seed: int) -> Tensor:
-    """Successive draws without replacement as the smallest of exponential arrival times (Efraimidis & Spirakis, 2006)."""
-    generator = torch.Generator(log_joint.device).manual_seed(seed)
-    log_joint = log_joint.double()
+def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
+    """Successive draws without replacement, all data points at once."""
+    uniform = 1 - random.uniform(random.numbers(random.stream(seed, rows), num_parents))
+    weights, chosen = _fitness(log_joint.double(), by_fitness), []
+    for threshold in uniform.split(1, 1):
+        running = weights.cumsum(1)
+        chosen.append(torch.searchsorted(running, threshold * running[:, -1:]))
+        weights.scatter_(1, chosen[-1], 0.0)
+    return torch.cat(chosen, 1)
+
+
+def _fitness(log_joint: Tensor, by_fitness: bool) -> Tensor:
+    """Selection weights: the offset fitness, or one; next to nothing without fitness, still less if impossible."""
     possible = log_joint > -math.inf
-    lowest = log_joint.masked_fill(~possible, math.inf).amin(1, keepdim=True)
-    fitness = (log_joint - lowest) + lowest.abs() if by_fitness else torch.ones_like(log_joint)
-    fitness = torch.where(possible, fitness, 0.0)
-    arrival = torch.empty_like(fitness).exponential_(generator=generator)
-    # States without fitness come after all others in random order, those of probability zero at the very end.
-    rank = torch.where(fitness > 0, 0, torch.where(possible, 1, 2))
-    order = torch.where(fitness > 0, arrival / fitness, arrival).argsort(dim=1)
-    return order.gather(1, rank.gather(1, order).argsort(dim=1, stable=True))[:, :num_parents]
+    if not by_fitness:
+        return torch.ones_like(log_joint).masked_fill_(~possible, IMPOSSIBLE)
+    lowest = torch.where(possible, log_joint, math.inf).amin(1, keepdim=True)
+    fitness = (log_joint - lowest) + lowest.abs()
+    scale = fitness.amax(1, keepdim=True)
+    scale = torch.where((scale > 0) & (scale < math.inf), scale, 1.0)
+    return torch.where(possible, torch.where(fitness > 0, fitness, scale * UNFIT), scale * IMPOSSIBLE)
 
 
-def cross(parents: Tensor, fields: Fields, seed: int) -> Tensor:
+def cross(parents: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Both offspring of every pair of parents, pair after pair."""
     device = parents.device
-    generator = torch.Generator(device).manual_seed(seed)
-    num_data, num_parents, num_words = parents.shape
+    num_parents = parents.shape[1]
     first, second = torch.triu_indices(num_parents, num_parents, 1, device=device)
-    cut = torch.randint(1, fields.num_latents, (num_data, len(first), 1), generator=generator, device=device)
-    position = torch.arange(num_words, device=device)
-    word, shift = fields.word.to(device)[cut], fields.shift.to(device)[cut]
-    tail = torch.where(position > word, -1, torch.where(position < word, 0, ~((1 << shift) - 1)))
-    a, b = parents[:, first], parents[:, second]
-    swapped = (a ^ b) & tail
-    return torch.stack([a ^ swapped, b ^ swapped], 2).flatten(1, 2)
+    draws = random.numbers(random.stream(seed, rows), len(first))
+    # What lies below the field of the first latent that is swapped stays.
+    swapped = (parents[:, first] ^ parents[:, second]) & fields.on(device, "tails")[random.below(draws, fields.num_latents - 1)]
+    return torch.stack([parents[:, first] ^ swapped, parents[:, second] ^ swapped], 2).flatten(1, 2)
 
 
-def flip_random(words: Tensor, fields: Fields, seed: int) -> Tensor:
+def flip_random(words: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Changes one latent of every state."""
-    generator = torch.Generator(words.device).manual_seed(seed)
-
-    def change(values: Tensor) -> Tensor:
-        return _one_of(fields, values, generator)
-
-    return _mutate(words, fields, change, generator)
+    draws = random.numbers(random.stream(seed, rows), 2 * words.shape[1])
+    return words ^ changed_by(words, fields, draws.view(*words.shape[:2], 2))
 
 
-def flip_sparse(words: Tensor, fields: Fields, switch_on: Tensor, switch_off: Tensor, rate: float, seed: int) -> Tensor:
-    """Sparsity-driven flips, given the probabilities for every number of active binary latents."""
-    device = words.device
-    generator = torch.Generator(device).manual_seed(seed)
-    cardinality = fields.cardinality.to(device)
-    binary = cardinality == 2
-    switch_on, switch_off = switch_on.to(device), switch_off.to(device)
-
-    def change(values: Tensor) -> Tensor:
-        on = (values != 0) & binary
-        active = on.sum(-1, keepdim=True)
-        probability = torch.where(on, switch_off[active], switch_on[active])
-        probability = torch.where(binary, probability, torch.where(cardinality > 2, rate, 0.0))
-        flips = torch.rand(values.shape, generator=generator, device=device, dtype=torch.double) < probability
-        return torch.where(flips.any(-1, keepdim=True), flips, _one_of(fields, values, generator))
-
-    return _mutate(words, fields, change, generator)
-
-
-def _one_of(fields: Fields, values: Tensor, generator: torch.Generator) -> Tensor:
-    """Marks one latent of more than one value per state, ``(n, C, L)`` booleans."""
-    mutable = fields.mutable.to(values.device)
-    index = torch.randint(len(mutable), (*values.shape[:-1], 1), generator=generator, device=values.device)
-    return torch.zeros_like(values, dtype=torch.bool).scatter_(-1, mutable[index], True)
-
-
-def _mutate(words: Tensor, fields: Fields, change: Callable[[Tensor], Tensor], generator: torch.Generator) -> Tensor:
-    """Moves the latents that ``change`` marks to another of their values, all of them equally probable, in blocks of data points."""
+def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor, seed: int) -> Tensor:
+    """Sparsity-driven flips, in blocks of data points."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    cardinality = fields.cardinality.to(words.device)
-    for rows in blocks_of_rows(len(words), 32 * words.shape[1] * fields.num_latents):
-        values = unpack(words[rows], fields, torch.int64)
-        step = torch.rand(values.shape, generator=generator, device=words.device) * (cardinality - 1)
-        step = 1 + torch.minimum(step.long(), (cardinality - 2).clamp(min=0))
-        out[rows] = pack(torch.where(change(values), (values + step) % cardinality, values), fields)
+    size = flips.num_on + 2 * flips.num_other + 2 + 32 * fields.num_words
+    for block in blocks_of_rows(len(words), 64 * words.shape[1] * size):
+        streams = random.numbers(random.stream(seed, rows[block]), words.shape[1])
+        out[block] = _flip_sparse(words[block], fields, flips, random.numbers(streams, size))
     return out
+
+
+def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tensor) -> Tensor:
+    """Flips in states ``(n, C, W)``, given all random words ``(n, C, .)`` that can be needed."""
+    device = words.device
+    on, moves, change, off = draws.split([flips.num_on, 2 * flips.num_other, 2, 32 * fields.num_words], -1)
+    bits = fields.on(device, "binary_bits")
+    active = (words & bits).view(torch.uint8).long()
+    active = _ones(device)[active].sum(-1)
+    changed = torch.zeros_like(words)
+    if flips.num_on:
+        changed = _switched_on(words, fields, flips.log_stay_off.to(device)[active], on)
+    if len(fields.binary):
+        halves = off.contiguous().view(torch.int32)
+        # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
+        threshold = flips.switch_off.to(device)[active].unsqueeze(-1) - 2**31
+        changed = changed | (_packed((halves ^ _SIGN) < threshold) & words & bits)
+    if flips.num_other:
+        changed = changed | _moved(words, fields, flips.log_stay_other, moves)
+    same = (changed == 0).all(-1, keepdim=True)
+    return words ^ torch.where(same, changed_by(words, fields, change), changed)
+
+
+@functools.cache
+def _ones(device: torch.device) -> Tensor:
+    """How many bits of a byte are set, for all bytes."""
+    return torch.tensor([byte.bit_count() for byte in range(256)], device=device)
+
+
+_SIGN = -(2**31)
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Words ``(..., W)`` of bits ``(..., 64 W)``."""
+    powers = (1 << torch.arange(8, device=bits.device)).to(torch.uint8)
+    octets: Tensor = (bits.unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
+    return octets.view(torch.int64)
+
+
+def _gaps(draws: Tensor, log_stay: Tensor, number: int) -> Tensor:
+    """Positions ``(..., J)`` of changes among so many latents, each as many further on as a geometric gap says; behind the last: none."""
+    gap = (-random.uniform(draws)).log1p() / log_stay
+    gap = torch.where(log_stay < 0, gap, number).clamp(max=number)
+    return (gap.long() + 1).cumsum(-1) - 1
+
+
+def _switched_on(words: Tensor, fields: Fields, log_stay: Tensor, draws: Tensor) -> Tensor:
+    """Bits ``(n, C, W)`` of idle binary latents, each with probability ``1 - exp(log_stay)``, ``(n, C)``."""
+    word, shift, _ = fields.on(words.device, "rows of binary")
+    place = _gaps(draws, log_stay.unsqueeze(-1), len(word))
+    inside, place = place < len(word), place.clamp(max=len(word) - 1)
+    bit = inside.long() << shift[place]
+    word = word[place]
+    return torch.zeros_like(words).scatter_add_(-1, word, bit & ~words.gather(-1, word))
+
+
+def _moved(words: Tensor, fields: Fields, log_stay: float, draws: Tensor) -> Tensor:
+    """Bits ``(n, C, W)`` that move latents of several values, each with probability ``1 - exp(log_stay)``."""
+    number = len(fields.several)
+    gap, value = draws.unflatten(-1, (-1, 2)).unbind(-1)
+    place = _gaps(gap, torch.tensor(log_stay, dtype=torch.double, device=words.device), number)
+    inside, place = place < number, place.clamp(max=number - 1)
+    word, bits = _moves(words, fields, "several", place, value)
+    return torch.zeros_like(words).scatter_add_(-1, word, bits.masked_fill(~inside, 0))
+
+
+def changed_by(words: Tensor, fields: Fields, draws: Tensor) -> Tensor:
+    """Bits ``(n, C, W)`` that move one latent of each state, given two random words each: which one, and to which value."""
+    latent, value = draws.split(1, -1)
+    word, bits = _moves(words, fields, "mutable", random.below(latent, len(fields.mutable)), value)
+    return torch.zeros_like(words).scatter_(-1, word, bits)
+
+
+def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Words and bits ``(n, C, J)`` that move latents to another of their values, all of them equally probable."""
+    word, shift, cardinality = fields.on(words.device, f"rows of {kind}")[:, place]
+    if fields.is_binary:
+        return word, torch.ones_like(shift) << shift
+    mask = fields.on(words.device, f"masks of {kind}")[place]
+    old = (words.gather(-1, word) >> shift) & mask
+    new = (old + 1 + random.below(draws, cardinality - 1)) % cardinality
+    return word, (old ^ new) << shift

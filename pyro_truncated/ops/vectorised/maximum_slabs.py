@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.piecewise import maximum_segments
+from pyro_truncated.ops.vectorised import random
 from pyro_truncated.utils.budget import rows_per_block
 
 # A cause that is on must not look as if it were off.
@@ -23,6 +24,7 @@ def gibbs(
     start: Tensor,
     burn_in: int,
     sweeps: int,
+    rows: Tensor,
     seed: int,
 ) -> tuple[Tensor, Tensor]:
     """Sweeps over the selected causes of every data point, each time in another random order.
@@ -36,31 +38,35 @@ def gibbs(
         start: their coefficients, ``(N, K)``.
         burn_in: sweeps before the first one kept.
         sweeps: sweeps kept.
+        rows: positions of the data points among all data, ``(N,)``.
         seed: of the random numbers.
 
     Returns:
         Coefficients after every sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact conditional probabilities of
         being on, ``(N, K)``.
     """
-    generator = torch.Generator(value.device).manual_seed(seed)
-    coefficients, rows = start.clone(), torch.arange(len(value), device=value.device)
+    coefficients, data, number = start.clone(), torch.arange(len(value), device=value.device), selected.shape[1]
     (log_odds, mean, deviation), elements = prior, weight.mT[selected]
-    draws, total = [], torch.zeros_like(start)
+    order = torch.arange(number, device=value.device).repeat(len(value), 1)
+    draws, total, streams = [], torch.zeros_like(start), random.stream(seed, rows)
     for sweep in range(burn_in + sweeps):
-        order = torch.rand(start.shape, generator=generator, device=value.device).argsort(1)
-        for place in order.mT:
-            uniform = torch.rand(3, len(value), generator=generator, device=value.device, dtype=value.dtype)
+        for i in range(number):
+            lottery, choice, quantile = random.numbers(streams, 3).unbind(-1)
+            streams = random.advanced(streams, 3)
+            place = random.shuffle_step(order, i, lottery.unsqueeze(1)).squeeze(1)
             offers = (elements * coefficients.unsqueeze(-1)).clamp(min=0.0)
-            offers[rows, place] = 0.0
-            arguments = (parameter[rows, place] for parameter in (mean, deviation))
-            segments = maximum_segments(value, offers.amax(1), elements[rows, place], precision, *arguments)
-            on = segments.log_masses().logsumexp(-1) + log_odds[rows, place]
-            chance = torch.sigmoid(on - log_likelihood(value, offers.amax(1), precision))
-            slab = segments.draw(uniform[1], uniform[2])
+            offers[data, place] = 0.0
+            arguments = (parameter[data, place] for parameter in (mean, deviation))
+            segments = maximum_segments(value, offers.amax(1), elements[data, place], precision, *arguments)
+            on = segments.log_masses().logsumexp(-1) + log_odds[data, place] - log_likelihood(value, offers.amax(1), precision)
+            chance, off = torch.sigmoid(on), torch.sigmoid(-on)
+            # One number decides between off, first, and the segments of the slab, in their order.
+            rest = random.uniform(choice) - off
+            slab = segments.draw((rest / chance).clamp(0.0, 1.0), random.uniform(quantile))
             slab = torch.where(slab == 0, _SMALLEST, slab)
-            coefficients[rows, place] = torch.where(uniform[0] < chance, slab, 0.0)
+            coefficients[data, place] = torch.where(rest < 0, 0.0, slab)
             if sweep >= burn_in:
-                total[rows, place] += chance
+                total[data, place] += chance
         if sweep >= burn_in:
             draws.append(coefficients.clone())
     return torch.stack(draws, 1), total / sweeps

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.fields import Fields, pack
-from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
+from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.vectorised import random
+from pyro_truncated.utils.budget import blocks_of_rows
 
 
 def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
@@ -52,19 +53,23 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple
     return out, num_invalid
 
 
-def draw_values(tails: Tensor, num_samples: int, fields: Fields, seed: int) -> Tensor:
+def draw_values(tails: Tensor, num_samples: int, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """See :func:`pyro_truncated.ops.draw_values`; given the probabilities ``P(value > v)``, ``(N, L, V - 1)``."""
-    generator = torch.Generator(tails.device).manual_seed(seed)
-    parts = []
-    block = rows_per_block(32 * len(tails) * fields.num_latents)
-    for start in range(0, max(1, num_samples), block):
-        shape = (len(tails), min(block, num_samples - start), fields.num_latents)
-        uniform = torch.rand(shape, generator=generator, device=tails.device, dtype=torch.double)
-        values = torch.zeros(shape, dtype=torch.long, device=tails.device)
-        for tail in tails.unbind(-1):
+    out = torch.empty(len(tails), num_samples, fields.num_words, dtype=torch.int64, device=tails.device)
+    for block in blocks_of_rows(len(tails), 64 * num_samples * fields.num_latents):
+        draws = random.numbers(random.stream(seed, rows[block]), num_samples * fields.num_latents)
+        uniform = random.uniform(draws).view(len(draws), num_samples, fields.num_latents)
+        values = torch.zeros(uniform.shape, dtype=torch.int64, device=tails.device)
+        for tail in tails[block].unbind(-1):
             values += uniform < tail.unsqueeze(1)
-        parts.append(pack(values, fields))
-    return torch.cat(parts, 1)
+        out[block] = _packed(values, fields)
+    return out
+
+
+def _packed(values: Tensor, fields: Fields) -> Tensor:
+    """Packs values that are known to be those of their latents."""
+    words = values.new_zeros(*values.shape[:-1], fields.num_words)
+    return words.index_add_(-1, fields.on(values.device, "word"), values << fields.on(values.device, "shift"))
 
 
 def _blocks(words: Tensor, num_latents: int) -> Iterator[slice]:

@@ -1,0 +1,118 @@
+"""Random numbers keyed by the position of a data point: the same on every device, in any batch, block and process.
+
+Each draw is a function of four numbers (a counter-based generator, splitmix64): the seed of a run, how far the run is, the number of the
+operator's call, and the position of the data point among all data. Nothing else decides it, so populations of a part of the data develop
+as those of all data do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend
+
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_WORD = 2**64 - 1
+
+
+class Stream:
+    """The seeds of successive calls of operators; equal streams give equal seeds.
+
+    It stands in for a generator wherever operators and searches take one.
+
+    Args:
+        seed: of all of them, a number from 0 to 2**63 - 1.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self._count = seed, 0
+        self._branches: dict[int, Stream] = {}
+        # Of generators by their identity, which they keep as long as they are held; shared by all streams that begin again.
+        self._seeds: dict[int, tuple[torch.Generator, int]] = {}
+
+    def next(self) -> int:
+        """The next seed."""
+        self._count += 1
+        return mixed(self.seed, self._count)
+
+    def again(self) -> Stream:
+        """The same stream, with its branches, from the beginning on: the next block of data points draws as the last one did."""
+        stream = Stream(self.seed)
+        stream._seeds = self._seeds
+        return stream
+
+    def branch(self, generator: torch.Generator | None) -> Stream:
+        """The stream of somebody with a generator of its own, which seeds it once, however often this stream begins; else this one."""
+        if generator is None:
+            return self
+        key = id(generator)
+        if key not in self._seeds:
+            self._seeds[key] = generator, draw_seed(generator)
+        return self._branches.setdefault(key, Stream(self._seeds[key][1]))
+
+
+Source = torch.Generator | Stream | None
+
+
+def draw_seed(source: Source = None) -> int:
+    """A 63-bit integer that seeds one operator call: the next of a stream, or drawn from a generator (default: torch's global one)."""
+    if isinstance(source, Stream):
+        return source.next()
+    device = "cpu" if source is None else source.device
+    return int(torch.randint(2**63 - 1, (), generator=source, device=device))
+
+
+def mixed(*numbers: int) -> int:
+    """A 63-bit integer that depends on all bits of some integers and on their order."""
+    state = 0
+    for number in numbers:
+        state = _mix((state + _mix(((number + 1) * _STEP) & _WORD)) & _WORD)
+    return state >> 1
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _FIRST) & _WORD
+    x = ((x ^ (x >> 27)) * _SECOND) & _WORD
+    return x ^ (x >> 31)
+
+
+def positions(rows: Tensor | None, num_data: int, device: torch.device) -> Tensor:
+    """Positions ``(N,)`` of data points among all data, on a device; by default these are all data in order.
+
+    Raises:
+        ValueError: if they are no integers, one for each data point.
+    """
+    if rows is None:
+        return torch.arange(num_data, device=device)
+    if rows.shape != (num_data,) or rows.dtype != torch.int64:
+        raise ValueError(
+            f"rows must be the positions of {num_data} data points, int64 of shape ({num_data},); "
+            f"got {rows.dtype} of shape {tuple(rows.shape)}"
+        )
+    return rows.to(device)
+
+
+def uniform(rows: Tensor, shape: Sequence[int] = (), *, generator: Source = None) -> Tensor:
+    """Uniform random numbers in [0, 1) for data points, with 53 random bits.
+
+    Args:
+        rows: positions of the data points among all data, ``(N,)`` int64; the numbers come to their device.
+        shape: how many for each data point.
+        generator: source of the seed.
+
+    Returns:
+        ``(N, *shape)`` in float64.
+    """
+    seed = draw_seed(generator)
+    number = math.prod(shape)
+    numbers: Tensor = backend("random", rows).uniform_numbers(positions(rows, len(rows), rows.device), number, seed)
+    return numbers.view(len(rows), *shape)
+
+
+def uniform_integers(rows: Tensor, bound: int, shape: Sequence[int] = (), *, generator: Source = None) -> Tensor:
+    """Uniform random integers in ``0 .. bound - 1`` for data points, ``(N, *shape)`` int64; see :func:`uniform`."""
+    return (uniform(rows, shape, generator=generator) * bound).long()
