@@ -212,10 +212,11 @@ def test_best_start_by_gibbs_sampling():
     model = MaxSpikeSlabSparseCoding(9, 6)
     search = Preselection(Cosine(lambda: model.weight), 4, explore=0.0)
     reached = best_start(model, y, search, num_starts=4, num_data=200, steps=12, temperature=lambda step: max(1.0, 3.0 - step / 3))
-    # The parameters are those of the best run: going on from there does as well at once, up to the noise of sampling.
+    # The parameters are those of the best run: going on from there does at least as well at once, up to the noise of sampling. It does
+    # better where twelve steps were too few.
     loss = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search, burn_in=10)).step(y)
     assert max(reached) - min(reached) > 1.0
-    assert abs(-loss / len(y) - max(reached)) < 0.5
+    assert -loss / len(y) > max(reached) - 0.5
     with pytest.raises(TypeError, match="needs a search that selects latents"):
         best_start(model, y, ExhaustiveSearch())
 
