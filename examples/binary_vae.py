@@ -56,12 +56,12 @@ def picture(model: BinaryVAE, guide: AutoTruncated, y: torch.Tensor, history: li
     from matplotlib.figure import Figure
 
     with torch.no_grad():
-        nothing = model.decoder(torch.zeros(model.num_latents))
-        alone = model.decoder(torch.eye(model.num_latents)) - nothing
+        nothing = model.mean(torch.zeros(model.num_latents))
+        alone = model.mean(torch.eye(model.num_latents)) - nothing
         order = guide.marginals()["s"].mean(0).argsort(descending=True)
         rows = torch.arange(min(20, len(y)))
         pairs = torch.stack([y[rows], model.reconstruct(guide.population(rows))], 1).flatten(0, 1)
-        drawn = model.decoder(torch.bernoulli(model.prior.expand(40, -1)))
+        drawn = model.mean(torch.bernoulli(model.prior.expand(40, -1)))
     figure = Figure(figsize=(11, 8), layout="constrained")
     axes = figure.subplots(2, 2)
     plots.plot_dictionary(alone[order].mT, axes[0, 0], columns=8).set_title(

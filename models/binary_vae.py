@@ -20,9 +20,14 @@ _SCALE_FLOOR = 1e-3
 
 
 class BinaryVAE(UniqueModule):
-    r"""Binary latents under a neural network, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(f(s), \sigma^2 I)`.
+    r"""Binary latents under a neural network.
 
-    No encoder, no relaxation of the latents and no sampling noise: the network :math:`f` is trained through the truncated posterior, whose
+    .. math:: s_h \sim \mathrm{Bernoulli}(\pi_h), \quad y \sim \mathcal N(c + u f(s), \sigma^2 I).
+
+    The network :math:`f` works in units of the data, about their mean: :meth:`initialize` sets :math:`c` and :math:`u`, so that training on
+    data in volts and in microvolts is the same run. Until then they are 0 and 1.
+
+    No encoder, no relaxation of the latents and no sampling noise: the network is trained through the truncated posterior, whose
     states a search finds. The prior and the noise are learned, too::
 
         guide = AutoTruncated(model, num_states=32)
@@ -32,11 +37,13 @@ class BinaryVAE(UniqueModule):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         hidden: widths of the hidden layers of a network with leaky rectifiers; empty for a linear one.
-        decoder: a network of your own instead, from states ``(*batch, H)`` to means ``(*batch, D)``.
+        decoder: a network of your own instead, from states ``(*batch, H)`` to ``(*batch, D)``.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
         decoder: the network :math:`f`.
+        center: :math:`c`, ``(D,)``.
+        unit: :math:`u`, a scalar.
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probabilities :math:`\pi` that the latents are active, ``(H,)``.
 
@@ -45,6 +52,8 @@ class BinaryVAE(UniqueModule):
     """
 
     decoder: torch.nn.Module
+    center: Tensor
+    unit: Tensor
     scale: Tensor
     prior: Tensor
 
@@ -61,6 +70,8 @@ class BinaryVAE(UniqueModule):
         check_counts(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents = num_observed, num_latents
         self.decoder = _perceptron([num_latents, *hidden, num_observed], dtype) if decoder is None else decoder
+        self.register_buffer("center", torch.zeros(num_observed, dtype=dtype))
+        self.register_buffer("unit", torch.ones((), dtype=dtype))
         prior = torch.full((num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
         self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
@@ -72,14 +83,17 @@ class BinaryVAE(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", dist.Normal(decoder(states), scale).to_event(1), obs=None if y is None else y[index])
+            return pyro.sample(
+                "y", dist.Normal(self.center + self.unit * decoder(states), scale).to_event(1), obs=None if y is None else y[index]
+            )
 
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor) -> BinaryVAE:
-        r"""Starts from the data: :math:`\sigma^2` is the data's variance, and a network that ends in a linear layer starts at their mean.
+        r"""Starts from the data: :math:`\sigma` and :math:`u` are their deviation, :math:`c` their mean.
 
-        So the state without active latents explains the mean, and the others have the rest to share.
+        A network that ends in a linear layer gives zero for the state without active latents, which so explains the mean, and the others
+        have the rest to share.
 
         Args:
             y: data ``(N, D)``.
@@ -94,17 +108,24 @@ class BinaryVAE(UniqueModule):
         layers = [layer for layer in self.decoder.modules() if isinstance(layer, torch.nn.Linear)]
         if layers and layers[-1].bias is not None and layers[-1].out_features == self.num_observed:
             nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))
-            layers[-1].bias.add_(y.mean(0).to(nothing) - nothing.squeeze(0))
+            layers[-1].bias.sub_(nothing.squeeze(0))
         rows = y.double()
         deviation = rows.var(0, correction=0).mean().sqrt()
-        self.scale = deviation.maximum(_SCALE_FLOOR * data_scale(rows.square().sum(), torch.tensor(float(y.numel())))).to(self.scale)
+        unit = deviation.maximum(_SCALE_FLOOR * data_scale(rows.square().sum(), torch.tensor(float(y.numel()))))
+        self.center.copy_(rows.mean(0))
+        self.unit.copy_(unit)
+        self.scale = unit.to(self.scale)
         self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
         return self
 
+    def mean(self, states: Tensor) -> Tensor:
+        """Means of observations ``(*batch, D)`` with states ``(*batch, H)``."""
+        return self.center + self.unit * self.decoder(states)
+
     @torch.no_grad()
     def reconstruct(self, population: Population) -> Tensor:
-        r"""Posterior mean of the noise-free data, :math:`\langle f(s) \rangle`, ``(N, D)`` for the population's data points."""
-        return population.expectation(lambda states: self.decoder(states.to(self.prior.dtype)))
+        r"""Posterior mean of the noise-free data, :math:`c + u \langle f(s) \rangle`, ``(N, D)`` for the population's data points."""
+        return population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
 
 
 def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:

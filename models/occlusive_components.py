@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pyro
 import pyro.distributions as dist
@@ -14,6 +15,7 @@ from torch.distributions import constraints
 from pyro_truncated import Population, UniqueModule, check_counts, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
 from pyro_truncated.models.binary_causes import best_prior
+from pyro_truncated.models.dictionary import data_scale
 
 _NEVER_SEEN = 1e-8
 _MOST_WINDOWS = 500
@@ -42,7 +44,7 @@ class OcclusiveComponents(UniqueModule):
         num_channels: number of colour channels ``F``.
         order: ``"exclusive"`` or ``"depth"``.
         wrap: whether objects that leave the canvas on one side come back on the other, so that there are as many places as pixels.
-        min_scale: floor of both standard deviations: without noise in the data the likelihood has no maximum.
+        min_scale: floor of both standard deviations, as a share of the data's root mean square; without noise no density has a maximum.
         min_mask: masks stay in [min_mask, 1 - min_mask]; at 0 or 1 no pixel could ever change a mask again.
         dtype: floating point type of the parameters; default: torch's.
 
@@ -78,7 +80,7 @@ class OcclusiveComponents(UniqueModule):
         *,
         order: str = "exclusive",
         wrap: bool = True,
-        min_scale: float = 0.03,
+        min_scale: float = 0.15,
         min_mask: float = 1e-3,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -121,7 +123,7 @@ class OcclusiveComponents(UniqueModule):
 
     @torch.no_grad()
     @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 0.2) -> OcclusiveComponents:
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 1.0) -> OcclusiveComponents:
         """Starts from the data: objects are windows of random images, the background is the most frequent colour.
 
         Of every image the window is taken that stands out most from the background while its surroundings do not. The fourth part of these
@@ -131,12 +133,19 @@ class OcclusiveComponents(UniqueModule):
         Args:
             y: images ``(N, height, width, F)``.
             generator: source of randomness.
-            scale: standard deviation to start from.
+            scale: standard deviation to start from, as a share of the root mean square of the data.
 
         Returns:
             The model itself.
+
+        Raises:
+            ValueError: if the images are not finite or of another shape, or ``scale`` is not positive.
         """
-        images = self._checked(y).double()
+        if not 0 < scale < math.inf:
+            raise ValueError(f"scale must be a positive number; got {scale!r}")
+        rows = self._checked(y).double()
+        unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
+        images = rows / unit
         pixels = images.flatten(0, 2)
         background = pixels.median(0).values
         contrast = (images - background).square().sum(-1)
@@ -147,13 +156,13 @@ class OcclusiveComponents(UniqueModule):
         windows, brightness = windows[clearest], brightness[clearest]
         seen = (windows - background) * (brightness > 0).unsqueeze(-1)
         chosen = _typical(seen.reshape(-1, *self.features.shape[1:]), self.num_objects, generator)
-        self.features = windows[chosen].reshape(self.features.shape).to(self.features)
+        self.features = (unit * windows[chosen]).reshape(self.features.shape).to(self.features)
         bright = brightness[chosen].reshape(self.masks.shape) > 0
         self.masks = torch.where(bright, 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
-        self.scale = torch.full_like(self.scale, scale)
-        self.background = background.to(self.background)
-        self.background_scale = (spread / self.num_channels).sqrt().clamp(min=self.min_scale).to(self.background_scale)
+        self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
+        self.background = (unit * background).to(self.background)
+        self.background_scale = (unit * (spread / self.num_channels).sqrt().clamp(min=self.min_scale)).to(self.background_scale)
         return self
 
     @torch.no_grad()
@@ -194,8 +203,10 @@ class OcclusiveComponents(UniqueModule):
         self.features = features.reshape(self.features.shape).to(self.features)
         self.background = background.to(self.background)
         self.masks = masks.clamp(self.min_mask, 1 - self.min_mask).reshape(self.masks.shape).to(self.masks)
-        self.scale = self._best_scale(owned, features, self.scale)
-        self.background_scale = self._best_scale(rest, background, self.background_scale)
+        every = owned.sum((0, 1)) + rest
+        floor = self.min_scale * data_scale(every[-1], every[0] * self.num_channels)
+        self.scale = self._best_scale(owned, features, self.scale, floor)
+        self.background_scale = self._best_scale(rest, background, self.background_scale, floor)
         self.prior = best_prior(statistics["present"], statistics["num_data"], False).to(self.prior)
 
     @torch.no_grad()
@@ -209,10 +220,10 @@ class OcclusiveComponents(UniqueModule):
         nothing = torch.zeros(self.num_objects, dtype=torch.int64, device=self.features.device)
         return self.likelihood(nothing, nothing)
 
-    def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor) -> Tensor:
+    def _best_scale(self, sums: Tensor, means: Tensor, old: Tensor, floor: Tensor) -> Tensor:
         weight = sums[..., 0].sum() * self.num_channels
         variance = _squared_errors(sums, means) / weight.clamp(min=_NEVER_SEEN)
-        best = variance.clamp(min=self.min_scale**2).sqrt()
+        best = variance.clamp(min=0.0).sqrt().maximum(floor)
         return torch.where(weight > _NEVER_SEEN, best, old.detach().double()).to(old)
 
     def _checked(self, y: Tensor) -> Tensor:

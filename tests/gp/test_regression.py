@@ -189,7 +189,7 @@ def test_the_fit_finds_the_noise_and_what_matters() -> None:
     regression = LeaveOneOutRegression(x)
     regression.fit(targets, 50)
     # Six hundred targets: the standard error of a variance estimate is 6 %, and 4.4 of them are a false alarm in 1e-5.
-    assert float(regression.noise) == pytest.approx(0.01, rel=0.26)
+    assert regression.unit**2 * float(regression.noise) == pytest.approx(0.01, rel=0.26)
     mean, variance = regression.loo(targets)
     assert float((mean - clean).square().mean()) < 0.01
     assert float(((targets - mean).square().mean(1) / variance).mean()) == pytest.approx(1.0, abs=0.26)
@@ -314,3 +314,25 @@ def test_a_state_that_is_taken_back_gives_the_very_same_predictions(options) -> 
         assert torch.equal(found, expected)
     with pytest.raises(ValueError, match="of another kernel"):
         LeaveOneOutRegression(inputs, "linear").load_state_dict(fitted.state_dict())
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("unit", [1e-9, 1e9])
+def test_targets_in_another_unit_give_the_same_fit(form: str, unit: float, data: tuple[Tensor, Tensor]) -> None:
+    x, targets = data
+    targets = targets + 0.1 * torch.linspace(0, 1, N, dtype=torch.float64).sin().unsqueeze(-1)
+    own, other = (LeaveOneOutRegression(x, "rbf", generator=torch.Generator().manual_seed(1), **FORMS[form]) for _ in range(2))
+    reached = own.fit(targets, 10)
+    assert other.fit(unit * targets, 10) + math.log(unit) == pytest.approx(reached, abs=1e-6)
+    shift = math.log(unit) * targets.numel()
+    assert float(other.log_likelihood(unit * targets)) + shift == pytest.approx(float(own.log_likelihood(targets)), abs=1e-3)
+    for predict in (lambda one, r: one.loo(r), lambda one, r: one.predict(x[:5] + 0.1, r)):
+        (mean, variance), (other_mean, other_variance) = predict(own, targets), predict(other, unit * targets)
+        torch.testing.assert_close(other_mean / unit, mean, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(other_variance / unit**2, variance, rtol=1e-4, atol=1e-5)
+    # The likelihood of a fit is that of the very Gaussian.
+    if form == "exact":
+        matrix, noise = prior(other, x)
+        covariance = other.unit**2 * (matrix + noise.diag())
+        exact = MultivariateNormal(torch.zeros(N, dtype=torch.float64), covariance).log_prob(unit * targets.mT).sum()
+        assert float(other.log_likelihood(unit * targets)) == pytest.approx(float(exact), rel=1e-6)

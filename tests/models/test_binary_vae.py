@@ -45,7 +45,7 @@ def log_evidence(model: BinaryVAE, y: Tensor) -> Tensor:
     for state in itertools.product([0.0, 1.0], repeat=NUM_LATENTS):
         s = torch.tensor(state).double()
         prior = dist.Bernoulli(model.prior).log_prob(s).sum()
-        terms.append(prior + dist.Normal(model.decoder(s), model.scale).log_prob(y).sum(-1))
+        terms.append(prior + dist.Normal(model.mean(s), model.scale).log_prob(y).sum(-1))
     return torch.stack(terms).logsumexp(0).sum()
 
 
@@ -100,7 +100,7 @@ def test_learns_what_generated_the_data(batch_size: int | None) -> None:
 def test_start_explains_the_mean_without_active_latents() -> None:
     y = torch.randn(50, NUM_OBSERVED).double() + 3
     model = make_model().initialize(y)
-    torch.testing.assert_close(model.decoder(torch.zeros(NUM_LATENTS).double()), y.mean(0), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(model.mean(torch.zeros(NUM_LATENTS).double()), y.mean(0), rtol=1e-10, atol=1e-10)
     assert model.scale.item() == pytest.approx(y.var(0, correction=0).mean().sqrt().item())
     # Networks of the user's own are left alone.
     own = make_model(Bilinear())
@@ -114,7 +114,7 @@ def test_reconstruction_is_the_posterior_mean() -> None:
     population = full_population(model, y)
     states = population.states(torch.float64)[0]
     weights = log_joint(model, y, states).softmax(-1)
-    torch.testing.assert_close(model.reconstruct(population), (weights @ model.decoder(states)).detach(), rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(model.reconstruct(population), (weights @ model.mean(states)).detach(), rtol=1e-9, atol=1e-9)
 
 
 def test_float32_and_linear_networks() -> None:

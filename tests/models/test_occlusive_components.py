@@ -167,7 +167,8 @@ def test_floors_hold_on_data_without_noise() -> None:
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
     losses = [svi.step(y) for _ in range(10)]
     assert all(after <= before + 1e-8 * abs(before) for before, after in itertools.pairwise(losses))
-    assert min(model.scale.item(), model.background_scale.item()) >= 0.03 * (1 - 1e-12)
+    floor = 0.03 * y.square().mean().sqrt().item()
+    assert min(model.scale.item(), model.background_scale.item()) >= floor * (1 - 1e-12)
     assert 1e-3 <= model.masks.min().item() <= model.masks.max().item() <= 1 - 1e-3
 
 

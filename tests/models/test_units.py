@@ -63,10 +63,45 @@ def test_units_of_maximal_slabs(unit):
     assert other_scale == pytest.approx(scale, rel=1e-9)
 
 
-def test_units_of_binary_autoencoders():
-    y = bars_like()
-    scales = [library.BinaryVAE(5, 4, dtype=D64).initialize(unit * y).scale.item() / unit for unit in (1.0, 1e-12, 1e12)]
-    assert scales[1:] == pytest.approx([scales[0]] * 2, rel=1e-9)
+@pytest.mark.parametrize("unit", [1e-12, 1e12])
+@pytest.mark.parametrize("hidden", [(), (6,)])
+def test_binary_autoencoders_train_alike_in_any_unit(unit, hidden):
+    def after_adam(unit: float) -> tuple[Tensor, float, Tensor]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        y = unit * (bars_like() + 3)
+        model = library.BinaryVAE(5, 4, hidden, dtype=D64).initialize(y)
+        guide = AutoTruncated(model, 16)
+        svi = SVI(model, guide, Adam({"lr": 0.02}), Truncated_ELBO(ExhaustiveSearch()))
+        energies = torch.tensor([-svi.step(y) for _ in range(30)], dtype=D64)
+        return energies + y.numel() * math.log(unit), model.scale.item() / unit, model.reconstruct(guide.population()) / unit
+
+    (energies, scale, means), (other_energies, other_scale, other_means) = after_adam(1.0), after_adam(unit)
+    assert energies[-1] > energies[0] + 10
+    torch.testing.assert_close(other_energies, energies, rtol=1e-9, atol=1e-6)
+    torch.testing.assert_close(other_means, means, rtol=1e-6, atol=1e-6)
+    assert other_scale == pytest.approx(scale, rel=1e-6)
+
+
+# Powers of two: rounding, which decides between windows that lie equally alone, is the same.
+@pytest.mark.parametrize(("unit", "order"), [(2.0**-40, "exclusive"), (2.0**40, "depth")])
+def test_units_of_occlusive_components(unit, order):
+    def after_em(unit: float) -> tuple[Tensor, Tensor]:
+        pyro.clear_param_store()
+        generator = torch.Generator().manual_seed(1)
+        y = 0.3 + 0.05 * torch.randn(20, 2, 4, 2, generator=generator, dtype=D64)
+        y[:10, 0, 1:3] += torch.tensor([0.7, -0.2], dtype=D64)
+        model = library.OcclusiveComponents(2, (2, 4), (1, 2), 2, order=order, min_scale=0.2, dtype=D64)
+        model.initialize(unit * y, torch.Generator().manual_seed(3))
+        svi = SVI(model, AutoTruncated(model, num_states=256), ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+        energies = torch.tensor([-svi.step(unit * y) for _ in range(6)], dtype=D64)
+        learned = torch.stack([model.scale, model.background_scale, *model.background, *model.features.flatten()])
+        return energies + y.numel() * math.log(unit), learned.detach() / unit
+
+    (energies, learned), (other_energies, other_learned) = after_em(1.0), after_em(unit)
+    assert bool((energies.diff() >= -1e-9).all())
+    torch.testing.assert_close(other_energies, energies, rtol=1e-9, atol=1e-6)
+    torch.testing.assert_close(other_learned, learned, rtol=1e-6, atol=1e-9)
 
 
 def odd_data() -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 
 import torch
@@ -20,14 +21,15 @@ from pyro_truncated.utils.counts import check_count
 
 # Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
 _CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
-_PIVOTS = "pivots"
+_PIVOTS, _UNIT = "pivots", "unit"
 
 
 class LeaveOneOutRegression:
     r"""Gaussian process regression with one kernel for all outputs: :math:`R_{np} = f_p(x_n)` plus noise of variance :math:`\lambda`.
 
-    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps their geometry. Everything is
-    computed in float64. The covariance matrix is factorised once per set of parameters, however often the targets change.
+    Inputs are centred and divided by one standard deviation, that of all their entries, which keeps their geometry. Kernel and noise are
+    those of targets divided by their largest magnitude, as of the last :meth:`fit`, so that targets in volts and in microvolts give the
+    same fit; predictions and likelihoods are in the targets' own unit. Everything is computed in float64.
 
     With ``rank=None`` it is exact: :math:`O(N^3)` per factorisation, :math:`O(N^2 P)` per set of targets. With a rank ``Q``, the kernel
     matrix is replaced by an incomplete Cholesky factor, :math:`O(N Q^2)` and :math:`O(N Q P)`; that is another prior, whose variance
@@ -39,15 +41,16 @@ class LeaveOneOutRegression:
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` (both and a constant), or any kernel of :mod:`pyro.contrib.gp.kernels` for
             standardised inputs, of which a copy is made. The noise is separate.
         rank: number of columns of a low-rank factor; default: exact.
-        noise: noise variance :math:`\lambda` to start from.
+        noise: noise variance :math:`\lambda` to start from, for targets of magnitude one.
         fitc: whether a low-rank approximation keeps the prior variances exact.
         tolerance: share of the kernel matrix' trace that a low-rank factor of fewer columns than ``rank`` may miss.
         pivots: ``"variance"``, or ``"targets"``: chosen anew by each :meth:`fit`, by the objective that it maximises.
         generator: source of randomness for the choice by targets; default: torch's global generator.
 
     Attributes:
-        kernel: the kernel, at the current parameters.
-        noise: the current noise variance, a scalar tensor.
+        kernel: the kernel, at the current parameters, for targets in the unit.
+        noise: the current noise variance, a scalar tensor, for targets in the unit.
+        unit: the largest magnitude of the last fit's targets; 1 before.
 
     Raises:
         ValueError: for inputs that are no finite matrix, a kernel that is unknown, not symmetric or not positive, or a number out of
@@ -97,6 +100,7 @@ class LeaveOneOutRegression:
         start = parameters_of(self.kernel, torch.tensor(noise, dtype=torch.float64, device=inputs.device))
         self._box = Box(self.kernel)
         self._targets: Tensor | None = None
+        self.unit = 1.0
         self._set_parameters(start)
 
     @property
@@ -131,6 +135,8 @@ class LeaveOneOutRegression:
         known = self._targets[:, _varies(self._targets[chosen])]
         if not known.numel():
             return float("nan")
+        self.unit = float(known.abs().max())
+        known /= self.unit
         if self.pivots == "targets":
             self._choose_pivots(known)
         varying, inputs = known[chosen], self.inputs[chosen]
@@ -144,12 +150,12 @@ class LeaveOneOutRegression:
         if self.pivots == "targets":
             # Other parameters, other pivots: those of the start may have been far off.
             self._choose_pivots(known)
-        return value
+        return value - math.log(self.unit)
 
     def log_likelihood(self, targets: Tensor) -> Tensor:
         """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
-        checked = self._checked(targets)
-        return self.covariance.log_likelihood(compress(checked), checked.shape[1])
+        checked = self._checked(targets) / self.unit
+        return self.covariance.log_likelihood(compress(checked), checked.shape[1]) - checked.numel() * math.log(self.unit)
 
     def loo(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Predictions of every data point's targets from those of all others.
@@ -161,7 +167,8 @@ class LeaveOneOutRegression:
         Returns:
             Means ``(n, P)`` and variances ``(n,)``, noise included.
         """
-        return self.covariance.leave_one_out(self._checked(targets), rows)
+        means, variances = self.covariance.leave_one_out(self._checked(targets), rows)
+        return means, self.unit**2 * variances
 
     def predict(self, new_inputs: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
@@ -190,7 +197,7 @@ class LeaveOneOutRegression:
             cross = features @ self.factorization.factor.mT
             prior = prior if self.fitc else features.square().sum(-1)
         explained = (cross * self.covariance.solve(cross.mT).mT).sum(-1)
-        return cross @ self.covariance.solve(known), self.noise + (prior - explained).clamp(min=0.0)
+        return cross @ self.covariance.solve(known), self.unit**2 * (self.noise + (prior - explained).clamp(min=0.0))
 
     def features(self, new_inputs: Tensor) -> Tensor:
         r"""Low-rank features :math:`L_P^{-1} k(P, x)` of inputs ``(M, D)``, ``(M, Q)``; those of the data are the rows of the factor.
@@ -204,8 +211,8 @@ class LeaveOneOutRegression:
         return self.factorization.features(k(self.standardize(new_inputs), self.inputs[self.factorization.pivots]))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What fits have found, beside the inputs that the regression is made of: parameters, and pivots that targets have chosen."""
-        chosen = {} if self._chosen is None else {_PIVOTS: self._chosen}
+        """What fits have found, beside the inputs that the regression is made of: parameters, their unit, pivots chosen by targets."""
+        chosen = {_UNIT: torch.tensor(self.unit, dtype=torch.float64)} | ({} if self._chosen is None else {_PIVOTS: self._chosen})
         return {name: value.clone() for name, value in (self.parameters | chosen).items()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -215,9 +222,10 @@ class LeaveOneOutRegression:
             ValueError: if it is of another kernel.
         """
         given = {name: value.to(self.inputs.device) for name, value in state.items()}
-        self._chosen = given.pop(_PIVOTS, None)
+        chosen, unit = given.pop(_PIVOTS, None), given.pop(_UNIT, 1.0)
         if given.keys() != self.parameters.keys():
             raise ValueError(f"the state is of another kernel: it holds {sorted(given)}, the kernel here has {sorted(self.parameters)}")
+        self._chosen, self.unit = chosen, float(unit)
         self._set_parameters(given)
 
     # Both are made when first asked for: a fit that follows at once would throw them away.
