@@ -120,7 +120,8 @@ class BinaryVAE(UniqueModule):
 
     def mean(self, states: Tensor) -> Tensor:
         """Means of observations ``(*batch, D)`` with states ``(*batch, H)``."""
-        return self.center + self.unit * self.decoder(states)
+        mean: Tensor = self.center + self.unit * self.decoder(states)
+        return mean
 
     @torch.no_grad()
     def reconstruct(self, population: Population) -> Tensor:
