@@ -131,7 +131,7 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
-def best_claims(weight: Tensor, won: Callable[[Tensor, Tensor | slice], dict[str, Tensor]]) -> dict[str, Tensor]:
+def best_claims(weight: Tensor, statistics: dict[str, Tensor], errors_of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
     An entry asks for what it has won per win, which minimises the residuals if the winners stay the same. As they may not, the step there
@@ -139,27 +139,27 @@ def best_claims(weight: Tensor, won: Callable[[Tensor, Tensor | slice], dict[str
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
-        won: gives the statistics of some dimensions under their rows of a dictionary, with what its entries have ``won``, their ``wins``
-            and the ``errors``.
+        statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``.
+        errors_of: the errors ``(K,)`` of some dimensions ``(K,)`` under other rows ``(K, H)`` of the dictionary.
 
     Returns:
-        The statistics of the old dictionary, with ``claims``, the wins times the new one, in the place of what is won; and its ``errors``.
+        The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
     """
-    statistics = won(weight, slice(None))
-    wins, claimed, errors = statistics["wins"], statistics.pop("won"), statistics["errors"]
+    wins, errors = statistics["wins"], statistics["errors"].clone()
     allowed = errors + _ROUNDING * statistics["squares"]
-    step = torch.where(wins > NEVER_SEEN, claimed / wins, weight).maximum(_weight_floor(statistics)) - weight
-    chosen, chosen_errors = weight.clone(), errors.clone()
-    worse = torch.arange(len(weight), device=weight.device)
+    step = torch.where(wins > NEVER_SEEN, statistics["won"] / wins, weight).maximum(_weight_floor(statistics)) - weight
+    chosen, left = weight.clone(), torch.arange(len(weight), device=weight.device)
     for _ in range(_MAX_HALVINGS):
-        chosen[worse] = weight[worse] + step
-        chosen_errors[worse] = won(chosen[worse], worse)["errors"]
-        is_worse = chosen_errors[worse] > allowed[worse]
-        worse, step = worse[is_worse], 0.5 * step[is_worse]
-        if not len(worse):
+        tried = weight[left] + step
+        tried_errors = errors_of(tried, left)
+        is_better = tried_errors <= allowed[left]
+        done = left[is_better]
+        chosen[done], errors[done] = tried[is_better], tried_errors[is_better]
+        left, step = left[~is_better], 0.5 * step[~is_better]
+        if not len(left):
             break
-    chosen[worse], chosen_errors[worse] = weight[worse], errors[worse]
-    return {**statistics, "claims": wins * chosen, "errors": chosen_errors}
+    others = {name: value for name, value in statistics.items() if name != "won"}
+    return {**others, "claims": wins * chosen, "errors": errors}
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:

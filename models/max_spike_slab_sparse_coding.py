@@ -232,14 +232,15 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
 
-        states, scale = self.weight.new_zeros(self.num_latents), self.scale
+        likelihood, scale = self.likelihood(), self.scale
 
-        def won(weight: Tensor, dimensions: Tensor | slice) -> dict[str, Tensor]:
-            """What the latents win under a dictionary, and the expected squared residuals that are left."""
-            likelihood = MaximumSuperposition(states, weight, scale, validate_args=False)
-            return likelihood.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])
+        def errors_of(weight: Tensor, dimensions: Tensor) -> Tensor:
+            """Expected squared residuals under other entries of the dictionary."""
+            other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
+            return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
-        return {**best_claims(self.weight.double(), won), **_moments(draws, self.num_latents)}
+        statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
+        return {**best_claims(self.weight.double(), statistics, errors_of), **_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -62,17 +60,19 @@ class MaximalCauses(SparseCoding):
             Those of :meth:`.MaximumSuperposition.statistics`; with ``claims``, the wins times the entry of the dictionary that these data
             ask for, in the place of what is won, and ``errors``, the expected squared residuals under that dictionary, ``(D,)``.
         """
-        rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
-        states, scale = self.weight.new_zeros(self.num_latents), self.scale
+        y, likelihood, scale = check_data(y, self.num_observed), self.likelihood(), self.scale
+        statistics = likelihood.statistics(population, y, temperature)
+        statistics["errors"] = likelihood.square_error(statistics)
+        rows, weights = population.rows_of(y), population.weights(temperature)
 
-        def won(weight: Tensor, dimensions: Tensor | slice) -> dict[str, Tensor]:
-            """What the causes win under a dictionary, and the expected squared residuals that are left."""
-            likelihood = MaximumSuperposition(states, weight, scale, validate_args=False)
-            statistics = likelihood.statistics(own, rows[:, dimensions], temperature)
-            return {**statistics, "errors": likelihood.square_error(statistics)}
+        def errors_of(weight: Tensor, dimensions: Tensor) -> Tensor:
+            """Expected squared residuals under other entries of the dictionary."""
+            other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
+            wins = other.wins(population.words, weights, rows[:, dimensions])
+            return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        statistics: dict[str, Tensor] = best_claims(self.weight.double(), won)
-        return statistics
+        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, errors_of)
+        return claims
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

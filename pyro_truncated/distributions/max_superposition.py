@@ -84,6 +84,17 @@ class MaximumSuperposition(GaussianSuperposition):
         active, _, wins, won = self._explained(population, rows, temperature)
         return {**data_sums(*without_missing(rows)), "states": active.sum(0), "wins": wins, "won": won}
 
+    def wins(self, words: Tensor, weights: Tensor, rows: Tensor) -> Statistics:
+        """The ``wins`` and what is ``won`` alone, see :meth:`statistics`, for comparing dictionaries under the same posterior.
+
+        Args:
+            words: packed states, ``(N, C, W)``.
+            weights: their posterior weights, ``(N, C)``.
+            rows: data of these data points, ``(N, D)``; NaN where missing.
+        """
+        _, _, wins, won = ops.maximum_statistics(words, weights, rows, self.weight.double())
+        return {"wins": wins, "won": won}
+
     @torch.no_grad()
     def draw_statistics(self, selected: Tensor, coefficients: Tensor, value: Tensor) -> Statistics:
         r"""The same of draws of the coefficients of a few latents, as :meth:`draw_coefficients` makes them, averaged over the draws.

@@ -51,7 +51,7 @@ class Superposition(TorchDistribution):
             setattr(self, name, tensor)
         shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
-        batch_shape = next(iter(shapes)) if len(shapes) == 1 else torch.broadcast_shapes(*shapes)
+        batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
         super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
