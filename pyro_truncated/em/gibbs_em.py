@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.counts import check_count
 
 
@@ -51,7 +51,7 @@ class GibbsEM(ELBO):
         *,
         sweeps: int = 3,
         burn_in: int = 2,
-        temperature: float | Callable[[int], float] = 1.0,
+        temperature: Temperature = 1.0,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
@@ -82,7 +82,8 @@ class GibbsEM(ELBO):
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
         indices = self._subsample(y)
-        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": self._temperature()}
+        temperature = temperature_at(self.temperature, self.num_steps)
+        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
         draws = _checked(guide, model).update_(self.search, y, indices, generator=self.generator, **budget)
         self.num_steps += 1
         share = 1.0 if indices is None else len(indices) / len(y)
@@ -100,12 +101,6 @@ class GibbsEM(ELBO):
         device = None if self.generator is None else self.generator.device
         chosen = torch.randperm(len(y), generator=self.generator, device=device)[: self.batch_size]
         return chosen.sort().values.to(y.device)
-
-    def _temperature(self) -> float:
-        value = self.temperature(self.num_steps) if callable(self.temperature) else self.temperature
-        if not value >= 1.0 or value == math.inf:
-            raise ValueError(f"temperature must be at least 1; got {value}")
-        return float(value)
 
 
 def _checked(guide: Any, model: Any) -> GibbsGuide:

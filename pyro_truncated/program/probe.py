@@ -9,14 +9,13 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.ops import repeated, take
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.layout import Layout
-from pyro_truncated.program.sites import is_delta, sample_nodes
+from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
 
 
 class AllObservedError(ValueError):
@@ -171,11 +170,8 @@ class Probe:
 
     def outside(self) -> Tensor:
         """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for node in self.nodes.values():
-            if not self.is_inside(node) and (node["is_observed"] or is_delta(node)):
-                total = total + scale_and_mask(node["fn"].log_prob(node["value"]), node["scale"], node["mask"]).sum()
-        return total
+        nodes = self.nodes.values()
+        return log_density((node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device)
 
     def _known_levels(self) -> Tensor:
         """What is observed of the states, ``(N, 1, L)``; -1 where nothing is."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
@@ -101,6 +102,15 @@ def sample_nodes(trace: poutine.Trace) -> dict[str, Any]:
 def latent_nodes(trace: poutine.Trace) -> list[Any]:
     """The latent sample sites of a trace."""
     return [node for node in sample_nodes(trace).values() if not node["is_observed"]]
+
+
+def log_density(nodes: Iterable[Any], device: torch.device | None = None) -> Tensor:
+    """Sum of the log densities of sample sites in float64, with their scales and masks; zero, on that device, of none."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for node in nodes:
+        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
+        total = total.to(log_prob.device) + scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
+    return total
 
 
 def trim(value: Tensor, event_dim: int, depth: int) -> Tensor:

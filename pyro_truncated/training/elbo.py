@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
 
@@ -25,12 +24,11 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
 from pyro_truncated.training.em_step import EMStep
+from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.representation import Described
 from pyro_truncated.utils.shadowing import refuse_shadowed
-
-Temperature = float | Callable[[int], float]
 
 
 class Truncated_ELBO(Described, ELBO):
@@ -59,7 +57,7 @@ class Truncated_ELBO(Described, ELBO):
 
     Raises:
         TypeError: if ``search`` is no search, or the guide holds no ``AutoTruncated``.
-        ValueError: for a step count below 1 or a temperature below 1.
+        ValueError: for a step count below 1, or a temperature below 1 or infinite.
     """
 
     def __init__(
@@ -178,10 +176,7 @@ class Truncated_ELBO(Described, ELBO):
             self._known_guide = guide
 
     def _temperature(self) -> float:
-        value = self.temperature(self.num_evaluations) if callable(self.temperature) else self.temperature
-        if not value >= 1.0:
-            raise ValueError(f"temperature must be at least 1; got {value}")
-        return float(value)
+        return temperature_at(self.temperature, self.num_evaluations)
 
     def _search_is_due(self) -> bool:
         due = self.num_evaluations % self.search_every == 0

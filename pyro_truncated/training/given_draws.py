@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from pyro.distributions.util import scale_and_mask
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.sites import log_density, sample_nodes
 
 
 def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
@@ -33,21 +32,13 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
     trace = guide.trace()
     own = {*part.layout.sites, part.index_name}
     siblings = {name: node for name, node in sample_nodes(trace).items() if name not in own}
-    log_q = _log_density(siblings)
+    log_q = log_density(siblings.values())
     _check_reparametrised(siblings)
     subsamples = {name: node["value"] for name, node in trace.nodes.items() if site_is_subsample(node)}
     drawn = {name: node["value"] for name, node in siblings.items() if name in part.layout.other_latents}
     batch = part.batch(guide.of(part.model), {**drawn, **subsamples})
     beyond = {name: node for name, node in batch.scorer.nodes.items() if name in drawn and not batch.scorer.is_inside(node)}
-    return batch.free_energy() + _log_density(beyond) - log_q
-
-
-def _log_density(nodes: Mapping[str, Any]) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for node in nodes.values():
-        log_prob = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
-        total = total.to(log_prob.device) + scale_and_mask(log_prob, node["scale"], node["mask"]).sum()
-    return total
+    return batch.free_energy() + log_density(beyond.values()) - log_q
 
 
 def _check_reparametrised(nodes: Mapping[str, Any]) -> None:

@@ -24,8 +24,9 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.elbo import Temperature, Truncated_ELBO
+from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.redundancy import losses_without
+from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.own_store import empty_store
 

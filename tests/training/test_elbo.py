@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pyro.distributions as dist
 import pyro.poutine as poutine
@@ -219,8 +221,10 @@ def test_bad_search_guide_and_temperature():
     with pytest.raises(TypeError, match="needs a guide with an AutoTruncated part"):
         Truncated_ELBO(ExhaustiveSearch()).loss_and_grads(case.model, lambda y: None, *case.args)
     guide = AutoTruncated(case.model, num_states=8)
-    with pytest.raises(ValueError, match="temperature must be at least 1"):
-        Truncated_ELBO(ExhaustiveSearch(), temperature=0.5).loss_and_grads(case.model, guide, *case.args)
+    # At infinity the posterior over states of probability zero would be no number.
+    for temperature in (0.5, math.nan, math.inf, lambda step: math.inf):
+        with pytest.raises(ValueError, match="temperature must be at least 1, and finite"):
+            Truncated_ELBO(ExhaustiveSearch(), temperature=temperature).loss_and_grads(case.model, guide, *case.args)
 
 
 def shifted(y):

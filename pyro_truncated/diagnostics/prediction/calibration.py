@@ -13,7 +13,6 @@ from torch import Tensor
 
 from pyro_truncated.diagnostics.truncation.scoring import plain, truncated_part
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch
@@ -105,7 +104,8 @@ def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[
         scorer = part.log_joint_of(*args, values=others, **kwargs)
         if scorer.num_data != scorer.full_size:
             raise ValueError("simulation-based calibration needs all data points at once; the model subsampled some of them")
-        words = part.space.pack(_levels(part.layout, truth)).unsqueeze(1)
+        states = {name: truth[name]["value"] for name in part.layout.sites}
+        words = part.space.pack(part.layout.encode_values(states, part.layout.full_sizes)).unsqueeze(1)
         draws = [_draw_of_others(guide, args, kwargs) for _ in range(num_draws if others and part is not guide else 1)]
         transforms = _state_transforms(part, words, scorer.score(words).double(), args, kwargs, draws)
     return transforms | _global_transforms(scorer, others, draws)
@@ -118,20 +118,6 @@ def _draw_of_others(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         return {}
     nodes = sample_nodes(poutine.trace(guide).get_trace(*args, **kwargs))
     return {name: nodes[name]["value"] for name in part.layout.other_latents if name in nodes}
-
-
-def _levels(layout: Layout, nodes: Mapping[str, Any]) -> Tensor:
-    """Levels ``(N, L)`` of the discrete sites as the model drew them."""
-    values = {}
-    for name, site in layout.sites.items():
-        value = nodes[name]["value"]
-        event_dim = site.event_dim
-        value = value.reshape((1,) * (layout.depth - value.dim() + event_dim) + tuple(value.shape))
-        if layout.dims:
-            value = value.movedim(tuple(dim - event_dim for dim in layout.dims), tuple(range(len(layout.dims))))
-        event = (site.cardinalities[0],) if site.kind == "one_hot" else ()
-        values[name] = value.reshape(layout.num_data, *site.shape, *event)
-    return layout.encode(values)
 
 
 def _state_transforms(

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics
+from pyro_truncated.utils.missing import without_missing
 
 _LOG_2PI = math.log(2 * math.pi)
 
@@ -31,10 +32,8 @@ class Observations:
     @classmethod
     def of(cls, y: Tensor) -> Observations:
         """Splits outputs ``(N, D)``, NaN where missing, into values and what is observed of them."""
-        missing = y.isnan()
-        if not bool(missing.any()):
-            return cls(y.double(), None)
-        return cls(y.double().masked_fill(missing, 0.0), (~missing).double())
+        values, is_observed = without_missing(y)
+        return cls(values, None if is_observed is None else is_observed.double())
 
     @property
     def all_weights(self) -> Tensor:
