@@ -3,6 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+DOCUMENTED := .venv/.documented
 ARVIZ1 := .venv-arviz1/bin
 
 # Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel; idle threads must sleep, not spin,
@@ -12,7 +13,7 @@ WORKERS ?= 2
 TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
-.PHONY: demo test quick arviz1 lint format papers foreign bench faults clean
+.PHONY: demo test quick docs arviz1 lint format papers foreign bench faults clean
 
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -38,6 +39,15 @@ arviz1:
 	$(ARVIZ1)/python -m pip install --quiet --constraint .venv-arviz1/constraints.txt torch
 	$(ARVIZ1)/python -m pip install --quiet --constraint .venv-arviz1/constraints.txt --editable ".[test]" "arviz>=1"
 	$(TEST_ENV) $(ARVIZ1)/python -m pytest -n $(WORKERS) --dist worksteal tests/diagnostics
+
+$(DOCUMENTED): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	touch $@
+
+# The site, in docs/_build/html: scripts are run, warnings are errors, and a browser opens every page where there is one (Chromium with its driver).
+docs: $(DOCUMENTED)
+	$(TEST_ENV) $(BIN)/python -m sphinx --quiet --fail-on-warning --keep-going docs docs/_build/html
+	$(BIN)/python docs/check_in_browser.py docs/_build/html
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
@@ -65,5 +75,5 @@ faults: $(INSTALLED)
 	$(TEST_ENV) $(BIN)/python -m tests.faults.soak --minutes 90
 
 clean:
-	rm -rf .venv .venv-arviz1 report build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-arviz1 report build dist docs/_build docs/tutorials docs/comparison docs/reference/packages *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

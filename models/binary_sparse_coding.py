@@ -17,6 +17,15 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
+    Example:
+        >>> bars = linear_bars(200, 4, mean_active=2.0)
+        >>> model = BinarySparseCoding(16, 8).initialize(bars.data)
+        >>> guide = AutoTruncated(model, num_states=64)
+        >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(bars.data) for _ in range(10)]
+        >>> model.weight.shape
+        torch.Size([16, 8])
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.

@@ -29,6 +29,12 @@ class DiscreteSparseCoding(LinearDictionary):
 
     If the values lie symmetrically around zero, the sign of an element is not determined.
 
+    Example:
+        >>> y = linear_bars(50, 3, mean_active=2.0).data
+        >>> model = DiscreteSparseCoding(9, 4).initialize(y)  # coefficients -1, 0 and 1
+        >>> svi = SVI(model, AutoTruncated(model, num_states=27), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(3)]
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.

@@ -23,6 +23,15 @@ class GaussianMixture(UniqueModule):
     Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
     do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint.
 
+    Example:
+        >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
+        >>> model = GaussianMixture(2, 2).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=2)  # both components: exact EM
+        >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(10)]
+        >>> guide.marginals()["z"].shape
+        torch.Size([100, 2])
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.

@@ -21,6 +21,12 @@ class MaximalCauses(SparseCoding):
     expected log joint; the step is then halved, in the dimensions concerned, until it does not. So with the full batch the free energy
     never decreases.
 
+    Example:
+        >>> y = linear_bars(50, 3, mean_active=2.0).data.clamp(min=0)
+        >>> model = MaximalCauses(9, 6).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=32), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(3)]
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.

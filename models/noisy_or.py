@@ -29,6 +29,14 @@ class NoisyOr(UniqueModule):
     decreases and the weights stay in the unit interval. As the statistics depend on the weights through the posterior of the causes,
     statistics collected under other weights (minibatches) make it an online EM.
 
+    Example:
+        >>> y = noisy_or_bars(100, 3).data
+        >>> model = NoisyOr(9, 6).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=32), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(4, 3)))
+        >>> losses = [svi.step(y) for _ in range(5)]
+        >>> losses[-1] < losses[0]
+        True
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.

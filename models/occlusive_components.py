@@ -37,6 +37,14 @@ class OcclusiveComponents(UniqueModule):
     The likelihood does not allocate images for every state that it evaluates. Give the guide a large ``memory_budget``, so that it puts
     many states through the model at once, and what they have in common is computed once.
 
+    Example:
+        >>> from pyro_truncated.scenes import PlaceScan, PlacementSelection, generated_objects, occluded_scenes
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(search))
+        >>> loss = svi.step(scenes.data)
+
     Args:
         num_objects: number of objects ``H``.
         canvas: height and width of an image.

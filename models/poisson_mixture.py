@@ -19,6 +19,12 @@ _RATE_FLOOR = 1e-6
 class PoissonMixture(UniqueModule):
     r"""Mixture of Poisson distributions, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Poisson}(\lambda_{zd})`.
 
+    Example:
+        >>> y = torch.poisson(torch.cat([torch.full((50, 3), 2.0), torch.full((50, 3), 20.0)]))
+        >>> model = PoissonMixture(3, 2).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=2), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(10)]
+
     Args:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.

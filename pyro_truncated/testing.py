@@ -29,6 +29,14 @@ def enumerate_log_joint(
     Nothing is vectorised over states here, so this also shows whether a model copes with the additional left-most dimension in which
     :class:`~pyro_truncated.AutoTruncated` puts them. The log evidence of the data points is ``enumerate_log_joint(...).logsumexp(-1)``.
 
+    Example:
+        >>> y = linear_bars(5, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1)
+        >>> evidence = enumerate_log_joint(guide, y).logsumexp(-1)
+        >>> bool((guide.population().free_energy() <= evidence + 1e-4).all())
+        True
+
     Args:
         guide: the guide, trained or not, with ``num_states=1`` if need be.
         *args: the model's positional arguments.
@@ -59,6 +67,11 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
       not vectorise over a left-most dimension, or is random beyond its sample sites (dropout).
     * No free energy :math:`\log \sum_{s \in K_n} p(s, y_n)` exceeds the exact log evidence, in spaces of up to ``max_states`` states.
     * A new guide that loads the ``state_dict`` holds the same populations.
+
+    Example:
+        >>> y = linear_bars(5, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> check_guide(AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1), y)
 
     Args:
         guide: the guide, alone or in an :class:`~pyro.infer.autoguide.AutoGuideList` (latents of the other parts are drawn once).

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import importlib
+import inspect
 import itertools
+import logging
 import math
 import re
 import textwrap
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -46,20 +50,26 @@ def documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
             yield from documented(child, qualified)
 
 
-def collect() -> dict[str, tuple[str, str]]:
-    """Every example of a docstring: the code, and the part of the library whose names it knows, such as ``pyro_truncated.gp``."""
-    examples = {}
+def docstrings() -> Iterator[tuple[str, str, str]]:
+    """Every docstring by its name, with the part of the library whose names its examples know, such as ``pyro_truncated.gp``."""
     for path in sorted(path for folder in ("pyro_truncated", "models") for path in (ROOT / folder).rglob("*.py")):
         parts = path.relative_to(ROOT).parts
         part = "pyro_truncated.models" if parts[0] == "models" else ".".join(parts[:2]).removesuffix(".py")
-        for name, docstring in documented(ast.parse(path.read_text()), ""):
-            blocks = literal_blocks(docstring)
-            for number, code in enumerate(blocks):
-                examples[name if len(blocks) == 1 else f"{name} {number + 1}"] = code, part
+        yield from ((name, docstring, part) for name, docstring in documented(ast.parse(path.read_text()), ""))
+
+
+def collect() -> dict[str, tuple[str, str]]:
+    """Every example of a docstring that is a block of code, with the part of the library whose names it knows."""
+    examples = {}
+    for name, docstring, part in docstrings():
+        blocks = literal_blocks(docstring)
+        for number, code in enumerate(blocks):
+            examples[name if len(blocks) == 1 else f"{name} {number + 1}"] = code, part
     return examples
 
 
 EXAMPLES = collect()
+SESSIONS = {name: (docstring, part) for name, docstring, part in docstrings() if ">>>" in docstring}
 
 
 def causes(num_data: int = 12) -> dict[str, Any]:
@@ -183,6 +193,31 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     exec(compile(code, f"example of {name}", "exec"), names)
     if "svi" in names and isinstance(names["svi"].guide, AutoTruncated | GibbsGuide):
         assert math.isfinite(names["svi"].step(*(names[argument] for argument in ("x", "y") if argument in names)))
+
+
+@pytest.mark.parametrize("name", SESSIONS)
+def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeypatch):
+    """It knows the names of the face, of the models and data sets, of Pyro and of its own part of the library."""
+    docstring, part = SESSIONS[name]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)
+    names: dict[str, Any] = {**ALWAYS, "pyro_truncated": pyro_truncated, "warnings": warnings}
+    for face in (pyro_truncated, models, pyro_truncated.datasets, importlib.import_module(part)):
+        names |= {public: getattr(face, public) for public in getattr(face, "__all__", ())}
+    session = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
+    assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session).failed == 0
+
+
+SHOWN = ("pyro_truncated", "pyro_truncated.models", "pyro_truncated.search", "pyro_truncated.datasets", "pyro_truncated.testing")
+
+
+@pytest.mark.parametrize("face", SHOWN)
+def test_every_public_name_has_an_example(face):
+    module = importlib.import_module(face)
+    values = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
+    known = {name.split(" ")[0] for name in EXAMPLES | SESSIONS}
+    documented_here = {name for name, value in values.items() if isinstance(value, type) or inspect.isfunction(value)}
+    assert not documented_here - known
 
 
 def test_no_data_are_left_of_examples_that_are_gone():

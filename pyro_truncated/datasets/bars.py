@@ -13,6 +13,11 @@ from pyro_truncated.utils.counts import check_count
 class Bars(NamedTuple):
     """A bars test.
 
+    Example:
+        >>> data, components, states = linear_bars(10, 4)
+        >>> components.shape
+        torch.Size([16, 8])
+
     Attributes:
         data: images ``(N, D)``.
         components: what generated them, one column per bar ``(D, H)``.
@@ -28,6 +33,13 @@ def bar_components(size: int, width: int = 1) -> Tensor:
     """All horizontal, then all vertical bars on a ``size x size`` grid, ``(size**2, 2 * (size - width + 1))`` of zeros and ones.
 
     A bar is ``size`` pixels long and ``width`` wide. Bars of one orientation start at successive pixels, so they overlap if ``width > 1``.
+
+    Example:
+        >>> bar_components(2)
+        tensor([[1., 0., 1., 0.],
+                [1., 0., 0., 1.],
+                [0., 1., 1., 0.],
+                [0., 1., 0., 1.]])
     """
     size, width = check_count("size", size), check_count("width", width)
     if width > size:
@@ -64,6 +76,10 @@ def noisy_or_bars(
 
     ``2 * size`` bars that do not overlap within an orientation appear independently (Foeldiak, 1990).
 
+    Example:
+        >>> noisy_or_bars(100, 4).data.unique()
+        tensor([0., 1.])
+
     Args:
         num_data: number of images ``N``.
         size: side of the image.
@@ -88,6 +104,10 @@ def overlapping_bars(
     each parallel neighbour. This is a reconstruction of the test of Luecke & Sahani (JMLR 2008, figure 9) that Evolutionary
     Expectation Maximization (2018, figure 4) repeats. The latter states 400 images and sixteen strongly overlapping bars; the grid
     and the width of the bars, two of them in an image on average, and the noisy-OR weight are choices made here.
+
+    Example:
+        >>> overlapping_bars(10).components.shape[1]
+        16
     """
     components = weight * bar_components(9, width=2)
     return _noisy_or(_bar_states(num_data, components.shape[1], mean_active, generator), components, generator)
@@ -106,6 +126,11 @@ def linear_bars(
 
     The defaults are the crowded test of Evolutionary Expectation Maximization (2018, section 5.1): twenty bars, five of them in an
     image on average. The amplitude and the noise, which the paper does not state, follow other work on this test.
+
+    Example:
+        >>> bars = linear_bars(100, 6, mean_active=2.0)
+        >>> bars.data.shape, bars.components.shape, bars.states.shape
+        (torch.Size([100, 36]), torch.Size([36, 12]), torch.Size([100, 12]))
 
     Args:
         num_data: number of images ``N``.
@@ -126,6 +151,11 @@ def matched_bars(weight: Tensor, truth: Tensor, threshold: float = 0.9) -> int:
 
     A true component is recovered if its most similar column, by cosine, has a similarity of at least ``threshold`` and is in turn
     more similar to no other true component. So no column counts for two components, and a column that blends two counts for none.
+
+    Example:
+        >>> components = bar_components(4)
+        >>> matched_bars(3 * components[:, torch.randperm(8)], components)  # in any order and scale
+        8
     """
     if weight.shape[0] != truth.shape[0]:
         raise ValueError(f"weight and truth must have the same number of rows; got {tuple(weight.shape)} and {tuple(truth.shape)}")

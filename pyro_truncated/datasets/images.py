@@ -15,6 +15,10 @@ IMAGE_SOURCES = ("hyvarinen", "vanhateren", "sklearn", "generated")
 def natural_images(source: str | None = None) -> list[Tensor]:
     """Grey images of natural scenes, each ``(height, width)`` float32 in [0, 1].
 
+    Example:
+        >>> [image.dim() for image in natural_images("generated")][:1]
+        [2]
+
     Args:
         source: ``"hyvarinen"`` (eleven images) or ``"vanhateren"`` (one large image, linear in light intensity) from the data folder,
             ``"sklearn"`` (the two photographs that scikit-learn ships), or ``"generated"`` (see :func:`generated_images`).
@@ -54,6 +58,10 @@ def generated_images(num: int, size: int, generator: torch.Generator | None = No
 
     Discs of random grey and of radii with density proportional to ``r**-3`` occlude each other (the dead leaves model). Over them
     lies weak noise with amplitudes falling as one over the spatial frequency.
+
+    Example:
+        >>> [image.shape for image in generated_images(2, 32)]
+        [torch.Size([32, 32]), torch.Size([32, 32])]
 
     Returns:
         ``num`` images, each ``(size, size)`` float32 in [0, 1].

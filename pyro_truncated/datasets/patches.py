@@ -15,6 +15,10 @@ from pyro_truncated.utils.counts import check_count
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
     """Draws ``num`` square patches ``(num, size**2)``, uniformly over all positions in all images.
 
+    Example:
+        >>> image_patches(generated_images(1, 32), 8, 50).shape
+        torch.Size([50, 64])
+
     Raises:
         ValueError: if an image is smaller than a patch or there is none.
     """
@@ -41,6 +45,12 @@ class Whitening:
     :math:`U \Lambda^{-1/2} U^\top` and ``dewhiten`` is :math:`U \Lambda^{1/2} U^\top` (Bell & Sejnowski, 1997). A dictionary ``(D, H)``
     learned on whitened data is ``dewhiten @ dictionary`` in pixel space.
 
+    Example:
+        >>> y = torch.randn(500, 4) @ torch.randn(4, 4)
+        >>> whitening = fit_whitening(y, variance=1.0)
+        >>> torch.allclose(whitening.invert(whitening.apply(y)), y, atol=1e-2)
+        True
+
     Attributes:
         mean: mean ``(D,)`` of the data.
         whiten: whitening matrix ``(D, D)``, symmetric.
@@ -66,6 +76,12 @@ def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
     """ZCA whitening of data ``(N, D)`` on the fewest principal components that hold the given share of the variance.
 
     Computed in float64, returned in the type of the data.
+
+    Example:
+        >>> y = torch.randn(500, 4) @ torch.randn(4, 4)
+        >>> whitening = fit_whitening(y, variance=1.0)
+        >>> torch.allclose(whitening.apply(y).mT.cov(), torch.eye(4), atol=1e-2)
+        True
 
     Raises:
         ValueError: if ``variance`` is not in (0, 1] or the data are constant.
@@ -103,6 +119,11 @@ def whitened_patches(
     open, decided here as follows. A patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
     brightness of each patch is taken off first, since it alone would make up most of the variance that the whitening is to keep.
 
+    Example:
+        >>> y, whitening = whitened_patches(generated_images(2, 64), 6, 300)
+        >>> y.shape
+        torch.Size([300, 36])
+
     Args:
         images: grey images.
         size: side of a patch.
@@ -130,7 +151,12 @@ def whitened_patches(
 
 
 def clamp_brightest(values: Tensor, share: float) -> Tensor:
-    """Sets the given share of the largest values to the largest of the others."""
+    """Sets the given share of the largest values to the largest of the others.
+
+    Example:
+        >>> clamp_brightest(torch.tensor([1.0, 2.0, 3.0, 9.0]), 0.25)
+        tensor([1., 2., 3., 3.])
+    """
     if not 0 <= share < 1:
         raise ValueError(f"share must lie in [0, 1); got {share}")
     return values.clamp(max=values.flatten().kthvalue(max(1, math.ceil((1 - share) * values.numel()))).values)
@@ -143,13 +169,22 @@ def binary_patches(
 
     The brightest pixels are clamped and every patch is stretched to [0, 1] before (Evolutionary Expectation Maximization for
     Generative Models with Binary Latents, 2018, section 5.2).
+
+    Example:
+        >>> binary_patches(generated_images(1, 32), 4, 20).shape
+        torch.Size([20, 16])
     """
     patches = image_patches([clamp_brightest(image, clamp) for image in images], size, num, generator)
     return binarize(patches, generator)
 
 
 def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Stretches every patch ``(N, D)`` to [0, 1] and draws its pixels from Bernoulli distributions; constant patches become all zero."""
+    """Stretches every patch ``(N, D)`` to [0, 1] and draws its pixels from Bernoulli distributions; constant patches become all zero.
+
+    Example:
+        >>> binarize(torch.rand(5, 9)).unique()
+        tensor([0., 1.])
+    """
     low, high = patches.amin(1, keepdim=True), patches.amax(1, keepdim=True)
     grey = (patches - low) / (high - low).clamp(min=torch.finfo(patches.dtype).tiny)
     return torch.bernoulli(grey, generator=generator)

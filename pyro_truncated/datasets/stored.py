@@ -11,7 +11,15 @@ DATA_VARIABLE = "PYRO_TRUNCATED_DATA"
 
 
 class DatasetNotFoundError(FileNotFoundError):
-    """A stored data set is not in the data folder."""
+    """A stored data set is not in the data folder.
+
+    Example:
+        >>> try:
+        ...     arrays = load("no_such_data")
+        ... except DatasetNotFoundError as error:
+        ...     print("not there")
+        not there
+    """
 
 
 def data_folder() -> Path:
@@ -19,6 +27,10 @@ def data_folder() -> Path:
 
     The environment variable ``PYRO_TRUNCATED_DATA`` names it; without it, it is ``../shared/data`` beside the repository, or else
     beside the working directory.
+
+    Example:
+        >>> isinstance(data_folder(), Path)
+        True
     """
     if named := os.environ.get(DATA_VARIABLE):
         return Path(named)
@@ -28,6 +40,12 @@ def data_folder() -> Path:
 
 def load(name: str) -> dict[str, np.ndarray]:
     """Loads the arrays of a stored data set ``<name>.npz`` by their names.
+
+    Example:
+        >>> try:
+        ...     x = load("snelson1d")["x_train"]
+        ... except DatasetNotFoundError:
+        ...     x = torch.linspace(0, 6, 200).numpy()  # where the data folder does not hold it
 
     Raises:
         DatasetNotFoundError: if the data folder holds no such file.

@@ -29,6 +29,12 @@ class LinearSuperposition(GaussianSuperposition):
 
     Entries of an observation that are NaN are missing and contribute nothing.
 
+    Example:
+        >>> states, weight, y = torch.tensor([1.0, 0.0, 1.0]), torch.randn(4, 3), torch.randn(4)
+        >>> one = LinearSuperposition(states, weight, 0.5).log_prob(y)
+        >>> torch.allclose(one, dist.Normal(weight @ states, 0.5).to_event(1).log_prob(y), rtol=1e-4)
+        True
+
     Args:
         states: states ``(*batch, H)``; real numbers, usually zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.

@@ -20,6 +20,11 @@ class MaximumSuperposition(GaussianSuperposition):
 
     Negative entries of the dictionary never win. Entries of an observation that are NaN are missing and contribute nothing.
 
+    Example:
+        >>> states, weight = torch.tensor([1.0, 1.0]), torch.tensor([[1.0, 3.0], [2.0, 0.5]])
+        >>> MaximumSuperposition(states, weight, 1.0).mean
+        tensor([3., 2.])
+
     Args:
         states: states ``(*batch, H)``; real numbers, usually zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.

@@ -24,6 +24,11 @@ class NoisyOrSuperposition(Superposition):
     that is impossible under a state has log probability minus infinity. Entries of an observation that are NaN are missing and contribute
     nothing.
 
+    Example:
+        >>> states, weight = torch.tensor([1.0, 1.0]), torch.tensor([[0.5, 0.5]])
+        >>> NoisyOrSuperposition(states, weight).log_prob(torch.tensor([1.0])).exp()  # 1 - (1 - .5) (1 - .5)
+        tensor(0.7500)
+
     Args:
         states: binary states ``(*batch, H)``.
         weight: probabilities :math:`W` that a latent switches a dimension on, ``(D, H)``, or with batch dimensions in front.

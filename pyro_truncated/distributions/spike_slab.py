@@ -34,6 +34,12 @@ class SpikeSlabSuperposition(GaussianSuperposition):
 
     Entries of an observation that are NaN are missing and contribute nothing.
 
+    Example:
+        >>> states, weight, y = torch.tensor([1.0, 0.0]), torch.tensor([[2.0, 1.0]]), torch.tensor([1.5])
+        >>> likelihood = SpikeSlabSuperposition(states, weight, 0.5, 1.0, 0.3)  # the slab is N(1, .3^2): y is N(2, 4 .3^2 + .5^2)
+        >>> torch.allclose(likelihood.log_prob(y), dist.Normal(2.0, 0.61**0.5).log_prob(y).sum())
+        True
+
     Args:
         states: indicators :math:`b`, ``(*batch, H)``, zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.

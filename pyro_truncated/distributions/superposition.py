@@ -28,6 +28,12 @@ class Superposition(TorchDistribution):
 
     In all three the states that the distribution was built with play no role: any will do, such as ``torch.zeros(H)``.
 
+    Example:
+        >>> weight, y = torch.randn(4, 3), torch.randn(4)
+        >>> likelihood = LinearSuperposition(torch.tensor([1.0, 0.0, 1.0]), weight, 0.5)  # one of its subclasses
+        >>> torch.allclose(likelihood.mean, weight[:, 0] + weight[:, 2])
+        True
+
     Args:
         states: states ``(*batch, H)``.
         weight: dictionary ``(D, H)``, or with batch dimensions in front.

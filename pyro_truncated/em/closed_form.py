@@ -22,7 +22,12 @@ _drivers: weakref.WeakKeyDictionary[Any, weakref.ref[ClosedForm]] = weakref.Weak
 
 @runtime_checkable
 class ClosedFormModel(Protocol):
-    """What a model offers to be trained by closed-form M-steps."""
+    """What a model offers to be trained by closed-form M-steps.
+
+    Example:
+        >>> isinstance(BinarySparseCoding(16, 8), ClosedFormModel), isinstance(torch.nn.Linear(2, 1), ClosedFormModel)
+        (True, False)
+    """
 
     def sufficient_statistics(self, population: Population, *args: Any, temperature: float = 1.0, **kwargs: Any) -> Statistics:
         """Expected sufficient statistics, summed over the population's data points, in float64.
@@ -59,6 +64,14 @@ class ClosedForm(Described, PyroOptim):
       forgets the start.
 
     The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
+
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=32), ClosedForm(model), Truncated_ELBO())
+        >>> losses = [svi.step(y) for _ in range(5)]
+        >>> losses[-1] < losses[0]
+        True
 
     Args:
         model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute

@@ -29,6 +29,12 @@ class GibbsEM(ELBO):
     The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
     bound of anything, but serves to watch convergence.
 
+    Example:
+        >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
+        >>> model = MaxSpikeSlabSparseCoding(16, 8).initialize(y)
+        >>> svi = SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(GPSelect(3), sweeps=2))
+        >>> losses = [svi.step(y) for _ in range(2)]
+
     Args:
         search: selects the latents; its proposals are not used.
         sweeps: sweeps whose outcomes are kept as draws.

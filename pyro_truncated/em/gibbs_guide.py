@@ -24,6 +24,11 @@ from pyro_truncated.states.space import StateSpace
 class GibbsDraws:
     """Draws of the coefficients of the selected latents of ``n`` data points; all other coefficients are zero.
 
+    Example:
+        >>> draws = GibbsDraws(torch.tensor([[0, 3]]), torch.ones(1, 5, 2), torch.tensor([[1.0, 0.8]]))
+        >>> draws.spread(4)[0, 0]
+        tensor([1., 0., 0., 1.])
+
     Attributes:
         selected: selected latents, ``(n, K)`` int64.
         coefficients: ``(n, S, K)``; zero where a latent is off.
@@ -85,6 +90,14 @@ class GibbsGuide(PyroModule):
     A data point's chain goes on where it stopped; coefficients of latents that are no longer selected become zero. Train it with
     :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for
     every data point, so it works in :class:`~pyro.infer.Predictive`.
+
+    Example:
+        >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
+        >>> model = MaxSpikeSlabSparseCoding(16, 8).initialize(y)
+        >>> guide = GibbsGuide(model)
+        >>> loss = SVI(model, guide, ClosedForm(model), GibbsEM(GPSelect(3))).step(y)
+        >>> guide.marginals().shape
+        torch.Size([30, 8])
 
     Args:
         model: a model with a Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`.

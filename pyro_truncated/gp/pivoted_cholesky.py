@@ -59,6 +59,12 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
     column of :math:`K` per pivot are computed (a few more where inputs have hundreds of dimensions): :math:`O(N Q^2)` time and
     :math:`O(N Q)` memory.
 
+    Example:
+        >>> x = torch.randn(30, 2, dtype=torch.float64)
+        >>> found = pivoted_cholesky(pyro.contrib.gp.kernels.RBF(2), x, 10)
+        >>> found.factor.shape
+        torch.Size([30, 10])
+
     Args:
         kernel: covariance function, such as a kernel of :mod:`pyro.contrib.gp.kernels`.
         inputs: ``(N, D)``.

@@ -22,6 +22,10 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     values above 1e-7 of the largest (they come from the smaller of the two Gram matrices, whose rounding reaches 1e-8) and above the
     rounding of the data themselves.
 
+    Example:
+        >>> principal_components(torch.randn(20, 5), 2).shape
+        torch.Size([20, 2])
+
     Args:
         data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are.
         num: number of components.

@@ -21,7 +21,15 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 class OneDrawWarning(UserWarning):
-    """What is read from a guide is the posterior given one draw of the other latents, not the average over draws."""
+    """What is read from a guide is the posterior given one draw of the other latents, not the average over draws.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1)
+        >>> with warnings.catch_warnings(action="error", category=OneDrawWarning):  # such a reading would be an error here
+        ...     marginals = guide.marginals()["s"]
+    """
 
 
 class _GivenSubsamples(Messenger):

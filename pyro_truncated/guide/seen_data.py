@@ -23,7 +23,17 @@ _MULTIPLIER = -7046029254386353131  # odd; the golden ratio as a fraction of 2**
 
 
 class ChangedDataWarning(UserWarning):
-    """The populations of a guide were found for other data than it is being used with now."""
+    """The populations of a guide were found for other data than it is being used with now.
+
+    Example:
+        >>> model, y = GaussianMixture(2, 3), torch.randn(10, 2)
+        >>> guide = AutoTruncated(model.initialize(y), num_states=3)
+        >>> loss = Truncated_ELBO().loss(model, guide, y)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     loss = Truncated_ELBO().loss(model, guide, y + 1)
+        >>> [warning.category.__name__ for warning in caught]
+        ['ChangedDataWarning']
+    """
 
 
 class SeenData:

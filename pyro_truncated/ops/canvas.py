@@ -14,6 +14,11 @@ from torch import Tensor
 class Canvas:
     """Sizes of images and templates, and where templates may lie.
 
+    Example:
+        >>> canvas = Canvas(8, 10, 3, 3, wrap=True)
+        >>> canvas.num_pixels, canvas.num_places
+        (80, 80)
+
     Attributes:
         height: rows of an image.
         width: columns of an image.
@@ -76,6 +81,11 @@ class Canvas:
 
 class SceneParameters(NamedTuple):
     r"""Objects and background.
+
+    Example:
+        >>> parameters = SceneParameters(torch.rand(2, 9, 3), torch.rand(2, 9), torch.tensor(0.01), torch.zeros(3), torch.tensor(0.01))
+        >>> parameters.features.shape
+        torch.Size([2, 9, 3])
 
     Attributes:
         features: colours of the objects :math:`w`, ``(H, T, F)``.

@@ -67,6 +67,10 @@ class ObservedValues:
 def check_observable(model: Module, y: Tensor, support: Any) -> None:
     """Refuses data, before a model of the library starts from them, that its training refuses, in the same words.
 
+    Example:
+        >>> model, y = BinarySparseCoding(16, 8), torch.zeros(5, 16)
+        >>> check_observable(model, y, pyro_truncated.distributions.or_missing(dist.constraints.real))
+
     Args:
         model: takes data and the size of minibatches, and observes the data at site ``y``, one row per data point.
         y: the data.

@@ -46,7 +46,17 @@ _ANY_IDIOM = "dimensions addressed from the right: s[..., 0], s.sum(-1), (X * co
 
 
 class VectorizationWarning(UserWarning):
-    """A model cannot score states together, so that they are scored in a slower way."""
+    """A model cannot score states together, so that they are scored in a slower way.
+
+    Example:
+        >>> def model(y):
+        ...     s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        ...     pyro.sample("y", dist.Normal(torch.ones(4, 3) @ s, 1.0).to_event(1), obs=y)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     loss = Truncated_ELBO().loss(model, AutoTruncated(model, num_states=8), torch.randn(4))
+        >>> [warning.category.__name__ for warning in caught]
+        ['VectorizationWarning']
+    """
 
 
 def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:

@@ -19,6 +19,12 @@ class Patches:
     Windows start at every ``stride``-th position along each dimension, and at the last one that fits, so that every entry is covered.
     A patch is a window as a vector, with the channels of its entries, if there are any, side by side.
 
+    Example:
+        >>> patches = Patches((8, 8), 4)
+        >>> image = torch.randn(8, 8)
+        >>> torch.allclose(patches.assemble(patches.extract(image)), image, atol=1e-6)  # averaged where they overlap
+        True
+
     Args:
         shape: sizes of the array without channels, such as ``(height, width)``.
         size: side of the windows, one number or one per dimension.

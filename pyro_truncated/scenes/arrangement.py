@@ -68,6 +68,10 @@ class _OfPresent(TorchDistribution):
 class Positions(_OfPresent):
     r"""Where objects lie: uniform over ``num_values`` places for those that are present, place 0 for the others.
 
+    Example:
+        >>> Positions(torch.tensor([1.0, 0.0]), 4).log_prob(torch.tensor([3, 0])).exp()
+        tensor(0.2500)
+
     Args:
         presence: which objects are present, ``(*batch, H)``, zeros and ones.
         num_values: number of places ``L``.
@@ -89,6 +93,11 @@ class DepthOrder(_OfPresent):
 
     Object ``h`` comes behind ``value[h]`` of the present objects of smaller index, so that every order of the present objects has exactly
     one code; absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
+
+    Example:
+        >>> order = DepthOrder(torch.tensor([1.0, 0.0, 1.0]))
+        >>> order.log_prob(torch.tensor([0, 0, 1])).exp()  # two objects: two orders
+        tensor(0.5000)
 
     Args:
         presence: which objects are present, ``(*batch, H)``, zeros and ones.

@@ -45,6 +45,10 @@ def generated_objects(num: int, size: int = 10, generator: torch.Generator | Non
     """Blobs of random shape and colour, for use where there are no pictures.
 
     The radius of a blob is a random smooth function of the angle; its colour changes linearly from one random colour to another.
+
+    Example:
+        >>> generated_objects(2, 6).features.shape
+        torch.Size([2, 6, 6, 3])
     """
     offset = torch.arange(size) - (size - 1) / 2
     row, column = offset[:, None].expand(size, size), offset.expand(size, size)
@@ -88,6 +92,10 @@ def occluded_scenes(
     """Scenes composed of objects on a black canvas: each is there or not, at a random position, in random depth order.
 
     The defaults are the test of GP-select (Neural Computation 29, 2017, section 5.3) but for the noise: the paper mentions none.
+
+    Example:
+        >>> occluded_scenes(generated_objects(2, 6), 5, (16, 16)).data.shape
+        torch.Size([5, 16, 16, 3])
 
     Args:
         objects: what the scenes are made of.

@@ -27,6 +27,12 @@ class OccludedScene(TorchDistribution):
     Densities of many states are evaluated at once, at a cost per state that grows only with the area where its objects overlap. They are
     taken in float64.
 
+    Example:
+        >>> presence, position = torch.tensor([1.0]), torch.tensor([0])
+        >>> scene = OccludedScene(presence, position, torch.ones(1, 2, 2, 1), torch.full((1, 2, 2), 0.9), 0.1, torch.zeros(1), 0.1, (4, 4))
+        >>> scene.sample().shape
+        torch.Size([4, 4, 1])
+
     Args:
         presence: which objects are present, ``(*batch, H)``, zeros and ones.
         position: index of the place of each object, ``(*batch, H)`` integers; of absent objects it does not matter.

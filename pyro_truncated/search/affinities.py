@@ -43,6 +43,9 @@ class Singletons:
 
     For latents of several values it is that of the state with this value alone; for a mixture it is the log joint of every class.
     It works for every model and costs the evaluation of one state per option.
+
+    Example:
+        >>> search = Preselection(Singletons(), 4)  # for any model of binary latents
     """
 
     def __call__(self, batch: SearchBatch) -> Tensor:
@@ -93,6 +96,10 @@ class _Dictionary(abc.ABC):
 class Projection(_Dictionary):
     r"""Projection of the observation on the dictionary, :math:`f_{nh} = W_h^\top y_n`; missing (NaN) entries are left out.
 
+    Example:
+        >>> model = BinarySparseCoding(16, 8)
+        >>> search = Preselection(Projection(lambda: model.weight), 4)
+
     Args:
         weight: returns the current dictionary :math:`W`, ``(D, H)``.
         site: name of the observed site; needed only where there are several.
@@ -108,6 +115,10 @@ class Cosine(_Dictionary):
     .. math:: f_{nh} = W_h^\top y_n / \|W_h\|
 
     Sums and norms run over the observed entries of :math:`y_n`; an element without length there has the score zero.
+
+    Example:
+        >>> model = BinarySparseCoding(16, 8)
+        >>> search = Preselection(Cosine(lambda: model.weight), 4)
 
     Args:
         weight: returns the current dictionary :math:`W`, ``(D, H)``.

@@ -18,6 +18,11 @@ class AutomaticSearch(Search):
     (:class:`ExhaustiveSearch`), others by the conditional search. Populations that hold the whole space are left as they are, as by
     every search.
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, AutomaticSearch(), steps=2)
+
     Args:
         generator: source of randomness; default: torch's global generator.
 

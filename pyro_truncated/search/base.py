@@ -21,6 +21,13 @@ from pyro_truncated.utils.representation import Described
 class SearchBatch:
     """What a search gets to see: the populations of ``N`` data points and a way to score states.
 
+    Example:
+        >>> space = StateSpace([2, 2])
+        >>> population = Population(space, space.enumerate()[None, :2], torch.zeros(1, 2))
+        >>> batch = SearchBatch(population, score=lambda words: 1.0 - words.sum(-1))
+        >>> batch.score(space.enumerate()[None])
+        tensor([[ 1.,  0., -1., -2.]])
+
     Attributes:
         population: current populations, log joints up to date.
         score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``.
@@ -91,6 +98,15 @@ class Search(Described, Stateful, abc.ABC):
 
     Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,
     :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities.
+
+    Example:
+        >>> class Neighbours(Search):
+        ...     def propose(self, batch):
+        ...         words = batch.population.words.roll(1, 0)
+        ...         return Population(batch.space, words, batch.score(words))
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, Neighbours() + EvolutionarySearch(4, 3), steps=2)
     """
 
     @abc.abstractmethod
@@ -128,6 +144,10 @@ def set_state(part: object, state: Mapping[str, Any]) -> None:
 
 class CombinedSearch(Search):
     """Several searches that propose for the same populations; written ``a + b``.
+
+    Example:
+        >>> EvolutionarySearch(4, 3) + SampledSearch(16)
+        EvolutionarySearch(parents=4, children=3, generations=2) + SampledSearch(num_samples=16)
 
     Raises:
         TypeError: if one of them is no search.

@@ -39,6 +39,11 @@ class ConditionalSearch(Search):
     Nothing but the runs depends on the order of the latents. Where the interactions of a model are known and simple, plain enumeration
     is the better tool: for Markov chains (``pyro.markov`` and ``TraceEnum_ELBO``) it is exact at a cost that is linear in their length.
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ConditionalSearch(64), steps=2)
+
     Args:
         num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S`` states, so that
             large populations fill in as many steps as small ones.

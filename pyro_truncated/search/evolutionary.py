@@ -40,6 +40,14 @@ class EvolutionarySearch(Search):
     :class:`AutomaticSearch`, which scales with the populations and copes with broad posteriors of categorical latents. As soon as one
     of the others is named, the paper's algorithm runs, with 8 parents, 7 children and 2 generations unless told otherwise.
 
+    Example:
+        >>> search = EvolutionarySearch(parents=4, children=3, mutation="sparseflips", crossover=True)
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, search, steps=3)
+        >>> guide.states()["s"].shape
+        torch.Size([20, 16, 8])
+
     Args:
         parents: number of parents per data point (8); all states of a population that holds fewer.
         children: mutated copies of each parent (7); with crossover the number follows from that of the pairs and this is not used:

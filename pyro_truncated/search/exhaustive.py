@@ -18,6 +18,15 @@ _BYTES_PER_STATE = 64  # of packing, scoring and merging
 class ExhaustiveSearch(Search):
     """Scores all states of the space and keeps the best; exact EM where a population holds the whole space.
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)  # the 16 best of 256 states
+        >>> best = guide.population().free_energy()
+        >>> some = AutoTruncated(model, num_states=16).infer(y, EvolutionarySearch(4, 3), steps=1).population().free_energy()
+        >>> bool((best >= some).all())
+        True
+
     Args:
         max_states: largest number of states in the space that it consents to score for every data point.
     """

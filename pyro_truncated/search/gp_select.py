@@ -28,6 +28,9 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set.
 
+    Example:
+        >>> search = Preselection(RegressionAffinity(kernel="linear"), 4)  # what GPSelect(4, kernel="linear") is
+
     Args:
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
@@ -160,6 +163,12 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
 class GPSelect(Preselection):
     """Preselection by a learned affinity, which needs no knowledge of the model.
+
+    Example:
+        >>> y = linear_bars(40, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=16), ClosedForm(model), Truncated_ELBO(GPSelect(4)))
+        >>> loss = svi.step(y)
 
     Args:
         num_selected: number of selected latents.

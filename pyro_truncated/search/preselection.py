@@ -30,6 +30,13 @@ class Preselection(AffinitySearch):
     Latents of more than two values are selected together with a value, the one of largest affinity, and are zero or have this value
     in the proposals. Of a single latent per data point (the class of a mixture), :math:`H'` values are selected and proposed.
 
+    Example:
+        >>> from pyro_truncated.search import Cosine
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> search = Preselection(Cosine(lambda: model.weight), 4)  # all 16 states over the four best latents of each data point
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, search, steps=1)
+
     Args:
         affinity: maps a :class:`~pyro_truncated.search.SearchBatch` to scores ``(N, P)``, larger for latents that are more likely to be
             active. There is one column per binary latent, per class of a mixture, or else per non-zero value of every latent. A NaN

@@ -17,6 +17,11 @@ class SampledSearch(Search):
     marginals' mean over the batch, with one data point's worth of uniform marginals added so that no value is out of reach:
     :math:`(1/V_l + \sum_n q_n(s_l = v)) / (N + 1)`.
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, EvolutionarySearch(4, 3) + SampledSearch(16), steps=2)
+
     Args:
         num_samples: number of candidates per data point.
         prior_share: fraction of the candidates that come from the prior, rounded to a whole number of candidates.

@@ -25,6 +25,17 @@ class Population:
     distinct wherever the population stands for a posterior: a state held twice would be counted twice, and the "bound" could
     exceed the evidence. :meth:`merge` preserves it; candidates that a search proposes may repeat each other.
 
+    Example:
+        >>> space = StateSpace([2, 2])
+        >>> words = space.pack(torch.tensor([[[0, 1], [1, 1]]]))
+        >>> population = Population(space, words, torch.tensor([[0.25, 0.5]]).log())
+        >>> population.weights()
+        tensor([[0.3333, 0.6667]])
+        >>> population.free_energy().exp()
+        tensor([0.7500], dtype=torch.float64)
+        >>> population.marginals()
+        tensor([[0.6667, 1.0000]])
+
     Attributes:
         space: the state space.
         words: packed states, ``(N, S, num_words)`` int64.

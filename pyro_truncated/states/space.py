@@ -24,6 +24,13 @@ class StateSpace:
     out in order and never straddle two words, so a space of ``H`` binary latents needs :math:`\lceil H/64\rceil` words. Bits that
     belong to no field are zero, so equal states have equal words.
 
+    Example:
+        >>> space = StateSpace([2, 3])
+        >>> space.unpack(space.enumerate()).tolist()
+        [[0, 0], [1, 0], [0, 1], [1, 1], [0, 2], [1, 2]]
+        >>> StateSpace([2] * 100).num_words
+        2
+
     Attributes:
         cardinalities: number of values of each latent, as a tuple.
         fields: all that operations on packed states need to know, see :class:`pyro_truncated.ops.Fields`.

@@ -34,6 +34,13 @@ def best_start(
     EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
     on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
 
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8)
+        >>> reached = best_start(model, y, EvolutionarySearch(crossover=True), num_starts=3, steps=5, num_states=16)
+        >>> len(reached)
+        3
+
     Args:
         model: has ``initialize(y, generator)`` and closed-form M-steps; holds the parameters of the best run afterwards. A model with a
             Gibbs sampler, such as :class:`~pyro_truncated.models.MaxSpikeSlabSparseCoding`, is trained by

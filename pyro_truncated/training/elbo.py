@@ -46,6 +46,14 @@ class Truncated_ELBO(Described, ELBO):
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
 
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=32)
+        >>> elbo = Truncated_ELBO(EvolutionarySearch(crossover=True), temperature=cooling(4.0, 10))
+        >>> svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
+        >>> losses = [svi.step(y) for _ in range(10)]
+
     Args:
         search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`, which scores all states of small spaces and
             searches others by their full conditionals. It says in one line what it chose, and so does the ``repr`` of this object.

@@ -24,7 +24,13 @@ _SHORT_DATA = 1000
 
 
 class DisagreeingStartsWarning(UserWarning):
-    """No two starts reached the same free energy: the best one may be a local optimum."""
+    """No two starts reached the same free energy: the best one may be a local optimum.
+
+    Example:
+        >>> y = linear_bars(100, 3, mean_active=2.0).data
+        >>> with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):  # a run that may be stuck is an error
+        ...     guide = learn(BinarySparseCoding(9, 6), y, steps=10, num_states=16, tolerance=10.0, progress=False)
+    """
 
 
 def learn(

@@ -37,6 +37,14 @@ Callback = Callable[["Training"], Mapping[str, float] | bool | None]
 class Training:
     """What happened in a training run; callbacks get to see it after every step.
 
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=32), ClosedForm(model), Truncated_ELBO())
+        >>> training = fit(svi, y, steps=5, progress=False)
+        >>> training.steps, len(training.record["free_energy"]), training.stopped_early
+        (5, 5, False)
+
     Attributes:
         svi: the run.
         record: one list per quantity, one entry per step: ``free_energy`` (minus the loss), and what callbacks return.

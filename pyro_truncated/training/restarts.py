@@ -52,6 +52,16 @@ def fit_restarts(
 ) -> Restarts:
     """Runs :func:`fit` from several starts, each with a parameter store of its own, and leaves the best one's parameters in the store.
 
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> def make(seed):
+        ...     pyro.set_rng_seed(seed)
+        ...     model = BinarySparseCoding(16, 8).initialize(y)
+        ...     return SVI(model, AutoTruncated(model, num_states=16), ClosedForm(model), Truncated_ELBO())
+        >>> restarts = fit_restarts(make, y, restarts=2, steps=3, progress=False)
+        >>> len(restarts.trainings)
+        2
+
     Args:
         make: called with ``0 .. restarts - 1``; makes model, guide and SVI afresh, seeds included if wanted.
         *args: the model's arguments.

@@ -13,6 +13,11 @@ def cooling(start: float, steps: int, share: float = 0.6) -> Callable[[int], flo
     At a high temperature the posteriors of a :class:`~pyro_truncated.Truncated_ELBO` are nearly uniform over their populations, and causes
     have not yet divided the data between them; two that would have ended in one component find places of their own while it falls.
 
+    Example:
+        >>> temperature = cooling(8.0, 100)
+        >>> temperature(0), temperature(30), temperature(60)
+        (8.0, 4.5, 1.0)
+
     Args:
         start: temperature :math:`\tau_0 \ge 1` of the first step.
         steps: steps of the whole run, :math:`T`.

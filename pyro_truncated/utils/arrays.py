@@ -40,7 +40,17 @@ def _torchable(array: np.ndarray) -> np.ndarray:
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a method, or a function of a ``model``, take NumPy arrays for tensors; floating point ones take the type of its parameters."""
+    """Lets a method, or a function of a ``model``, take NumPy arrays for tensors; floating point ones take the type of its parameters.
+
+    Example:
+        >>> import numpy as np
+        >>> class Centred(torch.nn.Linear):
+        ...     @takes_arrays
+        ...     def forward(self, x):
+        ...         return super().forward(x - x.mean(0))
+        >>> Centred(2, 1)(np.ones((3, 2))).dtype
+        torch.float32
+    """
 
     @functools.wraps(method)
     def converted(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -49,5 +49,14 @@ def naming_empty_plates() -> Iterator[None]:
 
 
 def check_counts(**counts: Any) -> tuple[int, ...]:
-    """Positive counts by the names of their arguments, see :func:`check_count`."""
+    """Positive counts by the names of their arguments, see :func:`check_count`.
+
+    Example:
+        >>> check_counts(num_observed=16, num_latents=8)
+        (16, 8)
+        >>> check_counts(num_latents=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: num_latents must be a positive integer; got 0
+    """
     return tuple(check_count(name, value) for name, value in counts.items())

@@ -15,6 +15,10 @@ from pyro_truncated.utils.budget import current_budget
 class or_missing(constraints.Constraint):
     """Values that are finite and satisfy ``base``, or are NaN, which marks a missing entry.
 
+    Example:
+        >>> or_missing(dist.constraints.positive).check(torch.tensor([1.0, float("nan"), -1.0]))
+        tensor([ True,  True, False])
+
     Args:
         base: constraint on the entries that are not missing.
     """

@@ -33,6 +33,15 @@ class UniqueModule(PyroModule):
 
     Parameters that have been read into the store (``pyro.get_param_store().load``) under the name of a module of this class, and belong to
     no module yet, are taken over by the next one that is used for the first time, as Pyro does where names agree.
+
+    Example:
+        >>> class Causes(UniqueModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = pyro.nn.PyroParam(torch.randn(2, 3))
+        >>> first, second = Causes(), Causes()
+        >>> torch.equal(first.weight, second.weight)
+        False
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -86,6 +86,14 @@ def diagnose(
     left out. Guides of other kinds are judged by the importance weights of their draws alone: a Pareto index above 0.7 says that the
     draws do not follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=256).infer(y, ExhaustiveSearch(), steps=1)
+        >>> verdict = diagnose(to_arviz(model, guide, y, num_samples=25), warn=False)
+        Nothing speaks against this truncated posterior.
+        ...
+
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`, or read back from a netCDF file.
         path: the page, such as ``"diagnosis.html"``; default: none is written.

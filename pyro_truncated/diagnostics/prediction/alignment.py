@@ -46,6 +46,12 @@ class RestartComparison:
 def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
     """The permutation that makes the rows of ``other`` most similar to those of ``reference``.
 
+    Example:
+        >>> rows = torch.randn(4, 9)
+        >>> order, similarity = match_latents(rows, rows[[2, 0, 3, 1]])
+        >>> order.tolist()
+        [1, 3, 0, 2]
+
     Args:
         reference: one row of features per latent, ``(L, F)``.
         other: the same of another restart.
@@ -83,6 +89,12 @@ def compare_restarts(
     Latents of restarts are matched to those of the best by an optimal assignment (``scipy.optimize.linear_sum_assignment``), which
     maximises the sum of the similarities of all pairs. Convergence statistics such as R-hat make sense only for what does not depend on the
     order of the latents, or after this.
+
+    Example:
+        >>> y = linear_bars(30, 3, mean_active=2.0).data
+        >>> models = [BinarySparseCoding(9, 6).initialize(y) for _ in range(2)]
+        >>> guides = [AutoTruncated(model, num_states=64).infer(y, ExhaustiveSearch(), steps=1) for model in models]
+        >>> comparison = compare_restarts(guides, y, components=[model.weight.detach() for model in models])
 
     Args:
         guides: one fitted guide per restart; each knows its own model.

@@ -39,6 +39,13 @@ def covered_mass(guide: Any, *args: Any, num_parents: int | None = None, **kwarg
 
     Cost: :math:`N \cdot P \cdot M` log joints for ``P`` parents and ``M`` moves (the latents, if binary).
 
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=256).infer(y, ExhaustiveSearch(), steps=1)  # all states there are
+        >>> torch.allclose(covered_mass(guide, y), torch.ones(20, dtype=torch.float64))
+        True
+
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
@@ -126,6 +133,13 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     A population that is large enough gains little from being doubled: the gain is at least :math:`\log` of the ratio of the masses covered,
     so it bounds the missing mass from below. The populations of the guide stay as they are.
 
+    Example:
+        >>> y = linear_bars(10, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> bool((population_growth(guide, y).by_size >= 0).all())
+        True
+
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.
@@ -171,5 +185,12 @@ def effective_states(guide: Any, *args: Any, **kwargs: Any) -> Tensor:
     r"""Number of states that carry the truncated posterior, :math:`\exp(-\sum_s q_n(s) \log q_n(s))`, ``(N,)`` from 1 to ``S``.
 
     Near ``S`` the population is exhausted and should be larger; near 1 it could be smaller. It says nothing about mass outside.
+
+    Example:
+        >>> y = linear_bars(10, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> bool((effective_states(guide, y) <= 16).all())
+        True
     """
     return plain(scored_populations(guide, args, kwargs)[2].effective_states().double())

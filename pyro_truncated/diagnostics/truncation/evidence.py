@@ -117,6 +117,15 @@ def estimate_evidence(
 
     Latents of other guides are held at their medians. Cost: :math:`N M` log joints, and :math:`N M S L` for the densities.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=10.0).data
+        >>> model = BinarySparseCoding(9, 6, offset=False)
+        >>> model.weight, model.scale = bar_components(3) * 10.0, torch.tensor(10.0)
+        >>> guide = AutoTruncated(model, num_states=8).infer(y, ExhaustiveSearch(), steps=1)
+        >>> evidence = estimate_evidence(guide, y, num_samples=1000)
+        >>> bool((evidence.gap >= 0).all())  # never below the free energy
+        True
+
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.

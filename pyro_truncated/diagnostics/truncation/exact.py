@@ -63,6 +63,14 @@ def compare_with_enumeration(guide: Any, *args: Any, max_states: int = 2**16, me
 
     Latents of other guides are held at their medians; the comparison is of posteriors given these.
 
+    Example:
+        >>> y = linear_bars(10, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> comparison = compare_with_enumeration(guide, y)
+        >>> torch.allclose(comparison.gap, -comparison.covered_mass.log(), atol=1e-6)
+        True
+
     Args:
         guide: an ``AutoTruncated``, or an ``AutoGuideList`` that holds one.
         *args: the model's arguments.

@@ -20,7 +20,18 @@ Result = TypeVar("Result")
 
 
 class TruncationWarning(UserWarning):
-    """A truncated posterior, or a number computed from it, should not be trusted; the message says why, and what to change."""
+    """A truncated posterior, or a number computed from it, should not be trusted; the message says why, and what to change.
+
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0, noise=20.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> model.scale = torch.tensor(20.0)
+        >>> guide = AutoTruncated(model, num_states=2).infer(y, ExhaustiveSearch(), steps=1)
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     report = check_truncation(guide, y)
+        >>> [warning.category.__name__ for warning in caught]
+        ['TruncationWarning']
+    """
 
 
 @dataclasses.dataclass(frozen=True)

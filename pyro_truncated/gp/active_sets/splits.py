@@ -51,6 +51,11 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
 class Split:
     """A minibatch, active set first.
 
+    Example:
+        >>> split = Split(torch.tensor([4, 2, 7, 1]), 2)
+        >>> split.active.tolist(), split.rest.tolist()
+        ([4, 2], [7, 1])
+
     Attributes:
         indices: positions ``(B,)`` in the data set.
         num_active: how many of them, from the first on, are the active set.
@@ -114,6 +119,11 @@ class UniformSplits(Splits):
     """Uniformly random active sets, as in the paper: an epoch is a random partition of the data, the first points of a part are active.
 
     A last part too small to have points beside its active set is filled up with others.
+
+    Example:
+        >>> splits = UniformSplits(1000, 200, 50)
+        >>> [len(split.active) for split in splits.epoch(0)]
+        [50, 50, 50, 50, 50]
     """
 
     def epoch(self, number: int = 0) -> Iterator[Split]:
@@ -186,7 +196,13 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
 
 
 def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
-    """A size of the active set that grows linearly from ``start`` to ``stop`` within a number of epochs and then stays."""
+    """A size of the active set that grows linearly from ``start`` to ``stop`` within a number of epochs and then stays.
+
+    Example:
+        >>> size = growing(50, 200, 10)
+        >>> size(0), size(10), size(20)
+        (50, 200, 200)
+    """
     start, stop, epochs = check_counts(start=start, stop=stop, epochs=epochs)
     if start > stop:
         raise ValueError(f"sizes must satisfy start <= stop; got {start} and {stop}")

@@ -14,6 +14,11 @@ from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_paramet
 class PrecomputedKernel(DataKernel):
     r"""A kernel given by its matrix: :math:`v K` with a learned variance :math:`v`.
 
+    Example:
+        >>> kernel = PrecomputedKernel(torch.eye(4), train=torch.tensor([0, 1, 2]))  # the fourth is for prediction
+        >>> kernel.diag().shape
+        torch.Size([3])
+
     Args:
         matrix: covariances ``(N, N)`` of all objects, training and new ones, symmetric.
         train: positions ``(n,)`` of the training inputs among the objects; default: all. New inputs are positions as well.
@@ -71,6 +76,10 @@ class IdentityKernel(DataKernel):
     Redundant beside the noise of a regression, it keeps the optimiser from explaining all data as noise before any other kernel had
     a chance (Cao et al., section 4.1.5).
 
+    Example:
+        >>> IdentityKernel(3, variance=0.5).diag()
+        tensor([0.5000, 0.5000, 0.5000], grad_fn=<...>)
+
     Args:
         num_data: number of training inputs.
         variance: :math:`v` to start from.
@@ -105,6 +114,12 @@ class IdentityKernel(DataKernel):
 
 class SumKernel(DataKernel):
     r"""The sum of kernels on the same data, each with parameters (a variance, say) of its own: :math:`\sum_p k_p`.
+
+    Example:
+        >>> words = spectrum(["CCO", "CCC", "NNN"], 1)
+        >>> kernel = SumKernel([CountKernel(words), MinMaxKernel(words)], identity=True)
+        >>> kernel.diag().shape
+        torch.Size([3])
 
     Args:
         parts: the kernels.
@@ -215,6 +230,11 @@ class RescaledKernel(DataKernel):
 
 class RestrictedKernel(DataKernel):
     """A kernel on some of its training inputs: regression on these alone is the method "subset of data".
+
+    Example:
+        >>> kernel = RestrictedKernel(smooth_rbf(torch.randn(10, 4)), torch.arange(5))
+        >>> kernel.diag().shape
+        torch.Size([5])
 
     Args:
         kernel: the kernel.

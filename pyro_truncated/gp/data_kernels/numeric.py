@@ -75,6 +75,11 @@ class PyroKernel(InputKernel):
     Outside of Pyro models its parameters are those the module holds: whatever lies in Pyro's parameter store under names such as
     ``"variance"`` neither changes them nor is changed.
 
+    Example:
+        >>> kernel = PyroKernel(pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2))
+        >>> kernel.columns(torch.tensor([0, 3])).shape
+        torch.Size([10, 2])
+
     Args:
         kernel: the kernel; used, not copied.
         inputs: training inputs ``(n, D)``.
@@ -124,6 +129,11 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     r"""A squared exponential kernel with one length-scale per dimension, starting at :math:`2 \sqrt D` standard deviations of the inputs.
 
     Inputs need not be standardised; those that never vary start from a length-scale of :math:`2 \sqrt D`.
+
+    Example:
+        >>> kernel = smooth_rbf(torch.randn(10, 4))
+        >>> kernel.diag().shape
+        torch.Size([10])
 
     Args:
         inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.

@@ -13,6 +13,11 @@ from pyro_truncated.utils.counts import check_count
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:
     """Counts of all substrings of a length; inner products of these counts are the spectrum kernel.
 
+    Example:
+        >>> counts = spectrum(["CCO", "CC"], 2)  # CC and CO; CC
+        >>> counts.squared_norms
+        tensor([2., 1.], dtype=torch.float64)
+
     Args:
         strings: the strings.
         length: number of characters ``k`` of a substring.

@@ -14,6 +14,11 @@ from pyro_truncated.utils.unique_names import UniqueModule
 class LinearARD(UniqueModule, Kernel):
     r"""Linear covariance with one weight per dimension, :math:`k(x, x') = \sum_q a_q x_q x'_q`.
 
+    Example:
+        >>> LinearARD(2, variance=torch.tensor([1.0, 4.0]))(torch.eye(2))
+        tensor([[1., 0.],
+                [0., 4.]], grad_fn=<...>)
+
     Args:
         input_dim: number of dimensions ``Q``.
         variance: weights :math:`a`, ``(Q,)``; default: ones.

@@ -20,6 +20,9 @@ class SpikeSlabInputs:
 
     The last part is what a view of a multi-view model sees of a dimension that other views have not informed about.
 
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.zeros(5, 2), torch.ones(5, 2), probability=torch.tensor([1.0, 0.0]))
+
     Attributes:
         loc: means of the slabs :math:`\mu`, ``(N, Q)``.
         variance: variances of the slabs :math:`s`, ``(N, Q)``; zero for inputs known exactly.

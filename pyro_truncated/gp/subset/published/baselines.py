@@ -17,7 +17,15 @@ from pyro_truncated.utils.counts import check_count
 
 
 class RandomSearch(SubsetSearch):
-    """A random subset, which stays as it is."""
+    """A random subset, which stays as it is.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60, dtype=torch.float64).unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 5, algorithm=RandomSearch())
+        >>> objective = model.fit(max_epochs=2)
+        >>> len(model.subset)
+        5
+    """
 
     restarts = False
 

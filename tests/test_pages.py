@@ -1,0 +1,67 @@
+"""The code of the documentation's pages runs, block after block; what they quote is there."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import logging
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+    if "_build" not in path.parts
+}
+WITH_CODE = [page for page, text in PAGES.items() if BLOCK.search(text)]
+
+
+def run(language: str, code: str, names: dict[str, Any], place: str) -> None:
+    """Runs a block; of a session at the prompt, what it prints has to be what the page shows."""
+    if language == "python":
+        exec(compile(code, place, "exec"), names)
+        return
+    session = doctest.DocTestParser().get_doctest(code, names, place, place, 0)
+    results = doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session, clear_globs=False)
+    names.update(session.globs)
+    assert results.failed == 0
+
+
+@pytest.mark.parametrize("page", WITH_CODE)
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for number, (language, code) in enumerate(BLOCK.findall(PAGES[page]), 1):
+        run(language, code, names, f"{page}, block {number}")
+
+
+def test_no_code_hides_in_other_fences():
+    """Blocks of other languages are not run; Python is written in the two that are."""
+    fences = {page: set(re.findall(r"^```([a-zA-Z]+)$", text, re.MULTILINE)) for page, text in PAGES.items()}
+    assert not {page: found for page, found in fences.items() if found - {"python", "pycon", "sh", "text", "bibtex"}}
+
+
+def literal_texts() -> str:
+    """All strings of the library, pieces of one message joined, as they are written."""
+    texts = []
+    for path in sorted(path for folder in ("pyro_truncated", "models") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                texts.append("".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values))
+    return "\n".join(texts)
+
+
+def test_the_messages_that_the_page_of_errors_quotes_are_in_the_library():
+    quoted = re.findall(r"^## `(.*)`$", PAGES["docs/how-to/errors.md"], re.MULTILINE)
+    assert len(quoted) > 15
+    texts = literal_texts()
+    assert not [message for message in quoted if message not in texts]
