@@ -20,17 +20,20 @@ from urllib.parse import unquote, urldefrag
 
 PHONE, WIDE = (390, 844), (1366, 900)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--hide-scrollbars")
-# Waits until formulas are set, then says what a reader would miss.
+# Waits until formulas are set, half a minute at most, then says what a reader would miss.
 LOOK = """
 const done = arguments[arguments.length - 1];
-const formulas = window.MathJax && MathJax.startup ? MathJax.startup.promise : Promise.resolve();
-formulas.then(() => done({
+const count = selector => document.querySelectorAll(selector).length;
+const unset = () => count("span.math, div.math") - count("mjx-container");
+const report = () => done({
   pictures: [...document.images].filter(i => i.complete && !i.naturalWidth && i.getClientRects().length).map(i => i.src),
   formulas: [...document.querySelectorAll("mjx-merror, .merror")].map(e => e.textContent),
-  unset: document.querySelectorAll("span.math, div.math").length - document.querySelectorAll("mjx-container").length,
+  unset: unset(),
   wide: document.documentElement.scrollWidth - document.documentElement.clientWidth,
   foreign: performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith(location.origin) && !n.startsWith("data:")),
-}));
+});
+const wait = left => unset() > 0 && left > 0 ? setTimeout(() => wait(left - 1), 100) : report();
+wait(300);
 """
 SHOWN = (
     "index.html",

@@ -202,7 +202,7 @@ def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)
     names: dict[str, Any] = {**ALWAYS, "pyro_truncated": pyro_truncated, "warnings": warnings}
-    for face in (pyro_truncated, models, pyro_truncated.datasets, importlib.import_module(part)):
+    for face in (pyro_truncated, models, pyro_truncated.datasets, pyro_truncated.distributions, importlib.import_module(part)):
         names |= {public: getattr(face, public) for public in getattr(face, "__all__", ())}
     session = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session).failed == 0

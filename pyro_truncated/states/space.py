@@ -17,7 +17,7 @@ _MAX_CARDINALITY = 2**31
 
 
 class StateSpace:
-    r"""All joint configurations of ``L`` discrete latents, latent ``l`` taking the values ``0 .. cardinality_l - 1``.
+    r"""All joint configurations of ``L`` discrete latents, latent ``l`` taking the values ``0`` to ``cardinality_l - 1``.
 
     A state is stored in ``num_words`` words of 64 bits. Latent ``l`` occupies a field of
     :math:`\lceil\log_2 \mathrm{cardinality}_l\rceil` bits (at least one) at bit ``shift[l]`` of word ``word[l]``; fields are laid

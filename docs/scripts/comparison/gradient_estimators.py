@@ -67,7 +67,6 @@ def guide(y):
 
 def by_pyro(elbo):
     def estimate():
-        pyro.get_param_store()["logits"].grad = None
         pyro.param("logits").unconstrained().grad = None
         elbo.loss_and_grads(model, guide, y)
         return -pyro.param("logits").unconstrained().grad.clone()

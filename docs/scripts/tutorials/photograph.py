@@ -17,7 +17,7 @@ from sklearn.datasets import load_sample_image
 from pyro_truncated.restoration import denoise, inpaint
 
 pyro.set_rng_seed(0)
-image = torch.from_numpy(load_sample_image("china.jpg").copy()).float().mean(-1)[150:246, 350:446]
+image = torch.from_numpy(load_sample_image("china.jpg").copy()).float().mean(-1)[40:136, 120:216]
 noisy = image + 25 * torch.randn(image.shape, generator=torch.Generator().manual_seed(0))
 
 
