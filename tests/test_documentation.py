@@ -153,6 +153,22 @@ def views() -> dict[str, Any]:
     return {"images": images, "texts": texts, "fit": short_fit}
 
 
+def labelled_views() -> dict[str, Any]:
+    names = views()
+    return {**names, "labels": torch.arange(20).remainder(10).unsqueeze(-1).float(), "new_images": torch.randn(2, 3)}
+
+
+def correlated_outputs() -> dict[str, Any]:
+    x = torch.linspace(0, 6, 30, dtype=torch.float64).unsqueeze(-1)
+    return {"x": x, "y": torch.cat([x.sin(), x.cos()], 1), "new": x[:4] + 0.05}
+
+
+def saved_regression() -> dict[str, Any]:
+    names = molecules()
+    kernel = pyro_truncated.gp.CountKernel(names["fingerprints"])
+    return {**names, "model": pyro_truncated.SubsetGPRegression(kernel, names["fingerprints"].squared_norms.sqrt(), 10)}
+
+
 def trained_switches() -> dict[str, Any]:
     return {"model": pyro_truncated.gplvm.SpikeSlabGPLVM(12, 3, num_latents=3), "y": torch.randn(12, 3)}
 
@@ -168,9 +184,12 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "SASDecoder": lambda: {"x": torch.randn(1200, 4), "x_new": torch.randn(3, 4)},
     "SASFunctionDecoder": lambda: {"x": torch.rand(10, 784).round()},
     "SpikeSlabGPLVM": lambda: {"y": torch.randn(20, 3), "fit": short_fit},
-    "SpikeSlabMRD": views,
+    "CoregionalizedGPRegression": correlated_outputs,
+    "SpikeSlabMRD 1": views,
+    "SpikeSlabMRD 2": labelled_views,
     "SpikeSlabMRD.switch_model": trained_switches,
     "SpikeSlabSparseCoding": lambda: {"model": models.SpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
+    "SubsetPredictor": saved_regression,
     "SubsetSparseGPRegression": lambda: gaussian_process(lambda f: f),
     "SubsetVariationalGP": lambda: gaussian_process(lambda f: (f > 0).float()),
     "denoise": short_denoise,

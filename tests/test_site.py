@@ -1,4 +1,4 @@
-"""The check of the built site finds what is wrong with a page, and nothing in the site, where that has been built and a browser is there."""
+"""The check of the site finds what is wrong with a page, and nothing in the site, where that has been built and a browser is there."""
 
 from __future__ import annotations
 

@@ -25,6 +25,11 @@ class CountKernel(FixedKernel):
 
     Two objects without any feature count as equal.
 
+    Example:
+        >>> kernel = CountKernel(spectrum(["CCO", "CCC", "NNN"], 1))
+        >>> kernel.columns(torch.tensor([0])).flatten()  # Tanimoto: 5 common of 5, 6 of 8, none
+        tensor([1.0000, 0.7500, 0.0000], dtype=torch.float64, grad_fn=<...>)
+
     Args:
         features: counts of the training inputs; new inputs are given as counts made the same way.
         normalization: one of the names above.
@@ -113,6 +118,11 @@ class CountKernel(FixedKernel):
 class MinMaxKernel(CountKernel):
     r""":math:`\sum_f \min(c_{if}, c_{jf}) / \sum_f \max(c_{if}, c_{jf})` of integer counts; of zeros and ones the same as Tanimoto.
 
+    Example:
+        >>> kernel = MinMaxKernel(spectrum(["CCO", "CCC", "NNN"], 1))
+        >>> kernel.columns(torch.tensor([0])).flatten()
+        tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64, grad_fn=<...>)
+
     Args:
         features: counts of the training inputs.
         variance: :math:`v` to start from.
@@ -129,6 +139,11 @@ class MinMaxKernel(CountKernel):
 
 class HistogramIntersectionKernel(FixedKernel):
     r""":math:`v \sum_d \min(h_{id}, h_{jd})` of histograms, over the mean of their masses :math:`\sum_d h_{id}`.
+
+    Example:
+        >>> kernel = HistogramIntersectionKernel(torch.tensor([[0.5, 0.5], [1.0, 0.0]]))
+        >>> kernel.columns(torch.tensor([0])).flatten()
+        tensor([1.0000, 0.5000], grad_fn=<...>)
 
     Args:
         histograms: ``(n, D)``, not negative.
@@ -170,6 +185,13 @@ class HistogramIntersectionKernel(FixedKernel):
 
 class FunctionKernel(FixedKernel):
     """A Python function ``k(x, z)`` of two objects of any type; each column is computed once and kept.
+
+    Example:
+        >>> def common(a, b):
+        ...     return len(a & b) / len(a | b)
+        >>> kernel = FunctionKernel(common, [{1, 2}, {2, 3}, {4}])
+        >>> kernel.columns(torch.tensor([0])).flatten()
+        tensor([1.0000, 0.3333, 0.0000], dtype=torch.float64, grad_fn=<...>)
 
     Args:
         function: returns a number for two objects, or with ``batched`` a matrix ``(a, b)`` for two lists of objects.

@@ -43,9 +43,12 @@ class SubsetGPRegression(SavedRegression):
     molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
     (``objective="pp"``) has the smallest errors; it leaves the kernel's variance free to grow far too large, so what the inducing inputs
     leave of it is calibrated on leave-one-out residuals (see :class:`SparsePosterior`). Hyper-parameters by the FITC likelihood
-    (``objective="fitc"``) give densities without such a correction.
+    (``objective="fitc"``) give densities without such a correction. On numeric inputs with a differentiable kernel,
+    ``fit(polish=True)`` lets inducing inputs move freely from where the subset is.
 
-    On numeric inputs with a differentiable kernel, ``fit(polish=True)`` lets inducing inputs move freely from where the subset is.
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(pyro_truncated.gp.smooth_rbf(x), x.squeeze(-1).sin(), 8)  # then fit() and predict(new)
 
     Args:
         kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are

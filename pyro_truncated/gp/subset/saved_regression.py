@@ -83,8 +83,8 @@ class SubsetPredictor(torch.nn.Module):
 
         model.fit()
         model.save("model.pt")
-        rows = model.subset                                     # keep fingerprints[rows]
-        predictor = SubsetPredictor("model.pt", CountKernel(kept_fingerprints))
+        kept = fingerprints[model.subset]                       # all that predictions need of the data
+        predictor = SubsetPredictor("model.pt", CountKernel(kept))
         mean, variance = predictor.predict(new_fingerprints)
 
     Args:
