@@ -20,7 +20,7 @@ from urllib.parse import unquote, urldefrag
 
 PHONE, WIDE = (390, 844), (1366, 900)
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run", "--hide-scrollbars")
-# Waits until formulas are set, half a minute at most, then says what a reader would miss.
+# Waits until formulas are set, so many seconds at most, then says what a reader would miss.
 LOOK = """
 const done = arguments[arguments.length - 1];
 const count = selector => document.querySelectorAll(selector).length;
@@ -33,7 +33,7 @@ const report = () => done({
   foreign: performance.getEntriesByType("resource").map(e => e.name).filter(n => !n.startsWith(location.origin) && !n.startsWith("data:")),
 });
 const wait = left => unset() > 0 && left > 0 ? setTimeout(() => wait(left - 1), 100) : report();
-wait(300);
+wait(10 * arguments[0]);
 """
 SHOWN = (
     "index.html",
@@ -124,16 +124,16 @@ def broken_links(site: Path) -> list[str]:
     return found
 
 
-def look(driver: Any, address: str, page: str) -> list[str]:
-    """What is wrong with a page, wide and on a phone."""
+def look(driver: Any, address: str, page: str, patience: int = 30) -> list[str]:
+    """What is wrong with a page, wide and on a phone; formulas have some seconds to be set."""
     resize(driver, WIDE)
     driver.get(f"{address}/{page}")
-    seen = driver.execute_async_script(LOOK)
+    seen = driver.execute_async_script(LOOK, patience)
     found = [f"{page}: {kind} {what}" for kind in ("pictures", "formulas", "foreign") for what in seen[kind]]
     if seen["unset"] > 0:
         found.append(f"{page}: {seen['unset']} formulas are not set")
     resize(driver, PHONE)
-    over = driver.execute_async_script(LOOK)["wide"]
+    over = driver.execute_async_script(LOOK, patience)["wide"]
     if over > 0:
         found.append(f"{page}: {over} pixels wider than a phone")
     return found
@@ -158,7 +158,7 @@ def take_pictures(driver: Any, address: str, folder: Path) -> None:
         for name, size in (("wide", WIDE), ("phone", PHONE)):
             resize(driver, (size[0], 2 * size[1]))
             driver.get(f"{address}/{page}")
-            driver.execute_async_script(LOOK)
+            driver.execute_async_script(LOOK, 30)
             driver.save_screenshot(str(folder / f"{page.replace('/', '-').removesuffix('.html')}-{name}.png"))
 
 
