@@ -26,8 +26,8 @@ check_in_browser = load(ROOT / "docs" / "check_in_browser.py")
 in_browser = pytest.mark.skipif(not check_in_browser.available(), reason="Chromium, its driver or Selenium is missing")
 
 
-def write(folder: Path, body: str) -> Path:
-    (folder / "index.html").write_text(GOOD.replace("<p>words</p>", body))
+def write(folder: Path, body: str, page: str = "index.html") -> Path:
+    (folder / page).write_text(GOOD.replace("<p>words</p>", body))
     (folder / "other.html").write_text(OTHER)
     return folder
 
@@ -54,9 +54,9 @@ def test_what_a_reader_would_miss_is_found(tmp_path):
     with check_in_browser.served(tmp_path) as address, check_in_browser.browser() as driver:
         write(tmp_path, "<p>words</p>")
         assert check_in_browser.look(driver, address, "index.html") == []
-        for what, body in bodies.items():
-            write(tmp_path, body)
-            found[what] = check_in_browser.look(driver, address, "index.html")
+        for number, (what, body) in enumerate(bodies.items()):
+            write(tmp_path, body, f"{number}.html")
+            found[what] = check_in_browser.look(driver, address, f"{number}.html", patience=1)
     assert {what for what, problems in found.items() if len(problems) == 1 and what in problems[0]} == bodies.keys()
 
 

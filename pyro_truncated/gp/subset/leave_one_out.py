@@ -36,14 +36,6 @@ class LeaveOneOutRegression:
     vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
     those that an exchange search finds to explain the targets of :meth:`fit` best.
 
-    Example:
-        >>> x = torch.linspace(0, 6, 40).unsqueeze(-1)
-        >>> regression = LeaveOneOutRegression(x, "rbf")
-        >>> y = x.sin()
-        >>> fitted = regression.fit(y)
-        >>> regression.loo(y)[0].shape
-        torch.Size([40, 1])
-
     Args:
         inputs: ``(N, D)``, finite.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` (both and a constant), or any kernel of :mod:`pyro.contrib.gp.kernels` for
