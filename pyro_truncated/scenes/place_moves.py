@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -76,23 +75,19 @@ class PlacementMoves(Search):
         parents = population.take(chosen)
         levels = space.unpack(parents.repeat_interleave(self.children, 1), torch.int64)
         presence, position, code = levels[..., :num_objects] > 0, levels[..., num_objects : 2 * num_objects], levels[..., 2 * num_objects :]
-        generator = torch.Generator(levels.device).manual_seed(ops.draw_seed(draws["generator"]))
         rank = depth_rank(code, presence).double() if code.shape[-1] else None
-        presence, position, rank = self._move(presence, position, rank, generator)
+        presence, position, rank = self._move(presence, position, rank, draws)
         parts = [presence.long(), position.masked_fill(~presence, 0)]
         if rank is not None:
             parts.append(depth_code(rank, presence))
         return batch.scored(space.pack(torch.cat(parts, -1)))
 
-    def _move(
-        self, presence: Tensor, position: Tensor, rank: Tensor | None, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _move(self, presence: Tensor, position: Tensor, rank: Tensor | None, draws: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes one move in every scene ``(N, C, H)``."""
-        shape, num_objects = presence.shape[:-1], presence.shape[-1]
-        options: Any = {"generator": generator, "device": presence.device}
-        weights = torch.tensor(self.shares, dtype=torch.float64, device=presence.device)
-        move = torch.multinomial(weights, math.prod(shape), replacement=True, generator=generator).reshape(shape)
-        keys = torch.rand(presence.shape, **options)
+        num_objects, one = presence.shape[-1], (presence.shape[1], 1)
+        shares = torch.tensor(self.shares, dtype=torch.float64, device=presence.device).cumsum(0)
+        move = torch.searchsorted(shares[:-1] / shares[-1], ops.uniform(shape=one[:1], **draws), right=True)
+        keys = ops.uniform(shape=presence.shape[1:], **draws)
         on = torch.where(presence, keys, -1.0)
         first, absent = on.argmax(-1, keepdim=True), torch.where(presence, -1.0, keys).argmax(-1, keepdim=True)
         second = on.scatter(-1, first, -1.0).argmax(-1, keepdim=True)
@@ -102,12 +97,10 @@ class PlacementMoves(Search):
         move = torch.where((count == num_objects) & ((move == add) | (move == replace)), shift, move).unsqueeze(-1)
 
         here, there = position.gather(-1, first), position.gather(-1, second)
-        anywhere = torch.randint(self.grid[0] * self.grid[1], here.shape, **options)
+        anywhere = ops.uniform_integers(bound=self.grid[0] * self.grid[1], shape=one, **draws)
         # With depth, every other swap exchanges only what lies in front.
-        exchanged = (move == swap) & ((torch.rand(here.shape, **options) < 0.5) if rank is not None else True)
-        position = position.scatter(
-            -1, first, torch.where(move == shift, self._beside(here, generator), torch.where(exchanged, there, here))
-        )
+        exchanged = (move == swap) & ((ops.uniform(shape=one, **draws) < 0.5) if rank is not None else True)
+        position = position.scatter(-1, first, torch.where(move == shift, self._beside(here, draws), torch.where(exchanged, there, here)))
         position = torch.where(exchanged, position.scatter(-1, second, here), position)
         newcomer = torch.where(move == replace, here, anywhere)
         is_new = (move == add) | (move == replace)
@@ -116,16 +109,16 @@ class PlacementMoves(Search):
         presence = torch.where(is_new, presence.scatter(-1, absent, True), presence)
         if rank is not None:
             depth = rank.gather(-1, first)
-            between = count.unsqueeze(-1) * torch.rand(depth.shape, dtype=rank.dtype, **options) - 0.5
+            between = count.unsqueeze(-1) * ops.uniform(shape=one, **draws) - 0.5
             rank = torch.where(is_new, rank.scatter(-1, absent, torch.where(move == replace, depth, between)), rank)
             swapped = rank.scatter(-1, first, rank.gather(-1, second)).scatter(-1, second, depth)
             rank = torch.where(move == swap, swapped, rank)
         return presence, position, rank
 
-    def _beside(self, place: Tensor, generator: torch.Generator) -> Tensor:
+    def _beside(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
         """One of the eight places around each place; at an edge where the grid does not wrap, perhaps the place itself."""
         rows, columns = self.grid
-        step = torch.randint(8, place.shape, generator=generator, device=place.device)
+        step = ops.uniform_integers(bound=8, shape=place.shape[1:], **draws)
         step = step + (step >= 4)
         row, column = place // columns + step // 3 - 1, place % columns + step % 3 - 1
         if self.wrap:

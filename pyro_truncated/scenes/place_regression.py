@@ -128,7 +128,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
             self._images = data
             self.regression = LeaveOneOutRegression(self._inputs_of(data), self.kernel, self.rank)
         if self._visits % self.refit_every == 0:
-            self._fit(self.regression, self._targets)
+            self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))
             self._influence = None
         self._visits += 1
         if self._influence is None:
@@ -150,9 +150,9 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         data = entries[0][:, None, None].expand_as(key)
         return torch.stack([data[inside], key[inside]]), spread
 
-    def _fit(self, regression: LeaveOneOutRegression, targets: Tensor) -> None:
+    def _fit(self, regression: LeaveOneOutRegression, targets: Tensor, seed: int) -> None:
         """Raises the marginal likelihood of random outputs on random images; of all at once it would be a sum over too many."""
-        generator = torch.Generator().manual_seed(ops.draw_seed(self.generator))
+        generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
         data, output = targets.indices()
         seen = torch.zeros(targets.shape[0], dtype=torch.bool, device=targets.device)

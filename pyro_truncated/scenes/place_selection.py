@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -97,18 +96,18 @@ class PlacementSelection(AffinitySearch):
             raise ValueError(f"the affinity must return numbers of shape {(*expected, 'C')}; got {tuple(found.scores.shape)}, or NaN")
         if self.num_selected > num_objects:
             raise ValueError(f"cannot select {self.num_selected} of {num_objects} objects (num_selected)")
-        generator = torch.Generator(found.scores.device).manual_seed(ops.draw_seed(batch.source(self.generator)))
-        options: Any = {"generator": generator, "device": found.scores.device}
+        draws, shape = batch.draws(self.generator), (self.num_selected,)
         scores = found.scores[..., 0]
-        number = (self.explore * self.num_selected + torch.rand(len(scores), 1, **options)).floor()
+        number = (self.explore * self.num_selected + ops.uniform(shape=(1,), **draws)).floor()
         best = scores.topk(self.num_selected, 1).indices
         is_kept = torch.arange(self.num_selected, device=scores.device) < self.num_selected - number
         # Kept ones are out of the lottery, and its winners take the places that are left.
-        lottery = torch.rand(scores.shape, **options).scatter(1, best, torch.where(is_kept, -1.0, torch.rand(best.shape, **options)))
+        keys, again = ops.uniform(shape=scores.shape[1:], **draws), ops.uniform(shape=shape, **draws)
+        lottery = keys.scatter(1, best, again.masked_fill(is_kept, -1.0))
         objects = torch.where(is_kept, best, lottery.topk(self.num_selected, 1).indices.flip(1))
         places = ops.take(found.places, objects)
-        is_random = torch.rand(objects.shape, **options) < self.explore_places
-        random_places = torch.randint(num_places, objects.shape, **options)
+        is_random = ops.uniform(shape=shape, **draws) < self.explore_places
+        random_places = ops.uniform_integers(bound=num_places, shape=shape, **draws)
         places[..., -1] = torch.where(is_random, random_places, places[..., -1])
         return objects, places
 

@@ -75,11 +75,12 @@ def _sorted(keys, count, order):
 def _won(value, others, element, precision, terms):
     """What winning a dimension adds to the log density: rows of ``terms`` hold its threshold, constant, slope and curvature.
 
-    Dimensions that no other cause claims share the threshold zero and are summed up in the first place. Returns the number of places.
+    Dimensions that no other cause claims share the threshold zero and are summed up in the first place, which has none (infinity) without
+    them. Returns the number of places.
     """
     count = 1
-    for i in range(4):
-        terms[i, 0] = 0.0
+    terms[0, 0] = np.inf
+    terms[1, 0] = terms[2, 0] = terms[3, 0] = 0.0
     for d in range(len(value)):
         y, m, w = value[d], others[d], element[d]
         if np.isnan(y) or w <= 0.0:
@@ -90,6 +91,8 @@ def _won(value, others, element, precision, terms):
             count += 1
             terms[0, place] = m / w
             terms[1, place] = terms[2, place] = terms[3, place] = 0.0
+        else:
+            terms[0, 0] = 0.0
         scaled = precision[d] * w
         terms[1, place] -= 0.5 * precision[d] * m * (2.0 * y - m)
         terms[2, place] += scaled * y
