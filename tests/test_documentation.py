@@ -227,12 +227,12 @@ def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeyp
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session).failed == 0
 
 
-SHOWN = ("pyro_truncated", "pyro_truncated.models", "pyro_truncated.search", "pyro_truncated.datasets", "pyro_truncated.testing")
+SHOWN = ("", ".models", ".distributions", ".search", ".datasets", ".testing", ".em")
 
 
 @pytest.mark.parametrize("face", SHOWN)
 def test_every_public_name_has_an_example(face):
-    module = importlib.import_module(face)
+    module = importlib.import_module(f"pyro_truncated{face}")
     values = {name: getattr(module, name) for name in module.__all__ if not name.startswith("__")}
     known = {name.split(" ")[0] for name in EXAMPLES | SESSIONS}
     documented_here = {name for name, value in values.items() if isinstance(value, type) or inspect.isfunction(value)}

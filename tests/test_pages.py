@@ -33,6 +33,7 @@ def run(language: str, code: str, names: dict[str, Any], place: str) -> None:
     assert results.failed == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", WITH_CODE)
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -67,12 +67,33 @@ def test_nothing_is_wrong_with_the_site():
     assert check_in_browser.check(SITE) == []
 
 
-def test_inventories_are_read_by_sphinx(tmp_path, monkeypatch):
-    """Every name that is listed can be linked, at the address that its list begins with."""
+@pytest.fixture
+def extensions(monkeypatch):
     pytest.importorskip("sphinx")
+    monkeypatch.setattr(sys, "path", [str(ROOT / "docs" / "extensions"), *sys.path])
+
+
+def test_every_public_object_is_documented_once(extensions):
+    public_names = importlib.import_module("public_names")
+    seen, at_home, everything = set(), [], set()
+    for package in public_names.installed():
+        names = public_names.public_names(package, seen)
+        at_home += [id(public.value) for public in names if public.is_at_home]
+        everything |= {id(public.value) for public in names}
+    assert len(at_home) > 200
+    assert sorted(at_home) == sorted(everything)
+
+
+def test_every_script_has_its_place_in_the_reading_order(extensions):
+    public_names = importlib.import_module("public_names")
+    scripts = {path.stem for path in (ROOT / "docs" / "scripts").rglob("*.py")}
+    assert scripts == {*public_names.TUTORIALS, *public_names.COMPARISONS}
+
+
+def test_inventories_are_read_by_sphinx(extensions, tmp_path):
+    """Every name that is listed can be linked, at the address that its list begins with."""
     from sphinx.util.inventory import InventoryFile
 
-    monkeypatch.setattr(sys, "path", [str(ROOT / "docs" / "extensions"), *sys.path])
     inventories = importlib.import_module("inventories")
     folder = ROOT / "docs" / "inventories"
     for name, (address, path) in inventories.inventories(folder, tmp_path).items():

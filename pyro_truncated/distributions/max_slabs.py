@@ -21,6 +21,12 @@ class PiecewiseGaussian(TorchDistribution):
 
     Masses and draws are taken in the log domain, so they hold far out in the tails. All is float64.
 
+    Example:
+        >>> y, others, element = torch.tensor([2.0, 0.1]), torch.tensor([0.0, 0.0]), torch.tensor([1.0, 0.0])
+        >>> slab = PiecewiseGaussian.of_maximum(y, others, element, torch.tensor(0.1), torch.tensor(0.0), torch.tensor(1.0))
+        >>> abs(float(slab.mean) - 2.0 / 1.01) < 1e-4  # the normal posterior, where nothing else competes
+        True
+
     Args:
         segments: edges and coefficients.
         validate_args: whether to check values.
@@ -107,6 +113,12 @@ class MaximumSlabs(TorchDistribution):
     that never compete, this is the exact posterior. Slabs of causes that are off have their prior.
 
     A proposal is not what is trained: its parameters are taken as constants, and draws pass no gradient.
+
+    Example:
+        >>> states, weight, y = torch.tensor([1.0, 0.0]), torch.eye(2), torch.tensor([2.0, 0.0])
+        >>> slabs = MaximumSlabs(states, weight, torch.tensor(0.1), torch.tensor(1.0), torch.tensor(1.0), y)
+        >>> slabs.sample().shape
+        torch.Size([2])
 
     Args:
         states: indicators :math:`b`, ``(*batch, H)``, zeros and ones.

@@ -50,7 +50,12 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`."""
+    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`.
+
+    Example:
+        >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
+        True
+    """
 
     num_latents: int
     unit: Tensor

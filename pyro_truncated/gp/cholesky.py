@@ -31,7 +31,13 @@ DEPENDENT = 1e-8
 
 
 class JitterWarning(UserWarning):
-    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised."""
+    """A covariance matrix was too close to singular for its floating point type, and its diagonal was raised.
+
+    Example:
+        >>> x = torch.randn(20, 1)
+        >>> with warnings.catch_warnings(action="error", category=JitterWarning):  # a covariance that is nearly singular is an error here
+        ...     model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 5)
+    """
 
 
 class NotPositiveDefiniteError(ValueError):

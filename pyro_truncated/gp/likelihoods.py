@@ -16,6 +16,10 @@ from torch import Tensor
 class StudentT(Likelihood):
     r"""Targets with heavy-tailed noise: :math:`y \sim \mathrm{StudentT}(\nu, f, s)`.
 
+    Example:
+        >>> kernel = smooth_rbf(torch.randn(30, 1))
+        >>> model = SubsetVariationalGP(kernel, torch.randn(30), StudentT(df=4.0), 5)
+
     Args:
         df: degrees of freedom :math:`\nu` to start from.
         scale: scale :math:`s` to start from.

@@ -26,7 +26,14 @@ _SMALLEST_SHARE = 1e-12
 
 
 class NoisyCovariance(abc.ABC):
-    """The covariance matrix ``C`` of noisy observations, in a form that makes solving cheap."""
+    """The covariance matrix ``C`` of noisy observations, in a form that makes solving cheap.
+
+    Example:
+        >>> covariance: NoisyCovariance = DenseCovariance(torch.eye(2), torch.tensor(1.0))
+        >>> mean, precision = covariance.leave_one_out(torch.ones(2, 1))
+        >>> mean.flatten()
+        tensor([0., 0.])
+    """
 
     @property
     @abc.abstractmethod
@@ -75,6 +82,11 @@ class NoisyCovariance(abc.ABC):
 class DenseCovariance(NoisyCovariance):
     r"""An exact covariance matrix :math:`C = K + \lambda I`: :math:`O(N^3)` once, then :math:`O(N^2 P)` per set of targets.
 
+    Example:
+        >>> DenseCovariance(torch.eye(2), torch.tensor(1.0)).solve(torch.ones(2, 1))  # C = 2 I
+        tensor([[0.5000],
+                [0.5000]])
+
     Args:
         kernel_matrix: :math:`K`, ``(N, N)``.
         noise: noise variance :math:`\lambda`, a scalar, or one per data point ``(N,)``.
@@ -113,6 +125,10 @@ class LowRankCovariance(NoisyCovariance):
 
     With :math:`B = I + L^\top \Lambda^{-1} L = R_c R_c^\top` and :math:`V = R_c^{-1} L^\top \Lambda^{-1/2}`, Woodbury's identity reads
     :math:`C^{-1} = \Lambda^{-1/2} (I - V^\top V) \Lambda^{-1/2}`.
+
+    Example:
+        >>> LowRankCovariance(torch.ones(3, 1), torch.tensor(1.0)).solve(torch.ones(3, 1)).flatten()  # C = 1 1' + I
+        tensor([0.2500, 0.2500, 0.2500])
 
     Args:
         factor: :math:`L`, ``(N, Q)``.

@@ -22,6 +22,11 @@ _DIMENSIONS_PER_COLUMN, _MOST_COLUMNS = 64, 16
 class PivotedCholesky:
     r"""The approximation :math:`K \approx L L^\top` of a kernel matrix, exact in the rows and columns of the pivots.
 
+    Example:
+        >>> found = pivoted_cholesky(pyro.contrib.gp.kernels.RBF(2), torch.randn(20, 2), 5)
+        >>> found.rank, found.pivots.shape
+        (5, torch.Size([5]))
+
     Attributes:
         factor: :math:`L`, ``(N, Q)``; its rows at the pivots are lower triangular.
         pivots: positions of the pivots among the inputs, ``(Q,)`` int64, in the order they were chosen.

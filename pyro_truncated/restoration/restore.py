@@ -35,6 +35,11 @@ _PATIENCE, _TOLERANCE = 3, 2e-4
 class Restored:
     """A restored array, and what it was made with.
 
+    Example:
+        >>> restored = denoise(torch.randn(16, 16), side=4, num_latents=6, passes=1, num_states=6, progress=False)
+        >>> restored.image.shape
+        torch.Size([16, 16])
+
     Attributes:
         image: the restored array, in the shape and units of the damaged one.
         noise: the standard deviation of the noise that was learned, in the same units.
@@ -120,6 +125,13 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = Non
 
     As :func:`denoise`, with the likelihood of the observed entries only. First elements are patches of the array with the missing entries
     smoothed over.
+
+    Example:
+        >>> image = torch.randn(16, 16)
+        >>> image[4:6, 4:6] = torch.nan
+        >>> restored = inpaint(image, side=4, num_latents=6, passes=1, num_states=6, progress=False)
+        >>> bool(restored.image.isfinite().all())
+        True
 
     Args:
         image: the damaged array.

@@ -17,6 +17,11 @@ def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> C
     pixel is then a vector of memberships, softmax of minus squared distances over ``2 width**2``, background left out, and these maps are
     averaged over 3 x 3 pixels and thinned out.
 
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceRegression(model.canvas, inputs=colour_maps(4)), 2)
+
     Args:
         num_colours: number of clusters.
         stride: distance of the pixels kept.

@@ -16,6 +16,11 @@ from pyro_truncated.datasets import load
 class Objects(NamedTuple):
     """Pictures of objects, to compose scenes of.
 
+    Example:
+        >>> features, masks = generated_objects(3, 5)
+        >>> features.shape, masks.shape
+        (torch.Size([3, 5, 5, 3]), torch.Size([3, 5, 5]))
+
     Attributes:
         features: colours ``(K, height, width, channels)`` float32 in [0, 1]; zero outside the mask.
         masks: which pixels belong to the object, ``(K, height, width)`` bool.
@@ -65,6 +70,11 @@ def generated_objects(num: int, size: int = 10, generator: torch.Generator | Non
 
 class Scenes(NamedTuple):
     """Images of objects at random places that hide each other.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> scenes.data.shape, scenes.presence.shape
+        (torch.Size([10, 8, 8, 3]), torch.Size([10, 2]))
 
     Attributes:
         data: images ``(N, height, width, channels)``.

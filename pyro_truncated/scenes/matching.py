@@ -13,6 +13,12 @@ from pyro_truncated.scenes.data import Objects
 class Match(NamedTuple):
     """How alike true and learned objects are.
 
+    Example:
+        >>> objects = generated_objects(2, 3)
+        >>> match = match_objects(objects.features, objects.masks, objects)
+        >>> match.recovered()
+        tensor([True, True])
+
     Attributes:
         similarity: cosine of true objects and learned features times masks, at the shift where it is largest, ``(K, H)``.
         shift: that shift, rows and columns, ``(K, H, 2)`` int64: an object at a position is the learned one at the position plus the shift.
@@ -33,7 +39,13 @@ class Match(NamedTuple):
 
 @torch.no_grad()
 def match_objects(features: Tensor, masks: Tensor, objects: Objects) -> Match:
-    """Compares learned objects, features ``(H, t, u, F)`` and mask probabilities ``(H, t, u)``, with the true ones, at all shifts."""
+    """Compares learned objects, features ``(H, t, u, F)`` and mask probabilities ``(H, t, u)``, with the true ones, at all shifts.
+
+    Example:
+        >>> objects = generated_objects(2, 3)
+        >>> match_objects(objects.features, objects.masks, objects).similarity.shape
+        torch.Size([2, 2])
+    """
     learned = (features * masks.unsqueeze(-1)).double().movedim(-1, 1)
     true = objects.features.double().movedim(-1, 1)
     height, width = learned.shape[-2:]

@@ -29,6 +29,12 @@ class PlacementMoves(Search):
 
     In a scene with too few objects for a move, an object is added; where none is absent, one is shifted.
 
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> scan = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, scan + PlacementMoves((8, 8), 2, 2), steps=1)
+
     Args:
         grid: rows and columns of the grid of places.
         parents: number of parents per data point, selected in proportion to fitness, without replacement.

@@ -37,6 +37,11 @@ class PlaceRegression(LearnedAffinity[Candidates]):
 
     It learns from batches that hold all data in order; for minibatches, as for new images, it predicts from what it has learned.
 
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceRegression(model.canvas, inputs=colour_maps(4)), 2)
+
     Args:
         canvas: sizes.
         kernel: as for :class:`~pyro_truncated.gp.LeaveOneOutRegression`.

@@ -23,6 +23,11 @@ class PlaceScan:
     See :func:`~pyro_truncated.ops.scene_scan.scan_places` for the score. The candidates of an object are the places of largest score, no
     two of them next to each other.
 
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+
     Args:
         scene: returns the current :class:`~pyro_truncated.ops.canvas.SceneParameters`, such as ``model.parameters_of_scene``.
         canvas: sizes.
@@ -66,6 +71,12 @@ class RefinedPlaces:
     """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
 
     Which objects are selected remains the affinity's choice: its scores are passed on.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> scan = PlaceScan(model.parameters_of_scene, model.canvas)
+        >>> search = PlacementSelection(RefinedPlaces(PlaceRegression(model.canvas), scan, 2), 2)
 
     Args:
         affinity: gives candidates to refine, such as a :class:`PlaceRegression`.

@@ -27,6 +27,12 @@ class PlacementSelection(AffinitySearch):
     selected object is absent or at one of its places, :math:`(1 + C)^{H'}` of them if ``max_active`` allows. In addition, each selected
     object is put at each of its places in the best states that the population holds already, which so can outgrow :math:`H'` objects.
 
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
+
     Args:
         affinity: maps a batch to :class:`Candidates`, such as a :class:`~pyro_truncated.scenes.PlaceScan` or
             :class:`~pyro_truncated.scenes.PlaceRegression`.

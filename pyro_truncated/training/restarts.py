@@ -21,6 +21,16 @@ from pyro_truncated.utils.counts import check_count
 class Restarts:
     """Runs from different starts.
 
+    Example:
+        >>> y = linear_bars(50, 4, mean_active=2.0).data
+        >>> def make(seed):
+        ...     pyro.set_rng_seed(seed)
+        ...     model = BinarySparseCoding(16, 8).initialize(y)
+        ...     return SVI(model, AutoTruncated(model, num_states=16), ClosedForm(model), Truncated_ELBO())
+        >>> restarts = fit_restarts(make, y, restarts=2, steps=3, progress=False)
+        >>> restarts.best in (0, 1)
+        True
+
     Attributes:
         trainings: one record per start.
         best: position of the start with the highest final free energy (mean over its last tenth of the steps, at least one).

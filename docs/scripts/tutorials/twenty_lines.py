@@ -57,6 +57,9 @@ for column, ax in zip(pyro.param("weight").detach().mT, axes, strict=True):
     ax.set_axis_off()
 
 # %%
+# Most columns are a bar. Some hold two, or share one: gradients end in the optimum that their start leads to, and
+# :doc:`/tutorials/image_dictionary` shows what to do about it.
+#
 # Every image has a posterior over which bars are in it. Nothing has to be sampled to read it.
 
 print(guide)

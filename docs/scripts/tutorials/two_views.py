@@ -47,7 +47,7 @@ print(shared)
 # %%
 # The latent dimensions, scaled, over the signals that they found.
 
-figure, axes = plt.subplots(1, 4, figsize=(10, 2.4))
+figure, axes = plt.subplots(1, 4, figsize=(10, 2.4), layout="constrained", width_ratios=(1, 1, 1, 1.4))
 plot_switches(model, axes[3]).set_title("switches", fontsize=10)
 order = (("private 0", 0, "private to view 1"), ("private 1", 1, "private to view 2"), ("shared", 2, "shared"))
 for ax, (part, signal, title) in zip(axes, order, strict=False):
@@ -58,7 +58,6 @@ for ax, (part, signal, title) in zip(axes, order, strict=False):
         ax.plot(x, sign * latent / latent.std(), color="tab:red", linewidth=1.5)
     ax.set_title(title, fontsize=10)
     ax.set(xticks=[], yticks=[])
-figure.tight_layout()
 
 # %%
 # Over 80 such runs, from principal components and from random starts, switches and signals were right in all of them:

@@ -40,7 +40,18 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
 
 
 def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
-    """Upper bound on the posterior mass that each population covers, data points in order of it, the worst ones named."""
+    """Upper bound on the posterior mass that each population covers, data points in order of it, the worst ones named.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> checks = check_truncation(guide, y, steps=2, num_samples=100, warn=False)
+        >>> idata = to_arviz(model, guide, y, checks=checks)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_covered_mass(idata, ax)
+    """
     bound = get_dataset(idata, "truncated_posterior")["support_mass_bound"]
     values, names = bound.values.ravel(), _names(bound)
     order = values.argsort()
@@ -55,7 +66,17 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
 
 
 def plot_effective_states(idata: Any, ax: Axes) -> Axes:
-    """Histogram of the number of states that carry each data point's posterior, with the number kept."""
+    """Histogram of the number of states that carry each data point's posterior, with the number kept.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_effective_states(idata, ax)
+    """
     data = get_dataset(idata, "truncated_posterior")
     kept = data.sizes["state"]
     ax.hist(data["effective_states"].values.ravel(), bins=np.linspace(1, max(kept, 2), 31).tolist(), color=COLOUR)
@@ -67,6 +88,16 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
 
 def plot_gap(idata: Any, ax: Axes) -> Axes:
     """What the bound lacks of each data point's log evidence: the estimate with its interval, and the exact gap where it is known.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> checks = check_truncation(guide, y, steps=2, num_samples=100, warn=False)
+        >>> idata = to_arviz(model, guide, y, checks=checks)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_gap(idata, ax)
 
     Raises:
         ValueError: if the data hold no checks.
@@ -93,13 +124,33 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
 
 
 def plot_activations(idata: Any, ax: Axes) -> Axes:
-    """Histogram of the expected number of active latents per data point."""
+    """Histogram of the expected number of active latents per data point.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_activations(idata, ax)
+    """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
 
 
 def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
-    """Activation probabilities of the first data points (rows) and all latents (columns)."""
+    """Activation probabilities of the first data points (rows) and all latents (columns).
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_marginals(idata, ax)
+    """
     values = get_dataset(idata, "truncated_posterior")["activation_prob"].values
     picture = ax.imshow(values.reshape(-1, values.shape[-1])[:rows], cmap="Blues", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
     ax.figure.colorbar(picture, ax=ax, label="probability to be active")

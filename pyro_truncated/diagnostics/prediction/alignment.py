@@ -19,6 +19,12 @@ from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populati
 class RestartComparison:
     """``R`` restarts, matched to the one of the highest free energy.
 
+    Example:
+        >>> y = linear_bars(30, 3, mean_active=2.0).data
+        >>> models = [BinarySparseCoding(9, 6).initialize(y) for _ in range(2)]
+        >>> guides = [AutoTruncated(model, num_states=64).infer(y, ExhaustiveSearch(), steps=1) for model in models]
+        >>> comparison = compare_restarts(guides, y)
+
     Attributes:
         free_energy: sum over the data points, ``(R,)``.
         best: position of the best restart.

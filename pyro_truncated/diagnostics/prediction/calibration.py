@@ -26,6 +26,10 @@ _ENUMERATED = 2**12
 class Calibration:
     """Probability integral transforms of the truth under the posteriors; uniform on [0, 1] if these are right.
 
+    Example:
+        >>> model = BinarySparseCoding(9, 6)
+        >>> calibration: Calibration = simulation_based_calibration(model, torch.zeros(50, 9))
+
     Attributes:
         pit: by statistic, ``(num_simulations * N,)`` for states, ``(num_simulations,)`` for each entry of a global latent.
     """
@@ -57,6 +61,10 @@ def simulation_based_calibration(
     All data points of a simulation count as simulations, since their states and data are independent. Parameters of the model are held
     where they are: calibration is that of the states, and of the global latents if a guide covers them. These are compared by ranks among
     ``num_draws`` draws, once per simulation, so they need a ``fit`` and many simulations.
+
+    Example:
+        >>> model = BinarySparseCoding(9, 6)
+        >>> calibration = simulation_based_calibration(model, torch.zeros(50, 9))
 
     Args:
         model: the Pyro model; observed values among the arguments are replaced by simulated ones.

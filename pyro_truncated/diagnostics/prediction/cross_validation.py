@@ -248,6 +248,14 @@ def predictive_p_values(
     Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
     have seen the data through their states; ``marginal_predictive`` is the sharper check.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> all(0 <= p <= 1 for p in predictive_p_values(idata).values())
+        True
+
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.
         group: predictive group.

@@ -105,6 +105,14 @@ def _columns(num_parents: int, moves: Moves, num_data: int, memory_budget: int) 
 class Growth:
     """Free energies ``(N,)`` of populations as they are, and of larger ones.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> growth = population_growth(guide, y, steps=2)
+        >>> growth.by_size.shape
+        torch.Size([20])
+
     Attributes:
         free_energy: as they are.
         searched: of the best states that more search finds, as many as now.

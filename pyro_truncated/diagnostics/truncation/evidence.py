@@ -22,6 +22,15 @@ from pyro_truncated.utils.counts import check_count
 class Evidence:
     r"""Estimates of :math:`\log p(y_n)` for each of ``N`` data points; all ``(N,)`` in float64 on the CPU.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> with warnings.catch_warnings(action="ignore", category=TruncationWarning):
+        ...     evidence = estimate_evidence(guide, y, num_samples=200)
+        >>> evidence.gap.shape
+        torch.Size([20])
+
     Attributes:
         free_energy: the deterministic lower bound :math:`\mathcal F_n`.
         log_evidence: :math:`\log \hat p(y_n)`; never below the free energy, and a lower bound in expectation.

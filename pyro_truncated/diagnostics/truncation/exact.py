@@ -18,6 +18,14 @@ from pyro_truncated.utils.budget import rows_per_block
 class ExactComparison:
     r"""Exact and truncated posterior of each of ``N`` data points; all in float64 on the CPU.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> comparison = compare_with_enumeration(guide, y)
+        >>> bool((comparison.free_energy <= comparison.log_evidence + 1e-6).all())
+        True
+
     Attributes:
         log_evidence: exact :math:`\log p(y_n)`, ``(N,)``.
         free_energy: :math:`\log\sum_{s \in K_n} p(s, y_n)`, ``(N,)``.

@@ -25,6 +25,14 @@ _ENUMERATED = 2**12
 class TruncationReport:
     """What :func:`check_truncation` measured, for each of ``N`` data points.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> report = check_truncation(guide, y, steps=2, num_samples=0, warn=False)
+        >>> report.covered_mass.shape
+        torch.Size([20])
+
     Attributes:
         num_states: states per data point, ``S``.
         space: number of states there are, readable.

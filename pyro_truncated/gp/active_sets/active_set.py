@@ -38,6 +38,13 @@ class ActiveSet:
     Outputs that are NaN are missing. Outputs observed at the same rows share a Cholesky factor, so a complete active set needs one, and
     one with missing entries as many as there are patterns of missingness: prefer complete data points as the active ones.
 
+    Example:
+        >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
+        >>> active = ActiveSet(kernel, noise, torch.randn(8, 1), torch.randn(8, 2))
+        >>> mean, variance = active.predict(torch.zeros(3, 1))
+        >>> mean.shape, variance.shape
+        (torch.Size([3, 2]), torch.Size([3, 1]))
+
     Args:
         kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
         noise: noise variance :math:`\sigma^2`, a scalar.

@@ -11,7 +11,18 @@ from pyro.poutine.runtime import apply_stack
 
 
 class ActiveSetScaleWarning(UserWarning):
-    """A plate that subsamples multiplies the log density of an active set, which should count once."""
+    """A plate that subsamples multiplies the log density of an active set, which should count once.
+
+    Example:
+        >>> def model(z, x):
+        ...     with pyro.plate("data", 20, subsample_size=10) as index:
+        ...         likelihood = ActiveSetGaussianProcess(z[index], pyro.contrib.gp.kernels.RBF(1), 0.1, 4, 2)  # no num_data=20
+        ...         pyro.sample("x", likelihood, obs=x[index])
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     pyro.poutine.trace(model).get_trace(torch.randn(20, 1), torch.randn(20, 2)).compute_log_prob()
+        >>> {warning.category.__name__ for warning in caught}
+        {'ActiveSetScaleWarning'}
+    """
 
 
 def warn_if_scaled(num_active: int, batch_size: int) -> None:

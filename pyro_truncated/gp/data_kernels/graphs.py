@@ -19,6 +19,11 @@ _CHUNK = 2**22
 class Graphs:
     """Undirected graphs with integer labels of nodes and edges, side by side.
 
+    Example:
+        >>> atoms, bonds = torch.tensor([6, 6, 8, 6, 8]), torch.tensor([[0, 1, 3], [1, 2, 4]])  # C-C-O and C-O
+        >>> graphs = Graphs(2, torch.tensor([0, 0, 0, 1, 1]), atoms, bonds, torch.tensor([1, 1, 1]))
+        >>> kernel = CountKernel(shortest_path(graphs))
+
     Attributes:
         num: number of graphs.
         graph: graph of each node, ``(V,)`` int64, ascending.
@@ -75,6 +80,12 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
 
     Inner products of these counts are the Weisfeiler-Lehman subtree kernel.
 
+    Example:
+        >>> atoms, bonds = torch.tensor([6, 6, 8, 6, 8]), torch.tensor([[0, 1, 3], [1, 2, 4]])  # C-C-O and C-O
+        >>> graphs = Graphs(2, torch.tensor([0, 0, 0, 1, 1]), atoms, bonds, torch.tensor([1, 1, 1]))
+        >>> weisfeiler_lehman(graphs, 0).squared_norms  # labels only: 2^2 + 1 and 1 + 1
+        tensor([5., 2.], dtype=torch.float64)
+
     Raises:
         ValueError: if ``iterations`` is negative.
 
@@ -99,6 +110,12 @@ def shortest_path(graphs: Graphs) -> HashedCounts:
     """Counts of pairs of nodes by their labels and the number of edges between them; pairs without a connection do not count.
 
     Inner products of these counts are the shortest-path kernel.
+
+    Example:
+        >>> atoms, bonds = torch.tensor([6, 6, 8, 6, 8]), torch.tensor([[0, 1, 3], [1, 2, 4]])  # C-C-O and C-O
+        >>> graphs = Graphs(2, torch.tensor([0, 0, 0, 1, 1]), atoms, bonds, torch.tensor([1, 1, 1]))
+        >>> shortest_path(graphs).squared_norms  # CC, CO at one edge, CO at two; CO at one edge
+        tensor([3., 1.], dtype=torch.float64)
 
     Reference:
         Borgwardt and Kriegel, "Shortest-path kernels on graphs", ICDM 2005.

@@ -35,6 +35,11 @@ def _logical_shift(words: Tensor, bits: int) -> Tensor:
 class HashedCounts:
     """How often each feature occurs in each of ``num`` objects; only counts above zero are listed, sorted by object and key.
 
+    Example:
+        >>> counts = HashedCounts.of(2, rows=torch.tensor([0, 0, 1]), keys=torch.tensor([7, 7, 5]))  # 7 twice; 5 once
+        >>> counts.squared_norms
+        tensor([4., 1.], dtype=torch.float64)
+
     Attributes:
         num: number of objects.
         rows: object of each entry, ``(E,)`` int64.

@@ -41,6 +41,13 @@ class DataKernel(UniqueModule, Parameterized):
     Its parameters are those of a module of :mod:`pyro.contrib.gp` (constrained by ``PyroParam``; a prior makes them random inside a Pyro
     model), and covariances are differentiable in them.
 
+    Example:
+        >>> kernel = smooth_rbf(torch.randn(10, 2))
+        >>> isinstance(kernel, DataKernel), kernel.num_data
+        (True, 10)
+        >>> torch.allclose(kernel.columns(torch.tensor([3]))[3], kernel.diag()[3])
+        True
+
     Attributes:
         num_data: number of training inputs ``n``.
     """
@@ -134,6 +141,20 @@ class ProtocolKernel(DataKernel):
 
 def as_data_kernel(kernel: Any) -> DataKernel:
     """The kernel itself, or a :class:`ProtocolKernel` around an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+
+    Example:
+        >>> class Common:
+        ...     def __init__(self, words):
+        ...         self.words = [set(word) for word in words]
+        ...     def diag(self):
+        ...         return torch.ones(len(self.words))
+        ...     def columns(self, index):
+        ...         return self.cross(self.words, index)
+        ...     def cross(self, new, index):
+        ...         old = [self.words[i] for i in index.tolist()]
+        ...         return torch.tensor([[len(set(a) & b) / len(set(a) | b) for b in old] for a in new])
+        >>> as_data_kernel(Common(["ab", "bc", "cd"])).num_data
+        3
 
     Raises:
         TypeError: for anything else, kernels without data included.

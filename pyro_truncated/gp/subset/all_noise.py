@@ -10,7 +10,15 @@ _EXPLAINED_BY_NOISE = 0.02
 
 
 class AllNoiseWarning(UserWarning):
-    """The fit explains nearly all of the data as noise."""
+    """The fit explains nearly all of the data as noise.
+
+    Example:
+        >>> x = torch.randn(40, 3).double()
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     objective = SubsetGPRegression(smooth_rbf(x), torch.randn(40).double(), 2).fit(max_epochs=3)
+        >>> {warning.category.__name__ for warning in caught}
+        {'AllNoiseWarning'}
+    """
 
 
 def warn_of_noise(fitted: Tensor, noise: float, num_inducing: int) -> None:

@@ -166,6 +166,11 @@ class CholQRSearch(SubsetSearch):
 
     The subset starts at random. Members take turns in random order.
 
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=CholQRSearch())
+        >>> objective = model.fit(max_epochs=2)
+
     Args:
         information_pivots: number ``z``; the most, if ``adaptive``.
         pivots: ``"random"``, or ``"optimized"`` for the variant OI, which takes the inputs of largest residual variance.

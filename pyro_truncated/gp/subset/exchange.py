@@ -27,6 +27,11 @@ class ExchangeSearch(SubsetSearch):
 
     The objective never rises. It falls short of the optimum of a hard combinatorial problem, of course.
 
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=ExchangeSearch())
+        >>> objective = model.fit(max_epochs=2)
+
     Args:
         information_pivots: number ``z`` of pivots of the ranking, drawn in proportion to the variance left unexplained.
         pool: number of candidates that are scored exactly, the best of the ranking.

@@ -81,6 +81,10 @@ class Budget:
 class SubsetSearch(abc.ABC):
     """A way of choosing inducing inputs from the training inputs.
 
+    Example:
+        >>> isinstance(ExchangeSearch(), SubsetSearch), isinstance(RandomSearch(), SubsetSearch)
+        (True, True)
+
     Attributes:
         restarts: whether :meth:`improve` forgets the subset it is given, as greedy methods do: its result may be worse.
     """

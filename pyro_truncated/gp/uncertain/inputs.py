@@ -94,7 +94,16 @@ class Nodes:
 
 
 class Expectation(abc.ABC):
-    """How expectations over uncertain inputs are taken where a kernel has no closed form."""
+    """How expectations over uncertain inputs are taken where a kernel has no closed form.
+
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> exact = psi_statistics(kernel, inputs, inducing)
+        >>> nodes = psi_statistics(kernel, inputs, inducing, expectation=Quadrature(20))
+        >>> torch.allclose(exact.psi1, nodes.psi1, atol=1e-4)
+        True
+    """
 
     @abc.abstractmethod
     def nodes(self, inputs: SpikeSlabInputs, row: int = 0) -> Nodes:
@@ -111,6 +120,11 @@ class Quadrature(Expectation):
     """Gauss-Hermite quadrature on a tensor grid: exact for polynomials of degree ``2 degree - 1`` in each dimension.
 
     The grid has ``(degree + 1) ** Q`` points, so this is for few dimensions.
+
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> psi = psi_statistics(kernel, inputs, inducing, expectation=Quadrature(degree=10))
 
     Attributes:
         degree: nodes per Gaussian and dimension.
@@ -143,6 +157,11 @@ class Sampling(Expectation):
 
     The slabs are reparametrised, :math:`x = \mu + \sqrt s\,\epsilon`. Switches are drawn, and the weight of a draw is its probability over
     that probability held fixed: its value is one and its gradient gives an unbiased gradient in the probabilities.
+
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> psi = psi_statistics(kernel, inputs, inducing, expectation=Sampling(32, seed=1))
 
     Attributes:
         num_samples: samples ``S`` per data point.

@@ -19,6 +19,13 @@ from pyro_truncated.utils.budget import rows_per_block
 class PsiStatistics(NamedTuple):
     r"""Expected covariances of uncertain inputs :math:`\tilde x_n` and inducing inputs :math:`z_m`.
 
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> psi0, psi1, psi2 = psi_statistics(kernel, inputs, inducing)
+        >>> psi0.detach()  # variances
+        tensor([1., 1., 1., 1., 1.])
+
     Attributes:
         psi0: :math:`E[k(\tilde x_n, \tilde x_n)]`, ``(N,)``.
         psi1: :math:`E[k(\tilde x_n, z_m)]`, ``(N, M)``.
@@ -77,7 +84,16 @@ def psi_statistics(
 
 @functools.singledispatch
 def closed_form(kernel: kernels.Kernel, inputs: SpikeSlabInputs, inducing: Tensor, per_datum: bool) -> PsiStatistics | None:
-    """Psi statistics in closed form, dispatched on the type of the kernel; ``None`` where there is none."""
+    """Psi statistics in closed form, dispatched on the type of the kernel; ``None`` where there is none.
+
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> closed_form(kernel, inputs, inducing, per_datum=False).psi2.shape
+        torch.Size([3, 3])
+        >>> closed_form(pyro.contrib.gp.kernels.Matern32(2), inputs, inducing, per_datum=False) is None
+        True
+    """
     del kernel, inputs, inducing, per_datum
     return None
 

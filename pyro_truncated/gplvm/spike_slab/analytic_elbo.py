@@ -25,6 +25,13 @@ class Analytic_ELBO(ELBO):
     initialised, then at their optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`), which is found every ``every``
     steps.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y)
+        >>> svi = SVI(model.model, model.guide, Adam({"lr": 0.01}), Analytic_ELBO(warm_up=2))
+        >>> losses = [svi.step(y) for _ in range(3)]
+
     Args:
         warm_up: number of steps with all switches on; 0 for a model whose switches are to stay where they are at first.
         every: steps between updates of the switches; ``None`` leaves them to the gradient from the first step on.

@@ -28,6 +28,13 @@ _ROUGHLY = 30.0
 class Fit:
     """How a training went.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> isinstance(result.bound, float), result.is_all_noise
+        (True, False)
+
     Attributes:
         bound: the bound of the model as it is left, with switches at zero that nothing speaks for (:func:`settle_switches`).
         starts: the bound that each start reached, in order, before switches were settled.

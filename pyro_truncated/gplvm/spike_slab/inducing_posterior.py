@@ -191,6 +191,16 @@ def divergence(posterior: InducingPosterior, scale_tril: Tensor) -> Tensor:
 class Prediction:
     r"""Means and variances of outputs at uncertain inputs.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> posterior = Posterior(model, y)
+        >>> latents = posterior.infer(y[:3])
+        >>> prediction = posterior.predict(latents.loc, scale=latents.scale)
+        >>> prediction.mean.shape
+        torch.Size([3, 5])
+
     Attributes:
         mean: ``(N, D)``.
         variance: variances of the noise-free outputs, ``(N, D)``.

@@ -22,6 +22,14 @@ from pyro_truncated.utils.counts import check_count
 class Latents:
     r"""Posterior of the latents of new data points.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> latents = Posterior(model, y).infer(y[:3])
+        >>> latents.loc.shape, latents.scale.shape
+        (torch.Size([3, 3]), torch.Size([3, 3]))
+
     Attributes:
         loc: means :math:`\mu^*` given that a dimension is in use, ``(N, Q)``.
         scale: standard deviations :math:`\sqrt{s^*}`, ``(N, Q)``.
@@ -41,6 +49,14 @@ class Posterior:
     r"""A trained model with the posterior of its inducing variables, for predictions.
 
     The posterior of the inducing variables is that of the moment when this object is made: make a new one after further training.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> posterior = Posterior(model, y)
+        >>> posterior.infer(y[:3]).loc.shape
+        torch.Size([3, 3])
 
     Args:
         model: the trained model.

@@ -31,6 +31,11 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
     latent means of random data points. The noise starts at a hundredth of the variance of the data, kernels at that variance. Switches
     start at their prior odds.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y, start="random", generator=torch.Generator().manual_seed(0))
+
     Args:
         model: the model.
         y: its data.

@@ -81,6 +81,9 @@ class BernoulliLabels(LabelLikelihood):
 
     The bound is that of Jaakkola and Jordan, "Bayesian parameter estimation via variational methods" (2000):
     :math:`w = \tanh(\xi/2) / 2\xi`, tightest at :math:`\xi^2 = E g^2`; it is also the one of Polya-Gamma augmentation.
+
+    Example:
+        >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", BernoulliLabels()])  # the second view: zeros, ones, NaN
     """
 
     uses_square = True
@@ -161,6 +164,9 @@ class CategoricalLabels(_CurvatureBound):
     The Hessian of the log normaliser is at most half the identity (Böhning, "Multinomial logistic regression algorithm", 1992) at any
     point: the view costs what a Gaussian one with as many outputs as classes costs.
 
+    Example:
+        >>> model = SpikeSlabMRD(20, [5, 1], 3, likelihood=["gaussian", CategoricalLabels(4)])  # the second view: classes 0 to 3, NaN
+
     Args:
         num_classes: number of classes, at least 2.
 
@@ -233,6 +239,9 @@ class CategoricalLabels(_CurvatureBound):
 
 class PoissonCounts(_CurvatureBound):
     r"""Counts: :math:`y \sim \mathrm{Poisson}(\log(1 + e^g))`; the curvature is at most :math:`1/4 + 0.17 y`.
+
+    Example:
+        >>> model = SpikeSlabMRD(20, [5, 2], 3, likelihood=["gaussian", PoissonCounts()])  # the second view: counts, NaN
 
     Reference:
         Seeger and Bouchard, "Fast variational Bayesian inference for non-conjugate matrix factorization models" (2012).

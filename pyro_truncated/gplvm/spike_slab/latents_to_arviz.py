@@ -36,6 +36,12 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     ``observed_data``      ``y_0``, ``y_1``, ... (data, output)
     =====================  ==========================================================================================================
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> idata = latents_to_arviz(model, y, num_samples=10)
+
     Args:
         model: the trained model.
         y: its data.

@@ -29,6 +29,12 @@ def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(No
     difference between an output's :math:`\Psi_2` and their mean taken to the right. With all data and :math:`\rho = 1` this is the optimum
     if nothing is missing.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> natural_step(explicit_copy(model, y), y)
+
     Args:
         model: a model with ``collapsed=False``.
         y: all data.
@@ -87,6 +93,12 @@ def fit_minibatches(
     Every step draws data points without replacement, takes a natural-gradient step for the inducing variables and an Adam step for all
     other parameters, whose rate falls to a tenth over the last half. Switches are held on for a share of the steps.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bounds = fit_minibatches(explicit_copy(model, y), y, steps=3, batch_size=10)
+
     Args:
         model: a model with ``collapsed=False``, initialised.
         y: its data.
@@ -142,7 +154,14 @@ def _step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor, rate: float, 
 
 @takes_arrays
 def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
-    """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches."""
+    """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> copy = explicit_copy(model, y)  # fit_minibatches trains it
+    """
     duplicate = copy.deepcopy(model)
     duplicate.collapsed = False
     for view in duplicate.views:

@@ -20,6 +20,14 @@ def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance
 
     A line search that fails ends a run of L-BFGS; the next one starts without memory of the curvature, until one of them gains nothing.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y)
+        >>> before, after = maximize_bound(model, y, steps=1), maximize_bound(model, y, steps=10)
+        >>> after >= before
+        True
+
     Args:
         model: the model.
         y: its data.

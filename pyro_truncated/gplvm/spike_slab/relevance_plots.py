@@ -18,6 +18,14 @@ def plot_latents(
 ) -> Any:
     """Latent means in two dimensions over the predictive standard deviation of a view, dark where the model has seen no data.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_latents(Posterior(model, y), ax, dims=(0, 1), resolution=10)
+
     Args:
         posterior: the trained model.
         ax: matplotlib axes.
@@ -61,6 +69,14 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     Bars to the left are relevances (see ``SpikeSlabMRD.relevance``) without the switches, divided by the largest: what one would put a
     threshold to. Bars to the right are the probabilities of the switches.
 
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_relevance(model, ax)
+
     Args:
         model: the trained model.
         ax: matplotlib axes.
@@ -86,6 +102,14 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
 @torch.no_grad()
 def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None = None) -> Any:
     """Probabilities of the switches of every view, side by side for each dimension: what is shared and what is private.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_switches(model, ax)
 
     Args:
         model: the trained model.

@@ -30,6 +30,13 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
 
     .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
               - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> switch_log_odds(model, y).shape
+        torch.Size([1, 3])
     """
     views = model.check_data(y)
     gamma = model.probability.detach().clone().requires_grad_()
@@ -46,6 +53,12 @@ def update_switches(model: SpikeSlabMRD, y: Views) -> float:
     """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
 
     All at once is tried first, which mostly serves.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = update_switches(model, y)
     """
     with torch.no_grad():
         before, start = float(model.bound(y)), model.logits.detach().clone()
@@ -68,6 +81,12 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
     A dimension that a view's kernel has removed does not change the likelihood: the optimum of its switch is then the prior :math:`\pi`,
     :math:`-\log(1 - \pi)` nats above "off", though nothing is on. Such a switch, and one that is less probable than at first, is turned
     off for certain.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = settle_switches(model, y)
     """
     update_switches(model, y)
     with torch.no_grad():
@@ -82,6 +101,12 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     """Tries every switch fully on and fully off, with the inducing variables adapted, and keeps what raises the bound; returns the bound.
 
     Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = switch_moves(model, y)
     """
     bound = float(model.bound(y))
     for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
@@ -104,6 +129,12 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
     :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get some quasi-Newton iterations to take over
     what the dimension did, which for curved data is often better than a dimension for every bend. Switches are fully on or off meanwhile,
     and afterwards.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = remove_dimensions(model, y, steps=3)
 
     Args:
         model: the model.

@@ -39,6 +39,11 @@ class RandomSearch(SubsetSearch):
 class TitsiasSearch(SubsetSearch):
     """Greedy forward selection by the objective itself, each input the best of some random candidates, scored exactly all at once.
 
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=TitsiasSearch())
+        >>> objective = model.fit(max_epochs=2)
+
     Args:
         candidates: number of random candidates per input.
 
@@ -69,7 +74,13 @@ class TitsiasSearch(SubsetSearch):
 
 
 class GreedyVarianceSearch(SubsetSearch):
-    """Pivoted Cholesky: each input is the one whose variance, given those before, is largest. It does not look at the targets."""
+    """Pivoted Cholesky: each input is the one whose variance, given those before, is largest. It does not look at the targets.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=GreedyVarianceSearch())
+        >>> objective = model.fit(max_epochs=2)
+    """
 
     @torch.no_grad()
     def improve(
@@ -83,6 +94,11 @@ class InformativeVectorSearch(SubsetSearch):
     """The informative vector machine: each input is the one whose noisy target would reduce the entropy of the posterior most.
 
     For Gaussian noise that is the input of largest posterior variance, given noisy targets at those before.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=InformativeVectorSearch())
+        >>> objective = model.fit(max_epochs=2)
 
     Reference:
         Lawrence, Seeger and Herbrich, "Fast sparse Gaussian process methods: the informative vector machine", NIPS 2003.
@@ -98,6 +114,11 @@ class InformativeVectorSearch(SubsetSearch):
 
 class KMeansSearch(SubsetSearch):
     """The training inputs nearest to the centres of k-means clusters; numeric inputs only.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=KMeansSearch())
+        >>> objective = model.fit(max_epochs=2)
 
     Args:
         iterations: most iterations of Lloyd's algorithm.
