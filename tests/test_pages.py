@@ -6,6 +6,7 @@ import ast
 import doctest
 import logging
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+PICTURES = "https://raw.githubusercontent.com/pyro-truncated/pyro-truncated/main/"
 BLOCK = re.compile(r"^```(python|pycon)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
@@ -47,6 +49,19 @@ def test_no_code_hides_in_other_fences():
     """Blocks of other languages are not run; Python is written in the two that are."""
     fences = {page: set(re.findall(r"^```([a-zA-Z]+)$", text, re.MULTILINE)) for page, text in PAGES.items()}
     assert not {page: found for page, found in fences.items() if found - {"python", "pycon", "sh", "text", "bibtex"}}
+
+
+def test_pictures_of_the_readme_are_files_of_the_repository():
+    """By absolute addresses, so that the package index shows them."""
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", PAGES["README.md"])
+    assert len(pictures) == 2
+    for address in pictures:
+        assert address.startswith(PICTURES)
+        assert (ROOT / address.removeprefix(PICTURES)).is_file()
+    urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
+    for url in urls.values():
+        if url.startswith("https://github.com/"):
+            assert url.removeprefix("https://github.com/").startswith(PICTURES.split("/", 3)[3].removesuffix("/main/"))
 
 
 def literal_texts() -> str:

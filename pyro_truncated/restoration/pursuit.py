@@ -20,6 +20,11 @@ class Pursuit(Search):
     :math:`r \leftarrow r - (w_h^\top r) w_h` (Mallat and Zhang, "Matching pursuits with time-frequency dictionaries", IEEE Transactions on
     Signal Processing 41, 1993). Missing entries count as zero. For models of binary latents with a ``weight (D, H)``.
 
+    Example:
+        >>> y = torch.randn(20, 16)
+        >>> model = SpikeSlabSparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, Pursuit(model), steps=1)
+
     Args:
         model: has the dictionary, ``weight``.
         length: number of states on a path.

@@ -22,6 +22,13 @@ from pyro_truncated.states.space import StateSpace
 class Candidates:
     """Where the objects of each data point may lie.
 
+    Example:
+        >>> scores = torch.zeros(1, 1, 16)
+        >>> scores[0, 0, 5] = 1.0
+        >>> candidates = best_places(scores, pyro_truncated.distributions.Canvas(4, 4, 2, 2), 1)
+        >>> candidates.scores.flatten(), candidates.places.flatten()
+        (tensor([1.]), tensor([5]))
+
     Attributes:
         scores: how well each object fits there, larger is better, ``(N, H, C)``; the best place of an object first.
         places: the places, ``(N, H, C)`` int64.
@@ -35,7 +42,14 @@ PlaceAffinity = Callable[[SearchBatch], Candidates]
 
 
 def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
-    """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``."""
+    """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``.
+
+    Example:
+        >>> scores = torch.zeros(1, 1, 16)
+        >>> scores[0, 0, 5] = 1.0
+        >>> best_places(scores, pyro_truncated.distributions.Canvas(4, 4, 2, 2), 1).places.flatten()
+        tensor([5])
+    """
     values, places = [], []
     for found in range(number):
         best = scores.max(-1)
@@ -62,6 +76,13 @@ def join(found: list[Candidates]) -> Candidates:
 
 def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
     r"""Posterior probabilities :math:`q_n(s_h = 1, x_h = l)` that an object is present at a place, as a sparse matrix.
+
+    Example:
+        >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
+        >>> model = OcclusiveComponents(2, (8, 8), (3, 3)).initialize(scenes.data)
+        >>> search = PlacementSelection(PlaceScan(model.parameters_of_scene, model.canvas), 2)
+        >>> guide = AutoTruncated(model, num_states=8).infer(scenes.data, search, steps=1)
+        >>> where, probability = place_probabilities(guide.population())
 
     Returns:
         Positions of entries ``(2, E)``: data point, and ``h * L + l``; and the probabilities ``(E,)`` float64. What is not listed is zero.

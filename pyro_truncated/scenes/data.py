@@ -33,6 +33,14 @@ class Objects(NamedTuple):
 def coil_objects(num: int = 16) -> Objects:
     """Frontal views of real objects from COIL-100, 10 x 10 pixels in colour, cut out where they cover at least half of a pixel.
 
+    Example:
+        >>> try:
+        ...     objects = coil_objects(4)
+        ... except DatasetNotFoundError:
+        ...     objects = generated_objects(4)  # where the data folder does not hold them
+        >>> len(objects.features)
+        4
+
     Raises:
         DatasetNotFoundError: if the data folder does not hold them.
         ValueError: if more objects are asked for than there are.

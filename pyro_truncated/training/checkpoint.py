@@ -21,7 +21,15 @@ _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", 
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint could not be written; the run goes on."""
+    """A checkpoint could not be written; the run goes on.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=16), ClosedForm(model), Truncated_ELBO())
+        >>> with warnings.catch_warnings(action="error", category=CheckpointWarning):  # a run that cannot be saved stops here
+        ...     training = fit(svi, y, steps=2, checkpoint="run.pt", progress=False)
+    """
 
 
 def save_checkpoint(

@@ -13,6 +13,14 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
     Functions are registered by ``@convert_owner.register(Class)`` and called with the object, the model's arguments, and the options
     ``num_samples``, ``num_chains`` and ``seed``; so no model needs to know the diagnostics.
 
+    Example:
+        >>> class Mine:
+        ...     posterior = {"x": [[1.0, 2.0]]}
+        >>> @convert_owner.register
+        ... def _(owner: Mine, y, **options):
+        ...     return az.from_dict(posterior=owner.posterior)
+        >>> idata = to_arviz(Mine(), torch.zeros(2))
+
     Raises:
         TypeError: if there is none.
     """

@@ -186,6 +186,16 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``; it is wide enough for all
     features shown together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S: predictions too narrow or too wide; a bow: biased.
     Where observations are missing, the band drawn is that of the feature seen least often; each curve in colour left its own.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
+        ...     ax = plot_loo_pit(idata, ax)
     """
     transforms = loo_pit(idata, name=name)
     chosen = list(features) if features is not None else list(range(transforms.shape[1]))
@@ -250,7 +260,21 @@ def _data_dims(idata: Any) -> list[Any]:
 
 
 def plot_comparison(table: Any, ax: Axes) -> Axes:
-    """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`."""
+    """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> smaller = BinarySparseCoding(9, 3).initialize(y)
+        >>> other = to_arviz(smaller, AutoTruncated(smaller, 8).infer(y, ExhaustiveSearch(), steps=1), y, num_samples=25)
+        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
+        ...     table = compare_models({"six": idata, "three": other})
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_comparison(table, ax)
+    """
     compat.draw_comparison(table, ax)
     return _tidy(ax)
 

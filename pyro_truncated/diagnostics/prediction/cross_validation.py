@@ -28,6 +28,14 @@ STATISTICS: dict[str, Statistic] = {"mean": np.mean, "standard deviation": np.st
 class CrossValidation:
     """Leave-one-out cross-validation of one model.
 
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> with warnings.catch_warnings(action="ignore", category=TruncationWarning):  # parameters are point estimates
+        ...     result = cross_validate(idata)
+
     Attributes:
         elpd: expected log predictive density of the data, in nats.
         se: its standard error.
@@ -91,6 +99,14 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
 
     With point estimates there is nothing to be left out: the likelihood varies over the draws by rounding at most, or by the noise of a
     ``conditional`` that is not exact, which is averaged out. Restarts of these are no draws from one posterior: the best one counts.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> with warnings.catch_warnings(action="ignore", category=TruncationWarning):  # parameters are point estimates
+        ...     result = cross_validate(idata)
 
     Args:
         idata: from :func:`~pyro_truncated.to_arviz`.

@@ -31,6 +31,10 @@ _DRAWS = 512
 class LabelLikelihood(abc.ABC):
     """A likelihood of labels with a quadratic bound.
 
+    Example:
+        >>> isinstance(BernoulliLabels(), LabelLikelihood), isinstance(CategoricalLabels(3), LabelLikelihood)
+        (True, True)
+
     Attributes:
         noise: the variance that a precision of one stands for.
         uses_square: whether the best point asks for second moments.
