@@ -214,6 +214,7 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
         assert math.isfinite(names["svi"].step(*(names[argument] for argument in ("x", "y") if argument in names)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SESSIONS)
 def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeypatch):
     """It knows the names of the face, of the models and data sets, of Pyro and of its own part of the library."""
