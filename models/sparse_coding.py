@@ -40,7 +40,7 @@ class SparseCoding(UniqueModule):
         ValueError: if a size is no positive integer.
     """
 
-    superposition: ClassVar[Callable[..., Superposition]]
+    superposition: Callable[..., Superposition]
     is_positive: ClassVar[bool] = False
     latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
 
@@ -78,8 +78,8 @@ class SparseCoding(UniqueModule):
         weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
         if states is None:
             # Parameters satisfy their constraints by the way they are kept.
-            return type(self).superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
-        return type(self).superposition(states, weight, *others)
+            return self.superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
+        return self.superposition(states, weight, *others)
 
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Self
 
 import pyro
 import pyro.distributions as dist
@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, takes_arrays
-from pyro_truncated.distributions import LinearSuperposition, SpikeSlabSuperposition
+from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
-from pyro_truncated.models.dictionary import best_slabs
 from pyro_truncated.models.linear_dictionary import LinearDictionary
+from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.sparse_coding import SparseCoding
 
 _VANISHING = 1e-8
@@ -24,8 +24,10 @@ _VANISHING = 1e-8
 class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     r"""Linear spike-and-slab sparse coding.
 
-    .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2), \qquad
-        y \sim \mathcal N(W (b \odot z) + a, \sigma^2 I).
+    .. math:: b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z \sim \mathcal N(\mu, \Psi), \qquad
+        y \sim \mathcal N(W (b \odot z) + a, \sigma^2 I),
+
+    with independent slabs, :math:`\Psi = \mathrm{diag}(\tau^2)`, or any covariance.
 
     The model itself has the site ``s`` of the indicators :math:`b` only: the slabs :math:`z` are integrated out exactly. For a posterior
     over slabs too, use :meth:`with_slabs`, which has the site ``z``, and the exact conditional::
@@ -41,6 +43,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
+        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
         offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
         dtype: floating point type of the parameters; default: torch's.
 
@@ -49,9 +52,12 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         scale: noise standard deviation :math:`\sigma`, a scalar.
         prior: probability :math:`\pi` that a latent is active, ``(H,)``, or a scalar.
         slab_mean: :math:`\mu`, ``(H,)``.
-        slab_scale: :math:`\tau`, ``(H,)``.
+        slab_scale: standard deviations :math:`\tau`, ``(H,)``; the lower Cholesky factor of :math:`\Psi`, ``(H, H)``, if full.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
+
+    Raises:
+        ValueError: if a size is no positive integer, or for an unknown kind of covariance.
 
     Reference:
         Sheikh, Shelton and Lücke, "A Truncated EM Approach for Spike-and-Slab Sparse Coding", JMLR 2014. The M-step here takes the
@@ -61,20 +67,31 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     # The slabs' posterior moments are those under the parameters at the time.
     statistics_depend_on_parameters = True
 
-    superposition = SpikeSlabSuperposition
-    latent_parameters = ("weight", "prior", "slab_mean", "slab_scale")
+    latent_parameters = ("weight", "prior", "slab_mean")
 
     slab_mean: Tensor
     slab_scale: Tensor
 
     def __init__(
-        self, num_observed: int, num_latents: int, *, shared_prior: bool = False, offset: bool = True, dtype: torch.dtype | None = None
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        shared_prior: bool = False,
+        covariance: str = "diag",
+        offset: bool = True,
+        dtype: torch.dtype | None = None,
     ) -> None:
+        if covariance not in BY_NAME:
+            raise ValueError(f"covariance must be one of {', '.join(map(repr, BY_NAME))}; got {covariance!r}")
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
+        self.covariance, self._slabs = covariance, BY_NAME[covariance]
+        self.superposition = self._slabs.superposition
+        # A step of the covariance is chosen where the data are at hand, for all of a batch at once.
+        self.statistics_are_additive = covariance == "diag"
         self._make_offset(offset, dtype)
-        slab_scale = torch.full((num_latents,), 0.5**0.5, dtype=dtype)
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
-        self.slab_scale = PyroParam(slab_scale, constraints.positive)  # type: ignore[assignment]
+        self.slab_scale = PyroParam(self._slabs.first_scale(num_latents, dtype), self._slabs.constraint)  # type: ignore[assignment]
 
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.slab_mean, self.slab_scale, self.bias
@@ -88,7 +105,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).to_event(1))
+            slabs = pyro.sample("z", self._slabs.distribution(slab_mean, slab_scale))
             return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=None if y is None else y[index])
 
     @pyro_method
@@ -97,7 +114,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         self, states: dict[str, Tensor], y: Tensor, batch_size: int | None = None, num_data: int | None = None
     ) -> dict[str, Tensor]:
         """Samples the slabs ``z`` from their exact posterior given the indicators; a ``conditional`` for :meth:`with_slabs`."""
-        likelihood = SpikeSlabSuperposition(states["s"], self.weight, self.scale, self.slab_mean, self.slab_scale, self.bias)
+        likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
     @torch.no_grad()
@@ -106,8 +123,15 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         """See :meth:`SparseCoding.initialize`."""
         super().initialize(y, generator)
         self.slab_mean = torch.ones_like(self.slab_mean)
-        self.slab_scale = torch.full_like(self.slab_scale, 0.5**0.5)
+        self.slab_scale = self._slabs.first_scale(self.num_latents).to(self.slab_scale)
         return self
+
+    def with_latents(self, index: Tensor) -> Self:
+        """See :meth:`SparseCoding.with_latents`."""
+        other: Self = super().with_latents(index)
+        scale = self._slabs.of_latents(self.slab_scale.detach(), index)
+        other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
+        return other
 
     @torch.no_grad()
     @takes_arrays
@@ -117,12 +141,15 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if there is an offset.
+            Those of :meth:`.SpikeSlabSuperposition.statistics`, of the data above the ``center`` if there is an offset; with a full
+            covariance ``slab_means`` and ``slab_covariances``, the number of data points times the mean ``(H,)`` and the covariance
+            ``(H, H)`` that these data ask for, in the place of ``coefficient_squares``.
         """
         population, y = self._above_center(population, check_data(y, self.num_observed))
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
-        likelihood = SpikeSlabSuperposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
-        return likelihood.statistics(population, y, temperature)
+        likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
+        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature)
+        return statistics
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -132,23 +159,22 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         :math:`c_d = \sum_n y_{nd} \langle s \rangle` and :math:`n = \sum_n \langle b \rangle`: :math:`W_d = A_d^{-1} c_d`,
         :math:`\sigma^2` is the mean expected squared residual of the observed entries, :math:`\pi = n / N`,
         :math:`\mu = \sum_n \langle s \rangle / n` and :math:`\tau^2 = \sum_n \langle s^2 \rangle / n - \mu^2`, all element-wise. Parameters
-        of latents that are never active stay as they are; an offset is maximised jointly with the elements, see
+        of latents that are never active stay as they are; for a full covariance see :class:`.CorrelatedSlabs`.
+        An offset is maximised jointly with the elements, see
         :func:`.best_dictionary_and_offset`. Elements are then scaled to their old norm and slab means made non-negative; the ``statistics``
         are brought into the same units, so that they can be added to later ones.
         """
         old = self.weight.double()
         weight, errors = self._best_dictionary(statistics)
-        count, sums, squares = statistics["states"], statistics["coefficients"], statistics["coefficient_squares"]
-        slab_mean, slab_scale = best_slabs(count, sums, squares, self.slab_mean, self.slab_scale)
+        slab_mean, slab_scale = self._slabs.best(statistics, self.slab_mean, self.slab_scale)
         gain = _gauge(old, weight, slab_mean)
         self._set_dictionary(weight / gain, statistics, errors)
         self.slab_mean = (slab_mean * gain).to(self.slab_mean)
-        self.slab_scale = (slab_scale * gain.abs()).to(self.slab_scale)
-        outer = gain.unsqueeze(-1) * gain
+        self.slab_scale = self._slabs.in_units(slab_scale, gain).to(self.slab_scale)
         for name in ("coefficients", "trials", "cross"):
             statistics[name] = statistics[name] * gain
-        for name, factor in (("coefficient_squares", gain.square()), ("pairs", outer)):
-            statistics[name] = statistics[name] * factor
+        statistics["pairs"] = statistics["pairs"] * gain.unsqueeze(-1) * gain
+        self._slabs.bring_into_units(statistics, gain)
 
 
 def _gauge(old: Tensor, weight: Tensor, slab_mean: Tensor) -> Tensor:

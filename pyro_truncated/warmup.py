@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pyro
@@ -144,6 +145,7 @@ _TASKS: dict[str, Task] = {
     "binary sparse coding": _causes(models.BinarySparseCoding),
     "preselection": _selected,
     "spike-and-slab sparse coding": _causes(models.SpikeSlabSparseCoding),
+    "spike-and-slab sparse coding, correlated slabs": _causes(partial(models.SpikeSlabSparseCoding, covariance="full")),
     "noisy-OR": _causes(models.NoisyOr, binary=True),
     "maximal causes": _causes(models.MaximalCauses),
     "maximum of slabs": _gibbs,

@@ -3,6 +3,7 @@
 import importlib
 from typing import Any
 
+from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
@@ -16,6 +17,7 @@ __all__ = [
     "ActiveSetGaussianProcess",
     "ActiveSetPosterior",
     "Canvas",
+    "CorrelatedSlabSuperposition",
     "DepthOrder",
     "GivenActiveSet",
     "LinearSuperposition",

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import torch
 from pyro.distributions import MultivariateNormal
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
-from pyro_truncated.distributions.linear import biased_error
-from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums, trials
+from pyro_truncated.distributions.slabs import SlabSuperposition
+from pyro_truncated.distributions.superposition import Statistics, data_sums, trials
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing, without_missing
-
-_Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+from pyro_truncated.utils.missing import without_missing
 
 
-class SpikeSlabSuperposition(GaussianSuperposition):
+class SpikeSlabSuperposition(SlabSuperposition):
     r"""Normal observations of a superposition of normal slabs, which are integrated out.
 
     With :math:`y \sim \mathcal N(W (b \odot z) + a, \mathrm{diag}(\sigma^2))` and slabs
@@ -64,11 +59,7 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         "slab_scale": constraints.positive,
         "bias": constraints.real_vector,
     }
-    support = constraints.independent(or_missing(constraints.real), 1)
-
-    slab_mean: Tensor
     slab_scale: Tensor
-    bias: Tensor
 
     def __init__(
         self,
@@ -88,14 +79,6 @@ class SpikeSlabSuperposition(GaussianSuperposition):
         r"""Variance :math:`\sigma_d^2 + \sum_h W_{dh}^2 b_h \tau_h^2`, ``(*batch, D)``."""
         variance = self.scale.square() + product(self.weight.square(), self.states.to(self.weight.dtype) * self.slab_scale.square())
         return variance.expand(self.batch_shape + self.event_shape)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations, differentiable in the parameters."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        options: dict[str, Any] = {"dtype": self.weight.dtype, "device": self.weight.device}
-        slabs = self.slab_mean + self.slab_scale * torch.randn(shape + self.states.shape[-1:], **options)
-        noise = torch.randn(shape + self.event_shape, **options)
-        return product(self.weight, self.states.to(self.weight.dtype) * slabs) + self.bias + self.scale * noise
 
     @property
     def _numbers_per_state(self) -> int:  # type: ignore[override]
@@ -172,47 +155,18 @@ class SpikeSlabSuperposition(GaussianSuperposition):
             "pairs": pairs,
         }
 
-    def square_error(self, statistics: Statistics) -> Tensor:
-        r"""Expected squared errors :math:`\sum_n \langle (y_{nd} - a_d - W_d s)^2 \rangle` of every dimension, ``(D,)``."""
-        return biased_error(self.weight, self.bias, statistics)
-
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
         coefficients = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))[1]
-        return (coefficients @ self.weight.double().mT + self.bias.double()).to(value.dtype)
-
-    def _posterior_arguments(self, population: Population, rows: Tensor, temperature: float) -> _Arguments:
-        check_binary(population, self.weight.shape[-1])
-        mean, deviation = self._slabs()
-        weights = population.weights(temperature)
-        return population.words, weights, self._above_bias(rows), self.weight.double(), self._precision(), mean.double(), deviation.double()
-
-    def _above_bias(self, value: Tensor) -> Tensor:
-        return value.double() - self.bias.double()
+        return self._reconstruction(coefficients, value)
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]
         return self.slab_mean.expand(num_latents), self.slab_scale.expand(num_latents)
 
-    def _mean(self, states: Tensor) -> Tensor:
-        return product(self.weight, states.to(self.weight.dtype) * self.slab_mean) + self.bias
+    def _spread(self, standard: Tensor) -> Tensor:
+        return self.slab_scale * standard
 
-    def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
-        above = self._above_bias(value)
-        log_prob = self._constant(above) + self._collapse(states, above)[0]
-        return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
-
-    def _constant(self, value: Tensor) -> Tensor:
-        """What the log density of the observed entries would be if every latent were off."""
-        precision = self._precision()
-        terms = 0.5 * (precision.log() - math.log(2 * math.pi) - precision * value.double().nan_to_num(0.0).square())
-        return terms.masked_fill(value.isnan(), 0.0).sum(-1)
-
-    def _collapse(self, states: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        weight, precision = self.weight.double(), self._precision()
-        if bool(value.isnan().any()):
-            precision = precision * ~value.isnan()
-        linear = product(weight.mT, precision * value.double().nan_to_num(0.0))
-        gram = (weight.mT * precision.unsqueeze(-2)) @ weight
-        return collapse(states.double(), linear, gram, self.slab_mean.double(), self.slab_scale.double())
+    def _integrated(self, states: Tensor, linear: Tensor, gram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return collapse(states, linear, gram, self.slab_mean.double(), self.slab_scale.double())

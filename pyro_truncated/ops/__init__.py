@@ -2,6 +2,12 @@
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import use
+from pyro_truncated.ops.correlated_slabs import (
+    correlated_slab_log_prob,
+    correlated_slab_moments,
+    correlated_slab_moments_by_dimension,
+    expected_log_slab_prior,
+)
 from pyro_truncated.ops.evolution import cross, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
 from pyro_truncated.ops.fields import Fields, enumerate_states, pack
 from pyro_truncated.ops.initial import initial_states
@@ -24,10 +30,14 @@ __all__ = [
     "activation_probabilities",
     "check_bits",
     "check_words",
+    "correlated_slab_log_prob",
+    "correlated_slab_moments",
+    "correlated_slab_moments_by_dimension",
     "cross",
     "draw_seed",
     "draw_values",
     "enumerate_states",
+    "expected_log_slab_prior",
     "flip_random",
     "flip_sparse",
     "initial_states",

@@ -9,7 +9,6 @@ Entries of ``y`` that are NaN are missing and contribute nothing.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.quadratic import pair_energy
+from pyro_truncated.ops.slab_terms import data_gradients, log_density_of_noise, slab_terms
 from pyro_truncated.ops.words import check_likelihood, check_weights
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.missing import without_missing
 
 
 def spike_slab_log_prob(
@@ -98,8 +97,8 @@ def spike_slab_moments(
     """
     check_weights(words, weights)
     _check(words, value, weight, precision, slab_mean, slab_deviation)
-    linear, scaled, observed = _terms(value, weight, precision)
-    return backend("spike_slab", words).moments(words, weights, linear, scaled, observed, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
+    terms = slab_terms(value, weight, precision)
+    return backend("spike_slab", words).moments(words, weights, *terms, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
 
 
 def spike_slab_moments_by_dimension(
@@ -131,9 +130,9 @@ class _SpikeSlabLogProb(torch.autograd.Function):
         ctx.save_for_backward(words, *inputs)
         remember_context(ctx)
         value, weight, precision, slab_mean, slab_deviation = inputs
-        linear, scaled, observed = _terms(value, weight, precision)
-        constant = _constant(value, precision).unsqueeze(-1)
-        return constant + backend("spike_slab", words).log_prob(words, linear, scaled, observed, slab_mean, slab_deviation)  # type: ignore[no-any-return]
+        terms = slab_terms(value, weight, precision)
+        energy: Tensor = backend("spike_slab", words).log_prob(words, *terms, slab_mean, slab_deviation)
+        return energy + log_density_of_noise(value, precision)
 
     @staticmethod
     @gradient
@@ -141,44 +140,19 @@ class _SpikeSlabLogProb(torch.autograd.Function):
         # Fisher's identity: the gradient of the collapsed density is the posterior mean of that of the joint density with the slabs.
         words, *inputs = ctx.saved_tensors
         value, weight, precision, mean, deviation = (tensor.double() for tensor in inputs)
-        is_observed = ~value.isnan()
-        if bool(is_observed.all()):
+        if not bool(value.isnan().any()):
             active, first, second = spike_slab_moments(words, grad, value, weight, precision, mean, deviation)
             squares = second.diagonal()
-            products = weight @ second
         else:
             active, first, second, squares = spike_slab_moments_by_dimension(words, grad, value, weight, precision, mean, deviation)
-            products = (second @ weight.unsqueeze(-1)).squeeze(-1)
-        value, total = value.nan_to_num(0.0), grad.double().sum(1, keepdim=True) * is_observed
-        prediction = first @ weight.mT * is_observed
-        cross = value.mT @ first
-        square_error = (total * value.square() - 2 * value * prediction).sum(0) + (products * weight).sum(1)
         sum_active, sum_first = active.sum(0), first.sum(0)
         deviations = squares - 2 * mean * sum_first + mean.square() * sum_active
         gradients = (
-            precision * (prediction - total * value),
-            precision.unsqueeze(-1) * (cross - products),
-            0.5 * (total.sum(0) / precision - square_error),
+            *data_gradients(value, weight, precision, grad, first, second),
             (sum_first - mean * sum_active) / deviation.square(),
             (deviations - deviation.square() * sum_active) / deviation**3,
         )
         return None, *(gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
-
-
-def _terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Products of data and dictionary ``(N, H)``, the dictionary over the noise deviation, and what is observed (``None``: everything)."""
-    rows, is_observed = without_missing(value.detach())
-    weight, precision = weight.detach().double(), precision.detach().double()
-    return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
-
-
-def _constant(value: Tensor, precision: Tensor) -> Tensor:
-    """Log densities ``(N,)`` of the observed entries under the state in which nothing is active."""
-    rows, is_observed = without_missing(value)
-    precision = precision.double()
-    normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
-    normalizer = normalizers.sum() if is_observed is None else is_observed.double() @ normalizers
-    return normalizer - 0.5 * rows.square() @ precision
 
 
 def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor) -> None:

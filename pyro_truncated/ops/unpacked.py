@@ -62,6 +62,30 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
     return energy, factor, solution
 
 
+def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, root: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Integrates out slabs :math:`z = \mu + T e` with standard normal :math:`e`, as :func:`collapse` does for a diagonal :math:`T`.
+
+    Args:
+        states: indicators :math:`b`, ``(*batch, H)``.
+        linear: :math:`a = W^\top \Lambda y`, ``(*batch, H)``.
+        gram: :math:`G = W^\top \Lambda W`, ``(*batch, H, H)``.
+        mean: means of the slabs :math:`\mu`, ``(*batch, H)``.
+        root: lower Cholesky factor :math:`T` of their covariance, ``(*batch, H, H)``.
+
+    Returns:
+        The log density ``(*batch)`` up to terms that do not depend on the state, the Cholesky factor of the posterior precision of
+        :math:`e` ``(*batch, H, H)``, and its posterior mean ``(*batch, H)``.
+    """
+    amplitude, spread = states * mean, states.unsqueeze(-1) * root
+    field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
+    identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor = torch.linalg.cholesky(identity + spread.mT @ gram @ spread)
+    target = (spread.mT @ field.unsqueeze(-1)).squeeze(-1)
+    solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
+    energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return energy, factor, solution
+
+
 def largest(states: Tensor, weight: Tensor) -> Tensor:
     """Largest term ``max(0, max_h s_h W_dh)`` of every dimension, ``(*batch, D)``, of states ``(*batch, H)``."""
     return (weight * states.unsqueeze(-2)).amax(-1).clamp(min=0.0)

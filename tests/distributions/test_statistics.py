@@ -10,7 +10,13 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population, StateSpace
-from pyro_truncated.distributions import LinearSuperposition, MaximumSuperposition, NoisyOrSuperposition, SpikeSlabSuperposition
+from pyro_truncated.distributions import (
+    CorrelatedSlabSuperposition,
+    LinearSuperposition,
+    MaximumSuperposition,
+    NoisyOrSuperposition,
+    SpikeSlabSuperposition,
+)
 
 N, D, H, S = 14, 5, 4, 7
 D64 = torch.float64
@@ -30,6 +36,11 @@ def noisy_or(p: dict[str, Tensor]) -> NoisyOrSuperposition:
 
 def spike_slab(p: dict[str, Tensor]) -> SpikeSlabSuperposition:
     return SpikeSlabSuperposition(torch.zeros(H, dtype=D64), p["weight"], p["scale"], p["slab_mean"], p["slab_scale"], p["bias"])
+
+
+def correlated(p: dict[str, Tensor]) -> CorrelatedSlabSuperposition:
+    slabs = p["slab_mean"], p["slab_scale_tril"]
+    return CorrelatedSlabSuperposition(torch.zeros(H, dtype=D64), p["weight"], p["scale"], *slabs, p["bias"])
 
 
 def linear_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -70,11 +81,21 @@ def spike_slab_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str
     }
 
 
+def correlated_gradients(p: dict[str, Tensor], t: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        **mean_gradients(p, t),
+        "scale": noise(correlated(p), p, t),
+        "slab_mean": t["slab_slope"],
+        "slab_scale_tril": (t["slab_curvature"] @ p["slab_scale_tril"]).tril(),
+    }
+
+
 CASES: dict[str, tuple[Callable[..., Any], Callable[..., dict[str, Tensor]]]] = {
     "linear": (linear, linear_gradients),
     "maximum": (maximum, maximum_gradients),
     "noisy-or": (noisy_or, noisy_or_gradients),
     "spike-slab": (spike_slab, spike_slab_gradients),
+    "correlated-slabs": (correlated, correlated_gradients),
 }
 
 
@@ -88,6 +109,7 @@ def problem(name: str, with_missing: bool) -> tuple[dict[str, Tensor], Tensor, P
         "leak": 0.1 + 0.5 * torch.rand(D, dtype=D64),
         "slab_mean": torch.randn(H, dtype=D64),
         "slab_scale": 0.5 + torch.rand(H, dtype=D64),
+        "slab_scale_tril": torch.randn(H, H, dtype=D64).tril(-1) + (0.5 + torch.rand(H, dtype=D64)).diag(),
     }
     y = (torch.rand(N, D) < 0.5).to(D64) if unit else 2 * torch.randn(N, D, dtype=D64)
     if with_missing:
@@ -114,7 +136,8 @@ def test_statistics_are_the_gradient_of_the_free_energy(name: str, with_missing:
     scores = make(p | parameters).packed_log_prob(population.words, y[population.indices])
     scores.logsumexp(-1).sum().backward()
     for key, parameter in parameters.items():
-        torch.testing.assert_close(expected[key], parameter.grad, rtol=1e-9, atol=1e-9)
+        gradient = parameter.grad.tril() if key.endswith("_tril") else parameter.grad
+        torch.testing.assert_close(expected[key], gradient, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -134,9 +157,9 @@ def test_reconstructions_are_posterior_means(name: str) -> None:
     likelihood = CASES[name][0](p)
     states = population.states(D64)
     rows = y[population.indices].unsqueeze(1)
-    if name == "spike-slab":
-        parameters = p["weight"], p["scale"], p["slab_mean"], p["slab_scale"], p["bias"]
-        slabs = SpikeSlabSuperposition(states, *parameters).slab_posterior(rows).mean
+    if name in ("spike-slab", "correlated-slabs"):
+        parameters = p["weight"], p["scale"], p["slab_mean"], p["slab_scale" if name == "spike-slab" else "slab_scale_tril"], p["bias"]
+        slabs = type(likelihood)(states, *parameters).slab_posterior(rows).mean
         means = LinearSuperposition(states * slabs, p["weight"], p["scale"], p["bias"]).mean
     else:
         means = type(likelihood)(states, *_arguments(name, p)).mean
@@ -188,7 +211,7 @@ def test_draws_have_the_statistics_of_their_coefficients() -> None:
     torch.testing.assert_close(2 * (weight * statistics["wins"] - statistics["won"]), gradient)
 
 
-@pytest.mark.parametrize("name", ["maximum", "noisy-or", "spike-slab"])
+@pytest.mark.parametrize("name", ["maximum", "noisy-or", "spike-slab", "correlated-slabs"])
 def test_other_latents_are_refused(name: str) -> None:
     p, y, _ = problem(name, with_missing=False)
     for cardinalities in ([2] * (H - 1), [3] * H):

@@ -33,6 +33,7 @@ class Configuration:
         stationary: parameters that the M-step sets to the maximiser of the expected log joint of data and states.
         takes_missing: whether entries may be NaN.
         has_units: whether data in other units are learned alike.
+        chooses_steps: whether statistics hold a step that is chosen for all of a batch, and so do not add up.
     """
 
     make: Callable[[torch.dtype], Any]
@@ -44,6 +45,7 @@ class Configuration:
     stationary: tuple[str, ...] = ()
     takes_missing: bool = True
     has_units: bool = True
+    chooses_steps: bool = False
 
     def space(self) -> StateSpace:
         return StateSpace(self.cardinalities)
@@ -96,7 +98,8 @@ def mixture(kind: str) -> Configuration:
 
 
 def sparse(family: Any, stationary: tuple[str, ...] = (), cardinalities: tuple[int, ...] = (2,) * H, **options: Any) -> Configuration:
-    return Configuration(lambda dtype: family(D, H, dtype=dtype, **options), cardinalities, stationary=stationary)
+    chooses = not getattr(family(D, H, **options), "statistics_are_additive", True)
+    return Configuration(lambda dtype: family(D, H, dtype=dtype, **options), cardinalities, stationary=stationary, chooses_steps=chooses)
 
 
 def noisy_or(**options: Any) -> Configuration:
@@ -115,6 +118,8 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "SpikeSlabSparseCoding": sparse(library.SpikeSlabSparseCoding, ("prior",), offset=False),
     "SpikeSlabSparseCoding-shared-prior": sparse(library.SpikeSlabSparseCoding, ("prior",), shared_prior=True, offset=False),
     "SpikeSlabSparseCoding-offset": sparse(library.SpikeSlabSparseCoding, ("prior",)),
+    "SpikeSlabSparseCoding-full": sparse(library.SpikeSlabSparseCoding, ("prior",), covariance="full", offset=False),
+    "SpikeSlabSparseCoding-full-offset": sparse(library.SpikeSlabSparseCoding, ("prior",), covariance="full"),
     "MaximalCauses": sparse(library.MaximalCauses, ("scale", "prior")),
     "MaximalCauses-own-priors": sparse(library.MaximalCauses, ("scale", "prior"), shared_prior=False),
     "DiscreteSparseCoding": sparse(library.DiscreteSparseCoding, ALL, (3,) * H, offset=False),

@@ -119,8 +119,8 @@ def test_the_m_step_is_stationary(name: str, with_missing: bool) -> None:
         assert gradient.abs().max() < 1e-8
 
 
-# With maxima the step that is chosen is that of a whole batch; what is won adds up, see test_statistics.py of the distributions.
-@pytest.mark.parametrize("name", [name for name in CLOSED_FORM if not name.startswith("Maximal")])
+# Where a step is chosen it is that of a whole batch; what it is made of adds up, see test_statistics.py of the distributions.
+@pytest.mark.parametrize("name", [name for name in CLOSED_FORM if not CONFIGURATIONS[name].chooses_steps])
 def test_statistics_add_up_and_follow_the_temperature(name: str) -> None:
     row = CONFIGURATIONS[name]
     model, y = row.make(D64), row.generate(N, with_missing=row.takes_missing)

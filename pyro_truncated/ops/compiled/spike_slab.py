@@ -11,6 +11,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.slab_parts import gram_of, gram_of_row, invert
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks, ever_active
 
@@ -29,7 +30,7 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
         deviation: standard deviations of the slabs, ``(H,)``.
     """
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *_gram(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
+    _log_prob(as_words(words), as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
     return out
 
 
@@ -49,39 +50,10 @@ def moments(
     first = torch.zeros_like(active)
     num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
     second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *_gram(scaled, observed), as_array(mean), as_array(deviation)
+    parameters = as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation)
     _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
     second = second if per_datum else second.sum(0)
     return active, first, second + second.tril(-1).mT
-
-
-def _gram(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The dictionary by latents, which entries are observed (no rows if all are), and the Gram matrix (empty if it differs by row)."""
-    scaled = scaled.detach().double()
-    if observed is None:
-        return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
-    return as_array(scaled.mT), observed.contiguous().numpy(), np.empty((0, 0))
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
-def _dot(one, other, size):
-    total = 0.0
-    for j in range(size):
-        total += one[j] * other[j]
-    return total
-
-
-@njit(cache=True, nogil=True)
-def _gram_of_row(scaled, observed, used, num_used, near, table):
-    """Writes the Gram matrix over the observed entries into ``table``, for the latents in use only."""
-    for a in range(num_used):
-        row, source = near[a], scaled[used[a]]
-        for d in range(len(observed)):
-            row[d] = source[d] if observed[d] else 0.0
-        for b in range(a + 1):
-            product = _dot(row, near[b], len(observed))
-            table[used[a], used[b]] = product
-            table[used[b], used[a]] = product
 
 
 @njit(cache=True, nogil=True)
@@ -126,18 +98,6 @@ def _factorize(linear, table, mean, deviation, active, count, factor, solution):
     return energy - np.log(pivots)
 
 
-@njit(cache=True, nogil=True)
-def _invert(factor, count):
-    """Replaces a lower triangular matrix by its inverse."""
-    for b in range(count):
-        factor[b, b] = 1.0 / factor[b, b]
-        for a in range(b + 1, count):
-            total = 0.0
-            for j in range(b, a):
-                total += factor[a, j] * factor[j, b]
-            factor[a, b] = -total / factor[a, a]
-
-
 @parallel_kernel(cost=16)
 def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
     num_rows, num_candidates, num_words = words.shape
@@ -153,7 +113,7 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                _gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
                 out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
@@ -162,7 +122,7 @@ def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
 @njit(cache=True, nogil=True)
 def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
     """Adds a state's weighted first and (lower triangle) second moments of the slabs; ``factor`` and ``solution`` are overwritten."""
-    _invert(factor, count)
+    invert(factor, count)
     for a in range(count):
         # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
         total = 0.0
@@ -195,7 +155,7 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, to
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
-                _gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 weight = weights[n, c]
                 if weight == 0.0:

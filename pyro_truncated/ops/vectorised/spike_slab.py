@@ -12,7 +12,7 @@ from pyro_truncated.ops.vectorised.blocks import blocks_of_states
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.spike_slab.log_prob`."""
     num_latents = scaled.shape[1]
-    gram = _gram(scaled, observed)
+    gram = gram_of(scaled, observed)
     parameters = linear.double().unsqueeze(1), gram, mean.double(), deviation.double()
     blocks = blocks_of_states(words, num_latents, num_latents**2, torch.float64)
     return torch.cat([collapse(states, *parameters)[0] for _, states in blocks], 1)
@@ -30,7 +30,7 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    gram, mean, deviation = _gram(scaled, observed), mean.double(), deviation.double()
+    gram, mean, deviation = gram_of(scaled, observed), mean.double(), deviation.double()
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
     second = linear.new_zeros(num_data, num_latents, num_latents, dtype=torch.float64)
@@ -45,7 +45,7 @@ def moments(
     return active, first, second if per_datum else second.sum(0)
 
 
-def _gram(scaled: Tensor, observed: Tensor | None) -> Tensor:
+def gram_of(scaled: Tensor, observed: Tensor | None) -> Tensor:
     """Gram matrices ``(1, 1, H, H)``, or ``(N, 1, H, H)`` over each data point's observed entries."""
     scaled = scaled.double()
     if observed is None:

@@ -1,0 +1,210 @@
+"""Normal priors of slabs, independent or correlated: where they start, what their M-steps need, and the M-steps."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import Population
+from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
+from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs
+
+Statistics = dict[str, Tensor]
+Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
+
+_FIRST_VARIANCE = 0.5
+_FLOOR = 1e-6
+# So many data points tell a good step from a bad one.
+_TRIAL = 1000
+
+
+class SlabPrior(Protocol):
+    r"""What :class:`.SpikeSlabSparseCoding` asks of a kind of prior :math:`z \sim \mathcal N(\mu, \Psi)` of its slabs."""
+
+    superposition: type[Likelihood]
+    constraint: constraints.Constraint
+
+    def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The scale to start from: slabs are independent, with variance 1/2."""
+
+    def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
+        """The prior itself, over vectors of slabs."""
+
+    def statistics(self, likelihood: Likelihood, population: Population, y: Tensor, temperature: float) -> Statistics:
+        """The statistics of the likelihood, with what :meth:`best` needs."""
+
+    def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and scale, in float64, that the statistics ask for."""
+
+    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
+        """The scale of slabs that are multiplied with gains ``(H,)``."""
+
+    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
+        """Changes what :meth:`best` needs to slabs that are multiplied with gains ``(H,)``."""
+
+    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+        """The scale of slabs ``(H',)`` of which number ``i`` is like number ``index[i]``."""
+
+
+class IndependentSlabs:
+    """Independent slabs; the scale are their standard deviations, ``(H,)``."""
+
+    superposition = SpikeSlabSuperposition
+    constraint = constraints.positive
+
+    def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
+        """See :class:`SlabPrior`."""
+        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype)
+
+    def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
+        """See :class:`SlabPrior`."""
+        prior: dist.TorchDistribution = dist.Normal(mean, scale).to_event(1)
+        return prior
+
+    def statistics(self, likelihood: SpikeSlabSuperposition, population: Population, y: Tensor, temperature: float) -> Statistics:
+        """See :class:`SlabPrior`."""
+        return likelihood.statistics(population, y, temperature)
+
+    def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`SlabPrior`."""
+        sums = (statistics[name] for name in ("states", "coefficients", "coefficient_squares"))
+        slabs: tuple[Tensor, Tensor] = best_slabs(*sums, mean, scale)
+        return slabs
+
+    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
+        """See :class:`SlabPrior`."""
+        return scale * gain.abs()
+
+    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
+        """See :class:`SlabPrior`."""
+        statistics["coefficient_squares"] = statistics["coefficient_squares"] * gain.square()
+
+    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+        """See :class:`SlabPrior`."""
+        return scale[index]
+
+
+class CorrelatedSlabs:
+    r"""Slabs with any covariance :math:`\Psi`; the scale is its lower Cholesky factor, ``(H, H)``.
+
+    Of a data point only the slabs of active latents matter, so the maximiser has no formula: it is that of normal data of which most are
+    missing. With the gradients :math:`g` and :math:`K / 2` of the free energy in mean and covariance, EM with the slabs of the others
+    as latent variables would be
+
+    .. math:: \mu + \Psi \frac{g}{N}, \qquad \Psi + \Psi \frac{K}{N} \Psi - \Psi \frac{g g^\top}{N^2} \Psi,
+
+    which never loses, but is slow where latents are rarely active. The M-step takes that or a longer step, if that gains more: entries
+    may be divided by how often a latent is active, :math:`\sqrt{n_h n_i}` in the place of :math:`N`, or how often the two are,
+    :math:`n_{hi}`; and the outer products with :math:`\Psi` may be those with its diagonal. With :math:`n_{hi}` and the diagonal this is
+    the exact step of variances and covariances of independent slabs. All end where the gradients vanish.
+    """
+
+    superposition = CorrelatedSlabSuperposition
+    constraint = constraints.lower_cholesky
+
+    def first_scale(self, num_latents: int, dtype: torch.dtype | None = None) -> Tensor:
+        """See :class:`SlabPrior`."""
+        return torch.full((num_latents,), _FIRST_VARIANCE**0.5, dtype=dtype).diag()
+
+    def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
+        """See :class:`SlabPrior`."""
+        return dist.MultivariateNormal(mean, scale_tril=scale)
+
+    def statistics(self, likelihood: CorrelatedSlabSuperposition, population: Population, y: Tensor, temperature: float) -> Statistics:
+        """See :class:`SlabPrior`. The step is chosen here, where the data are at hand to compare it with others."""
+        statistics = likelihood.statistics(population, y, temperature)
+        mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
+        means, covariances = _candidates(statistics, mean, root @ root.mT)
+
+        def best(means: Tensor, covariances: Tensor, population: Population) -> int:
+            gains = likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)
+            return int(gains.nan_to_num(-torch.inf).argmax())
+
+        if len(population) > _TRIAL:
+            # A few of the data points nominate a long step, all decide whether it is taken.
+            chosen = [0, 1 + best(means[1:], covariances[1:], _every(population, -(-len(population) // _TRIAL)))]
+            means, covariances = means[chosen], covariances[chosen]
+        chosen = best(means, covariances, population)
+        for name in ("slab_slope", "slab_curvature", "state_pairs"):
+            del statistics[name]
+        total = statistics["num_data"]
+        # Averages over batches of what each asks for are a covariance again.
+        return {**statistics, "slab_means": total * means[chosen], "slab_covariances": total * covariances[chosen]}
+
+    def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+        """See :class:`SlabPrior`."""
+        total = statistics["num_data"]
+        return statistics["slab_means"] / total, _factor(statistics["slab_covariances"] / total)
+
+    def in_units(self, scale: Tensor, gain: Tensor) -> Tensor:
+        """See :class:`SlabPrior`."""
+        # A root whose rows change their signs; that with a positive diagonal has columns that change theirs, too.
+        return gain.unsqueeze(-1) * scale * gain.sign()
+
+    def bring_into_units(self, statistics: Statistics, gain: Tensor) -> None:
+        """See :class:`SlabPrior`."""
+        statistics["slab_means"] = statistics["slab_means"] * gain
+        statistics["slab_covariances"] = statistics["slab_covariances"] * gain.unsqueeze(-1) * gain
+
+    def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
+        """See :class:`SlabPrior`. Copies of a latent are independent of everything but the first of them is not."""
+        covariance = (scale @ scale.mT)[index][:, index]
+        is_first = (index.unsqueeze(-1) == index).int().argmax(-1) == torch.arange(len(index), device=index.device)
+        keeps = is_first.unsqueeze(-1) & is_first | torch.eye(len(index), dtype=torch.bool, device=index.device)
+        return _factor((covariance * keeps).double()).to(scale)
+
+
+def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Means ``(T, H)`` and covariances ``(T, H, H)`` to choose from; the first are those of EM."""
+    slope, curvature, pairs = statistics["slab_slope"], statistics["slab_curvature"], statistics["state_pairs"]
+    counts, total, diagonal = pairs.diagonal(), statistics["num_data"], covariance.diagonal().diag()
+    often = counts.sqrt().unsqueeze(-1) * counts.sqrt()
+    everywhere = total.expand_as(counts), total.expand_as(pairs)
+    means, covariances = [], []
+    for outer, (count, pair) in (
+        (covariance, everywhere),
+        (covariance, (counts, often)),
+        (diagonal, (counts, often)),
+        (diagonal, (counts, pairs)),
+    ):
+        shift = outer @ _per(slope, count)
+        moved = mean + shift
+        spread = covariance + outer @ _per(curvature, pair) @ outer - shift.unsqueeze(-1) * shift
+        means.append(moved)
+        covariances.append(_floored(spread, moved.square() + covariance.diagonal()))
+    return torch.stack(means), torch.stack(covariances)
+
+
+def _per(total: Tensor, count: Tensor) -> Tensor:
+    """The quotient; zero where nothing is counted."""
+    return torch.where(count > NEVER_SEEN, total / count, 0.0)
+
+
+def _every(population: Population, step: int) -> Population:
+    """Each so-manieth data point of a population."""
+    indices = torch.arange(len(population)) if population.indices is None else population.indices
+    return Population(population.space, population.words[::step], population.log_joint[::step], indices[::step])
+
+
+def _floored(covariance: Tensor, power: Tensor) -> Tensor:
+    """The nearest covariance whose variances, and eigenvalues relative to them, are no tiny part of the slabs' mean squares."""
+    deviation = covariance.diagonal().maximum(_FLOOR * power).sqrt()
+    outer = deviation.unsqueeze(-1) * deviation
+    values, vectors = torch.linalg.eigh(0.5 * (covariance + covariance.mT) / outer)
+    if bool((values >= _FLOOR).all()):
+        return covariance
+    floored: Tensor = (vectors * values.clamp(min=_FLOOR).unsqueeze(-2)) @ vectors.mT * outer
+    return floored
+
+
+def _factor(covariance: Tensor) -> Tensor:
+    factor: Tensor = torch.linalg.cholesky(0.5 * (covariance + covariance.mT))
+    return factor
+
+
+INDEPENDENT, CORRELATED = IndependentSlabs(), CorrelatedSlabs()
+BY_NAME: dict[str, IndependentSlabs | CorrelatedSlabs] = {"diag": INDEPENDENT, "full": CORRELATED}
