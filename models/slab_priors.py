@@ -126,8 +126,8 @@ class CorrelatedSlabs:
 
         if len(population) > _TRIAL:
             # A few of the data points nominate a long step, all decide whether it is taken.
-            chosen = [0, 1 + best(means[1:], covariances[1:], _every(population, -(-len(population) // _TRIAL)))]
-            means, covariances = means[chosen], covariances[chosen]
+            nominees = [0, 1 + best(means[1:], covariances[1:], _every(population, -(-len(population) // _TRIAL)))]
+            means, covariances = means[nominees], covariances[nominees]
         chosen = best(means, covariances, population)
         for name in ("slab_slope", "slab_curvature", "state_pairs"):
             del statistics[name]
