@@ -134,19 +134,20 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
 def best_claims(weight: Tensor, statistics: dict[str, Tensor], errors_of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
     r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
-    An entry asks for what it has won per win, which minimises the residuals if the winners stay the same. As they may not, the step there
-    is halved, in the dimensions where the residuals would grow, until they do not.
+    An entry asks for what it has won per win, which minimises the residuals (or other expected losses) if the winners stay the same. As
+    they may not, the step there is halved, in the dimensions where the residuals would grow, until they do not.
 
     Args:
         weight: old dictionary, ``(D, H)`` in float64.
-        statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``.
+        statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``; and the
+            ``magnitude`` of the terms of the errors, if it is not that of the squared data.
         errors_of: the errors ``(K,)`` of some dimensions ``(K,)`` under other rows ``(K, H)`` of the dictionary.
 
     Returns:
         The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
     """
     wins, errors = statistics["wins"], statistics["errors"].clone()
-    allowed = errors + _ROUNDING * statistics["squares"]
+    allowed = errors + _ROUNDING * statistics.get("magnitude", statistics["squares"])
     step = torch.where(wins > NEVER_SEEN, statistics["won"] / wins, weight).maximum(_weight_floor(statistics)) - weight
     chosen, left = weight.clone(), torch.arange(len(weight), device=weight.device)
     for _ in range(_MAX_HALVINGS):

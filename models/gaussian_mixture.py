@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated.distributions import Component
 from pyro_truncated.models.binary_causes import check_data, perturbed_rows
-from pyro_truncated.models.mixture import NEVER_USED, best_weights
+from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 _VARIANCE_FLOOR = 1e-6
 _COVARIANCES = ("full", "diag", "spherical", "tied")
@@ -74,7 +75,7 @@ class GaussianMixture(UniqueModule):
         weights, loc, scale = self.weights, self.loc, self.scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            z = pyro.sample("z", dist.Categorical(weights))
+            z = pyro.sample("z", Component(weights))
             if self.has_factor:
                 likelihood = dist.MultivariateNormal(loc[z], scale_tril=scale if self.covariance == "tied" else scale[z])
             else:
@@ -123,15 +124,14 @@ class GaussianMixture(UniqueModule):
             ``(K, D)`` if the covariances are diagonal or spherical. All can be added and scaled.
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
-        shares = population.value_probabilities(temperature)[:, 0].double()
+        shares = Shares(population, self.num_components, temperature)
         if self.covariance == "full":
-            # One component at a time: all at once are K times the data.
-            products = torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in shares.mT])
+            products = shares.outer_products(rows)
         elif self.covariance == "tied":
             products = rows.mT @ rows
         else:
-            products = shares.mT @ rows.square()
-        return {"counts": shares.sum(0), "sums": shares.mT @ rows, "squares": rows.square().sum(0), "products": products}
+            products = shares.sums(rows.square())
+        return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": products}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

@@ -1,14 +1,70 @@
-"""What mixtures have in common: the M-step of their mixing proportions."""
+"""What mixtures have in common: sums over the data of each component, and the M-step of the mixing proportions."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
+
+from pyro_truncated import Population
 
 NEVER_USED = 1e-8
 _WEIGHT_FLOOR = 1e-6
+# From so many components per state on the sums go over the states that are kept.
+_MANY = 4
+_BLOCK = 2**22
 
 
 def best_weights(counts: Tensor) -> Tensor:
     """Mixing proportions that maximise the expected log prior, none below a floor: at zero a component could never come back."""
     weights = (counts / counts.sum()).clamp(min=_WEIGHT_FLOOR)
     return weights / weights.sum()
+
+
+class Shares:
+    """Responsibilities :math:`r_{nk}` of ``K`` components, and sums weighted with them, in float64.
+
+    Where there are many more components than states are kept of a data point, only those are looked at.
+
+    Args:
+        population: truncated posteriors over the component.
+        num_components: ``K``.
+        temperature: temperature of the posteriors.
+    """
+
+    def __init__(self, population: Population, num_components: int, temperature: float) -> None:
+        self.num_components = num_components
+        self._dense: Tensor | None = None
+        if num_components < _MANY * population.num_states:
+            self._dense = population.value_probabilities(temperature)[:, 0].double()
+        else:
+            self._component = population.states(torch.int64)[..., 0]
+            self._weight = population.weights(temperature).double()
+
+    def counts(self) -> Tensor:
+        r""":math:`\sum_n r_{nk}`, ``(K,)``."""
+        if self._dense is not None:
+            return self._dense.sum(0)
+        return self._weight.new_zeros(self.num_components).index_add_(0, self._component.flatten(), self._weight.flatten())
+
+    def sums(self, rows: Tensor) -> Tensor:
+        r""":math:`\sum_n r_{nk} x_n` of rows ``(N, D)``, ``(K, D)``."""
+        if self._dense is not None:
+            return self._dense.mT @ rows
+        total = rows.new_zeros(self.num_components, rows.shape[1])
+        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
+            total.index_add_(0, component, weight.unsqueeze(-1) * rows)
+        return total
+
+    def outer_products(self, rows: Tensor) -> Tensor:
+        r""":math:`\sum_n r_{nk} x_n x_n^\top` of rows ``(N, D)``, ``(K, D, D)``."""
+        if self._dense is not None:
+            # One component at a time: all at once are K times the data.
+            return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in self._dense.mT])
+        size = rows.shape[1]
+        total = rows.new_zeros(self.num_components, size**2)
+        step = max(1, _BLOCK // size**2)
+        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
+            for some, share, data in zip(component.split(step), weight.split(step), rows.split(step), strict=True):
+                total.index_add_(0, some, ((share.unsqueeze(-1) * data).unsqueeze(-1) * data.unsqueeze(-2)).flatten(1))
+        products: Tensor = total.unflatten(1, (size, size))
+        return products

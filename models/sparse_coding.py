@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable
 from typing import ClassVar, Self
 
-import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
-from pyro_truncated.distributions import Superposition, or_missing
+from pyro_truncated import check_observable, takes_arrays
+from pyro_truncated.distributions import or_missing
 from pyro_truncated.models.background import warn_of_background
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, with_latents
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
+from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 
-class SparseCoding(UniqueModule):
+class SparseCoding(SuperposedCauses):
     r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \sigma)`.
 
     A subclass says by which likelihood the causes superpose, and whether the dictionary is positive.
@@ -40,46 +37,16 @@ class SparseCoding(UniqueModule):
         ValueError: if a size is no positive integer.
     """
 
-    superposition: Callable[..., Superposition]
     is_positive: ClassVar[bool] = False
-    latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
 
     weight: Tensor
-    scale: Tensor
     prior: Tensor
+    scale: Tensor
 
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool, dtype: torch.dtype | None = None) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_latents=num_latents)
-        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
-        shape, support = (num_observed, num_latents), constraints.positive if self.is_positive else constraints.real
-        weight = 0.5 + torch.rand(shape, dtype=dtype) if self.is_positive else torch.randn(shape, dtype=dtype)
-        self.weight = PyroParam(weight, support)  # type: ignore[assignment]
+        support = constraints.positive if self.is_positive else constraints.real
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, weight=support, dtype=dtype)
         self.scale = PyroParam(torch.ones((), dtype=dtype), constraints.positive)  # type: ignore[assignment]
-        self.prior = PyroParam(first_prior(num_latents, shared_prior, dtype), constraints.unit_interval)  # type: ignore[assignment]
-
-    @takes_arrays
-    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        # Outside of the plate, where parameters that were given a prior are drawn.
-        prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
-        size = len(y) if y is not None else num_data or 1
-        with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", type(self).superposition(states, weight, *others), obs=None if y is None else y[index])
-
-    def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
-        r"""The likelihood :math:`p(y \mid s)`.
-
-        Args:
-            states: states ``(*batch, H)``; default: any, for what is the same for all of them.
-            weight: another dictionary.
-        """
-        weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
-        if states is None:
-            # Parameters satisfy their constraints by the way they are kept.
-            return self.superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
-        return self.superposition(states, weight, *others)
 
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
@@ -115,43 +82,12 @@ class SparseCoding(UniqueModule):
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
-    @torch.no_grad()
-    @takes_arrays
-    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
-        """Posterior mean of the noise-free data, for denoising and in-painting.
-
-        Args:
-            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
-                scored first.
-            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
-
-        Returns:
-            ``(N, D)`` for the population's data points, in the type of the data.
-        """
-        population = self._scored(population, check_data(y, self.num_observed))
-        return self.likelihood().reconstruct(population, y).to(y.dtype)
-
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements and the deviation of the noise to start from."""
         if self.is_positive:
             warn_of_background(self, y)
         weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
-
-    def _scored(self, population: Population, y: Tensor) -> Population:
-        """The population, with the data points that have never been scored scored under the model as it is now."""
-        is_new = population.log_joint.isnan().any(-1)
-        if not bool(is_new.any()):
-            return population
-        prior = self.prior.double().expand(self.num_latents)
-        scores = self.likelihood().packed_log_prob(population.words[is_new], population.rows_of(y)[is_new], prior.logit())
-        log_joint = population.log_joint.clone()
-        log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
-        return dataclasses.replace(population, log_joint=log_joint)
-
-    def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
-        return with_latents(self, index)  # type: ignore[no-any-return]
 
     def _set_dictionary(self, weight: Tensor, statistics: dict[str, Tensor], errors: Tensor) -> None:
         """Sets the dictionary, and noise and prior to their maximisers, given the expected squared errors."""

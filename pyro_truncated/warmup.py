@@ -148,6 +148,7 @@ _TASKS: dict[str, Task] = {
     "spike-and-slab sparse coding, correlated slabs": _causes(partial(models.SpikeSlabSparseCoding, covariance="full")),
     "noisy-OR": _causes(models.NoisyOr, binary=True),
     "maximal causes": _causes(models.MaximalCauses),
+    "maximal causes of counts": _causes(partial(models.ExponentialFamilyMaximalCauses, family="poisson"), binary=True),
     "maximum of slabs": _gibbs,
     "scenes of objects": _scenes,
     "Gaussian process latent variables": _psi,

@@ -3,8 +3,10 @@
 import importlib
 from typing import Any
 
+from pyro_truncated.distributions.component import Component
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
 from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.distributions.max_family import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
@@ -16,9 +18,14 @@ __all__ = [
     "ActiveSet",
     "ActiveSetGaussianProcess",
     "ActiveSetPosterior",
+    "BernoulliMaximum",
     "Canvas",
+    "Component",
     "CorrelatedSlabSuperposition",
     "DepthOrder",
+    "ExponentialMaximum",
+    "FamilyMaximum",
+    "GammaMaximum",
     "GivenActiveSet",
     "LinearSuperposition",
     "MaximumSlabs",
@@ -26,6 +33,7 @@ __all__ = [
     "NoisyOrSuperposition",
     "OccludedScene",
     "PiecewiseGaussian",
+    "PoissonMaximum",
     "Positions",
     "SceneParameters",
     "SpikeSlabSuperposition",

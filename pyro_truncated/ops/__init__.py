@@ -12,6 +12,7 @@ from pyro_truncated.ops.evolution import cross, flip_random, flip_sparse, select
 from pyro_truncated.ops.fields import Fields, enumerate_states, pack
 from pyro_truncated.ops.initial import initial_states
 from pyro_truncated.ops.maximum import maximum_error, maximum_statistics
+from pyro_truncated.ops.maximum_score import maximum_score, maximum_wins
 from pyro_truncated.ops.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
 from pyro_truncated.ops.quadratic import moments, pair_energy
@@ -42,9 +43,11 @@ __all__ = [
     "flip_sparse",
     "initial_states",
     "maximum_error",
+    "maximum_score",
     "maximum_slab_gibbs",
     "maximum_slab_statistics",
     "maximum_statistics",
+    "maximum_wins",
     "memory_budget",
     "mixed",
     "moments",

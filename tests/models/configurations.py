@@ -109,6 +109,18 @@ def noisy_or(**options: Any) -> Configuration:
     return Configuration(make, data=binary, bad=0.5, stationary=("prior",), has_units=False)
 
 
+def positive(n: int, dtype: torch.dtype) -> Tensor:
+    return (0.2 + 3 * torch.rand(n, D)).to(dtype)
+
+
+def family(name: str, data: Callable[[int, torch.dtype], Tensor], bad: float, *stationary: str, has_units: bool = False) -> Configuration:
+    def make(dtype: torch.dtype) -> Any:
+        return library.ExponentialFamilyMaximalCauses(D, H, family=name, dtype=dtype)
+
+    names = ("prior", *stationary)
+    return Configuration(make, data=data, bad=bad, stationary=names, has_units=has_units, chooses_steps=True)
+
+
 ALL = ("weight", "scale", "prior")
 CONFIGURATIONS: dict[str, Configuration] = {
     "BinarySparseCoding": sparse(library.BinarySparseCoding, ALL, offset=False),
@@ -132,6 +144,10 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "NoisyOr-leak": noisy_or(learn_leak=True),
     "NoisyOr-shared-prior": noisy_or(shared_prior=True),
     **{f"GaussianMixture-{kind}": mixture(kind) for kind in ("full", "diag", "spherical", "tied")},
+    "ExponentialFamilyMaximalCauses-poisson": family("poisson", counts, -1.0),
+    "ExponentialFamilyMaximalCauses-bernoulli": family("bernoulli", binary, 0.5),
+    "ExponentialFamilyMaximalCauses-exponential": family("exponential", positive, -1.0, has_units=True),
+    "ExponentialFamilyMaximalCauses-gamma": family("gamma", positive, 0.0, "concentration", has_units=True),
     "PoissonMixture": Configuration(
         lambda dtype: library.PoissonMixture(D, H, dtype=dtype), (H,), "z", counts, -1.0, stationary=("weights", "rate"),
         takes_missing=False, has_units=False,

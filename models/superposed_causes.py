@@ -1,0 +1,125 @@
+"""What models of independent binary causes with a dictionary have in common: the program, restoration, other numbers of causes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import ClassVar, Self
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro.nn import PyroParam
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import Population, UniqueModule, check_counts, takes_arrays
+from pyro_truncated.distributions import Superposition
+from pyro_truncated.models.binary_causes import check_data, first_prior, with_latents
+
+
+class SuperposedCauses(UniqueModule):
+    r"""Base of models :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim p(y \mid s; W, \dots)`.
+
+    A subclass says by which likelihood the causes superpose, and what it takes beside the dictionary.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+        shared_prior: whether all latents share one :math:`\pi`.
+        weight: what the dictionary satisfies: any numbers, positive ones, or probabilities.
+        dtype: floating point type of the parameters; default: torch's.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        prior: probability :math:`\pi` that a latent is active, a scalar or ``(H,)``.
+
+    Raises:
+        ValueError: if a size is no positive integer.
+    """
+
+    superposition: Callable[..., Superposition]
+    latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
+
+    weight: Tensor
+    prior: Tensor
+
+    def __init__(
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        shared_prior: bool,
+        weight: constraints.Constraint = constraints.real,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_counts(num_observed=num_observed, num_latents=num_latents)
+        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        self.weight = PyroParam(_first_weight(weight, (num_observed, num_latents), dtype), weight)  # type: ignore[assignment]
+        self.prior = PyroParam(first_prior(num_latents, shared_prior, dtype), constraints.unit_interval)  # type: ignore[assignment]
+
+    @takes_arrays
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        # Outside of the plate, where parameters that were given a prior are drawn.
+        prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
+        size = len(y) if y is not None else num_data or 1
+        with pyro.plate("data", size, subsample_size=batch_size) as index:
+            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            return pyro.sample("y", self.superposition(states, weight, *others), obs=None if y is None else y[index])
+
+    def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
+        r"""The likelihood :math:`p(y \mid s)`.
+
+        Args:
+            states: states ``(*batch, H)``; default: any, for what is the same for all of them.
+            weight: another dictionary.
+        """
+        weight, others = self.weight if weight is None else weight, self._parameters_of_superposition()
+        if states is None:
+            # Parameters satisfy their constraints by the way they are kept.
+            return self.superposition(weight.new_zeros(self.num_latents), weight, *others, validate_args=False)
+        return self.superposition(states, weight, *others)
+
+    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+        """What the likelihood takes after the dictionary."""
+        return ()
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        """Posterior mean of the noise-free data, for denoising and in-painting.
+
+        Args:
+            population: truncated posteriors; its ``indices`` select the data points among ``y``. Those that have never been scored are
+                scored first.
+            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
+
+        Returns:
+            ``(N, D)`` for the population's data points, in the type of the data.
+        """
+        population = self._scored(population, check_data(y, self.num_observed))
+        return self.likelihood().reconstruct(population, y).to(y.dtype)
+
+    def _scored(self, population: Population, y: Tensor) -> Population:
+        """The population, with the data points that have never been scored scored under the model as it is now."""
+        is_new = population.log_joint.isnan().any(-1)
+        if not bool(is_new.any()):
+            return population
+        prior = self.prior.double().expand(self.num_latents)
+        scores = self.likelihood().packed_log_prob(population.words[is_new], population.rows_of(y)[is_new], prior.logit())
+        log_joint = population.log_joint.clone()
+        log_joint[is_new] = (scores + torch.log1p(-prior).sum()).to(log_joint)
+        return dataclasses.replace(population, log_joint=log_joint)
+
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+        return with_latents(self, index)  # type: ignore[no-any-return]
+
+
+def _first_weight(constraint: constraints.Constraint, shape: tuple[int, int], dtype: torch.dtype | None) -> Tensor:
+    if constraint is constraints.real:
+        return torch.randn(shape, dtype=dtype)
+    uniform = torch.rand(shape, dtype=dtype)
+    return 0.2 + 0.5 * uniform if constraint is constraints.unit_interval else 0.5 + uniform

@@ -1,0 +1,33 @@
+"""The component of a data point, for mixtures of many components."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from pyro.distributions import Categorical
+from torch import Tensor
+
+
+class Component(Categorical):
+    """A ``Categorical`` whose cost does not depend on the number of values, for data points that share their probabilities.
+
+    What a plate expands is neither copied when it is drawn from nor when its logarithm is taken.
+    """
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> Component:
+        """The same probabilities for a larger batch."""
+        # The logarithm is expanded with the probabilities if it has been taken before.
+        _ = self.logits
+        larger: Component = super().expand(batch_shape, _instance)  # type: ignore[no-untyped-call]
+        return larger
+
+    def sample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws values."""
+        probs = self.probs
+        if any(probs.stride()[:-1]) or probs.dim() == 1:
+            drawn: Tensor = super().sample(sample_shape)  # type: ignore[no-untyped-call]
+            return drawn
+        shape = torch.Size(sample_shape) + self.batch_shape
+        with torch.no_grad():
+            return torch.multinomial(probs[(0,) * (probs.dim() - 1)], max(1, shape.numel()), True)[: shape.numel()].reshape(shape)

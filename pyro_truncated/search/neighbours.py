@@ -1,0 +1,143 @@
+"""Search among neighbouring components of large mixtures: who is near is learned from the scores of the search itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.streams import uniform_integers
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.counts import check_count
+
+# What earlier searches have seen counts half as much with every search.
+_MEMORY = 0.5
+
+
+class NeighbourSearch(Search):
+    r"""Proposes the neighbours of the best components of each data point, and a few random ones: for mixtures of many components.
+
+    The one latent is the component of a data point. Every component keeps a list of its nearest others. The distance of component ``c``
+    to ``c'`` is how much worse the second explains the data that the first explains best,
+
+    .. math:: d_{cc'} = \bigl\langle \log p(c, y_n) - \log p(c', y_n) \bigr\rangle_{n:\, c = \arg\max},
+
+    averaged over what has been scored so far, with half the weight for every search that has passed. Neither the number of candidates nor
+    the cost of a search depends on that of the components; as neighbours of neighbours become neighbours, the lists are good after a few
+    passes through the data.
+
+    What was learned is part of :meth:`state_dict`; new data (``guide.infer``) use it and add nothing.
+
+    Example:
+        >>> y = torch.randn(500, 2)
+        >>> model = GaussianMixture(2, 50, covariance="spherical").initialize(y)
+        >>> svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO(NeighbourSearch(5)))
+        >>> losses = [svi.step(y, 100) for _ in range(3)]
+
+    Args:
+        num_neighbours: length of the lists.
+        parents: how many of a data point's components are asked for their neighbours, the best ones.
+        num_random: number of random components that are tried, too.
+        generator: source of randomness; default: torch's global generator.
+
+    Attributes:
+        neighbours: the lists, ``(K, num_neighbours)``, nearest first; a component that stands in its own list fills a place that is free.
+            ``None`` before the first search.
+
+    Raises:
+        ValueError: if an argument is out of range; when searching, if the model has other latents than one per data point.
+
+    References:
+        Forster and Lücke, "Can Clustering Scale Sublinearly with its Clusters? A Variational EM Acceleration of GMMs and k-Means", AISTATS
+        2018. Exarchakis, Oubari and Lenz, "A Sampling-Based Approach for Efficient Clustering in Large Datasets", CVPR 2022. Here the
+        distances need no more than scores, so any mixture will do.
+    """
+
+    def __init__(self, num_neighbours: int = 8, *, parents: int = 4, num_random: int = 1, generator: torch.Generator | None = None) -> None:
+        self.num_neighbours = check_count("num_neighbours", num_neighbours)
+        self.parents = check_count("parents", parents)
+        self.num_random = check_count("num_random", num_random)
+        self.generator = generator
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets who is near."""
+        self.neighbours: Tensor | None = None
+        self._distance = self._weight = torch.empty(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The lists with their distances and weights."""
+        if self.neighbours is None:
+            return super().state_dict()
+        lists = {"neighbours": self.neighbours.clone(), "distance": self._distance.clone(), "weight": self._weight.clone()}
+        return {**super().state_dict(), **lists}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from where a search with the same arguments has been."""
+        self.forget()
+        super().load_state_dict(state)
+        if "neighbours" in state:
+            self.neighbours, self._distance, self._weight = (state[name].clone() for name in ("neighbours", "distance", "weight"))
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """Neighbours and random components, repetitions included; ``parents * num_neighbours + num_random`` of them."""
+        own = self._components(batch.population)
+        lists = self._lists(batch.space, own.device)
+        best = batch.population.log_joint.topk(min(self.parents, own.shape[1])).indices
+        near = lists[own.gather(1, best)].flatten(1)
+        random = uniform_integers(batch.positions, batch.space.size, (self.num_random,), generator=batch.source(self.generator))
+        tried = torch.cat([near, random], 1)
+        found = batch.scored(batch.space.pack(tried.unsqueeze(-1)))
+        if not batch.is_new:
+            self._learn(torch.cat([own, tried], 1), torch.cat([batch.population.log_joint, found.log_joint], 1))
+        return found
+
+    def _components(self, population: Population) -> Tensor:
+        if population.space.num_latents != 1:
+            raise ValueError(
+                f"NeighbourSearch is for mixtures, whose one latent is the component; the model has {population.space.num_latents} latents"
+            )
+        return population.states(torch.int64)[..., 0]
+
+    def _lists(self, space: StateSpace, device: torch.device) -> Tensor:
+        if self.neighbours is None or len(self.neighbours) != space.size:
+            self.neighbours = torch.arange(space.size, device=device).unsqueeze(-1).repeat(1, self.num_neighbours)
+            self._distance = torch.full(self.neighbours.shape, torch.inf, dtype=torch.float64, device=device)
+            self._weight = torch.zeros_like(self._distance)
+        return self.neighbours
+
+    def _learn(self, components: Tensor, scores: Tensor) -> None:
+        """Takes in the scores ``(N, C)`` of components of some data points."""
+        assert self.neighbours is not None
+        size = len(self.neighbours)
+        best, winner = scores.double().max(1, keepdim=True)
+        pairs = components.gather(1, winner) * size + components
+        distances = best - scores
+        told = distances.isfinite() & (components != components.gather(1, winner))
+        known = self._weight > 0
+        first = torch.arange(size, device=pairs.device).unsqueeze(-1) * size + self.neighbours
+        pairs, where = torch.cat([first[known], pairs[told]]).unique(return_inverse=True)
+        weights = torch.cat([_MEMORY * self._weight[known], torch.ones_like(distances[told])])
+        total = torch.zeros(len(pairs), dtype=torch.float64, device=pairs.device)
+        mean = total.index_add(0, where, weights * torch.cat([self._distance[known], distances[told]]))
+        total = total.index_add(0, where, weights)
+        self._keep_nearest(pairs, mean / total, total)
+
+    def _keep_nearest(self, pairs: Tensor, distance: Tensor, weight: Tensor) -> None:
+        """The lists are the nearest of all pairs that are known."""
+        assert self.neighbours is not None
+        size = len(self.neighbours)
+        order = distance.argsort(stable=True)
+        order = order[(pairs[order] // size).argsort(stable=True)]
+        component = pairs[order] // size
+        starts = torch.searchsorted(component, torch.arange(size, device=pairs.device))
+        rank = torch.arange(len(order), device=pairs.device) - starts[component]
+        kept = rank < self.num_neighbours
+        order, place = order[kept], (component[kept], rank[kept])
+        self.neighbours = torch.arange(size, device=pairs.device).unsqueeze(-1).repeat(1, self.num_neighbours)
+        self._distance, self._weight = torch.full_like(self._distance, torch.inf), torch.zeros_like(self._weight)
+        self.neighbours[place], self._distance[place], self._weight[place] = pairs[order] % size, distance[order], weight[order]
