@@ -19,7 +19,7 @@ LONGEST = 300
 # A likelihood is a file of one name on up to five floors.
 ONE_IDEA = {"pyro_truncated/ops", "pyro_truncated/ops/compiled", "pyro_truncated/ops/vectorised", "pyro_truncated/distributions", "models"}
 # Above the face and the models.
-ABOVE = ("pyro_truncated/warmup.py", "pyro_truncated/restoration/")
+ABOVE = ("pyro_truncated/warmup.py", "pyro_truncated/restoration/", "pyro_truncated/sklearn/")
 # Private names of others for which there is no public one.
 OF_OTHERS = {
     # torch

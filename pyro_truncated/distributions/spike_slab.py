@@ -156,10 +156,20 @@ class SpikeSlabSuperposition(SlabSuperposition):
         }
 
     @torch.no_grad()
+    def coefficients(self, population: Population, value: Tensor) -> Tensor:
+        r"""Posterior means :math:`\langle b \odot z \rangle` of the coefficients, ``(N, H)`` in float64.
+
+        Args:
+            population: truncated posteriors over the ``H`` indicators.
+            value: all data, ``(N, D)``; NaN where missing.
+        """
+        moments = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))
+        return moments[1]
+
+    @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         r"""Posterior mean :math:`W \langle b \odot z \rangle + a` of the data without noise, see :meth:`Superposition.reconstruct`."""
-        coefficients = ops.spike_slab_moments(*self._posterior_arguments(population, population.rows_of(value), 1.0))[1]
-        return self._reconstruction(coefficients, value)
+        return self._reconstruction(self.coefficients(population, value), value)
 
     def _slabs(self) -> tuple[Tensor, Tensor]:
         num_latents = self.weight.shape[-1]

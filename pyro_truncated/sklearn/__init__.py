@@ -1,0 +1,8 @@
+"""Estimators for scikit-learn: sparse coding, mixtures, latent variable models and regression with posteriors."""
+
+from pyro_truncated.sklearn.dictionary_learning import SparseCoding
+from pyro_truncated.sklearn.gp_regression import SubsetGPRegressor
+from pyro_truncated.sklearn.mixture_density import TruncatedMixture
+from pyro_truncated.sklearn.variable_selection import SpikeSlabRegressor
+
+__all__ = ["SparseCoding", "SpikeSlabRegressor", "SubsetGPRegressor", "TruncatedMixture"]

@@ -1,0 +1,49 @@
+"""A search that draws no random numbers: the states next to the best ones are scored, as long as that helps."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from pyro_truncated import ops
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.moves import Moves
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.counts import check_count
+
+_ENOUGH = 1e-6
+
+
+class SteepestAscent(Search):
+    """Scores all changes of a single latent of the best states, until a data point gains nothing more.
+
+    What it finds for a data point depends on nothing but that data point and its first population: not on the others, not on chance.
+    Estimators need this, which must say the same of a data point in whatever company it comes.
+
+    Args:
+        parents: number of states of each population whose neighbours are scored in a step.
+    """
+
+    def __init__(self, parents: int = 8) -> None:
+        self.parents = check_count("parents", parents)
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The neighbours of the best states."""
+        population = batch.population
+        best = population.log_joint.topk(min(self.parents, population.num_states)).indices
+        return batch.scored(Moves(batch.space, population.words.device).neighbours(ops.take(population.words, best)))
+
+    def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
+        """The populations after at most so many steps; that of a data point is left as it is once a step has gained nothing."""
+        population = batch.population
+        moving = torch.full((len(population),), not population.is_complete, device=population.words.device)
+        for _ in range(steps):
+            if not bool(moving.any()):
+                break
+            found = self.step(dataclasses.replace(batch, population=population))
+            moving = moving & (found.free_energy() > population.free_energy() + _ENOUGH)
+            words = torch.where(moving[:, None, None], found.words, population.words)
+            log_joint = torch.where(moving[:, None], found.log_joint, population.log_joint)
+            population = dataclasses.replace(population, words=words, log_joint=log_joint)
+        return population

@@ -1,0 +1,268 @@
+"""Sparse coding as a transformer: a dictionary, and the few of its elements that every data point is made of."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+from torch import Tensor
+
+from pyro_truncated.em.closed_form import ClosedForm
+from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.sklearn.posteriors import binary_posteriors
+from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.learning import learn
+from pyro_truncated.utils.counts import check_count, check_counts
+
+_FAMILIES = ("spike_slab", "gaussian", "bernoulli")
+_MOST_COMPONENTS = 100
+# Training steps of a start.
+_SHORT = 60
+# Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
+_NOMINAL = 1000
+
+
+class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    r"""Sparse coding with a posterior over which dictionary elements a data point is made of.
+
+    Of a data point :math:`y` every element :math:`h` is on with probability :math:`\pi_h`, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, and
+
+    * ``"spike_slab"``: :math:`y \sim \mathcal N(W (s \odot z) + b, \sigma^2 I)` with strengths :math:`z_h \sim \mathcal N(\mu_h,
+      \tau_h^2)`, which are integrated out (:class:`~pyro_truncated.models.SpikeSlabSparseCoding`);
+    * ``"gaussian"``: :math:`y \sim \mathcal N(W s + b, \sigma^2 I)` (:class:`~pyro_truncated.models.BinarySparseCoding`);
+    * ``"bernoulli"``: :math:`p(y_d = 1) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)` for data in {0, 1}
+      (:class:`~pyro_truncated.models.NoisyOr`).
+
+    The model is trained by :func:`~pyro_truncated.learn`. Entries of the data that are NaN are missing: only what is observed counts, in
+    training and afterwards, and ``inverse_transform(transform(X))`` fills them in.
+
+    Example::
+
+        from sklearn.datasets import load_wine
+        from sklearn.preprocessing import scale
+
+        coder = SparseCoding(4, max_iter=20, n_init=1, random_state=0)
+        codes = coder.fit_transform(scale(load_wine().data))
+
+    Args:
+        n_components: number of dictionary elements; default: as many as there are features, at most 100.
+        family: ``"spike_slab"``, ``"gaussian"`` or ``"bernoulli"``.
+        offset: whether the data lie on a background that is learned: the offset :math:`b`, or the probability :math:`w_0` (per feature
+            instead of one in a thousand).
+        binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
+        n_states: states kept per data point.
+        max_iter: training steps on all data after the best start, which itself takes as many, but at most 60.
+        n_init: the most starts; training ends sooner with a start on which two agree.
+        verbose: whether to show a progress bar.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+
+    Attributes:
+        model_: the fitted model, a Pyro program.
+        components_: the dictionary, ``(n_components, n_features)``.
+        offset_: the background, ``(n_features,)``.
+        activity_: probability :math:`\pi_h` that an element is on, ``(n_components,)``.
+        starts_: the lower bound per data point that each start reached, in nats. Not after ``partial_fit`` alone.
+        n_iter_: training steps taken.
+        n_features_in_: number of features.
+        feature_names_in_: their names, if the data had any.
+
+    Raises:
+        ValueError: for a parameter out of range, or data outside of what the family allows.
+    """
+
+    def __init__(
+        self,
+        n_components: int | None = None,
+        *,
+        family: str = "spike_slab",
+        offset: bool = True,
+        binarize: float | None = None,
+        n_states: int = 64,
+        max_iter: int = 100,
+        n_init: int = 4,
+        verbose: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.n_components = n_components
+        self.family = family
+        self.offset = offset
+        self.binarize = binarize
+        self.n_states = n_states
+        self.max_iter = max_iter
+        self.n_init = n_init
+        self.verbose = verbose
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Learns the dictionary.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+            y: ignored.
+        """
+        rows = self._rows(X, reset=True)
+        with apart(self.random_state) as generator:
+            model = self._make(rows)
+            starts = self._learn(model, rows, generator)
+        self.model_, self.starts_, self.n_iter_ = model, starts, int(self.max_iter)
+        self._online: ClosedForm | None = None
+        return self
+
+    def partial_fit(self, X: Any, y: Any = None) -> Self:
+        """One step of online EM on a minibatch, from the fitted dictionary, or from one that starts from these data.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+            y: ignored.
+        """
+        is_first = not hasattr(self, "model_")
+        rows = self._rows(X, reset=is_first)
+        with apart(self.random_state if is_first else 0) as generator:
+            if is_first:
+                model = self._make(rows).initialize(rows, generator)
+                self.model_, self.n_iter_, self._online = model, 0, None
+            if self._online is None:
+                self._online = ClosedForm(self.model_, minibatch="online")
+            self._step(self._online, rows)
+        self.n_iter_ += 1
+        return self
+
+    def transform(self, X: Any) -> Any:
+        r"""Posterior means of the coefficients: :math:`\langle s \odot z \rangle`, or the probabilities :math:`\langle s \rangle`.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+
+        Returns:
+            Codes ``(n_samples, n_components)``, in the type of the data.
+        """
+        return self._each(X, lambda rows, population: _codes(self.model_, rows, population))
+
+    def inverse_transform(self, X: Any) -> Any:
+        r"""The data that codes stand for: :math:`W x + b`, or the probabilities :math:`1 - (1 - w_{0d}) \prod_h (1 - W_{dh} x_h)`.
+
+        Args:
+            X: codes ``(n_samples, n_components)``.
+
+        Returns:
+            Data ``(n_samples, n_features)``.
+
+        Raises:
+            ValueError: for codes of another shape, or that are not finite.
+        """
+        check_is_fitted(self)
+        codes = check_array(X, dtype=[np.float64, np.float32])
+        if codes.shape[1] != self.model_.num_latents:
+            raise ValueError(f"X must have {self.model_.num_latents} columns, one per component; got {codes.shape[1]}")
+        with torch.no_grad():
+            return _data(self.model_, torch.from_numpy(codes).double()).numpy().astype(codes.dtype)
+
+    def score_samples(self, X: Any) -> Any:
+        """Lower bounds of the log density of each data point, of its observed entries, in nats, ``(n_samples,)``."""
+        return self._each(X, lambda rows, population: population.free_energy())
+
+    def score(self, X: Any, y: Any = None) -> float:
+        """The mean of :meth:`score_samples`: what to maximise in a grid search.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+            y: ignored.
+        """
+        return float(np.mean(self.score_samples(X)))
+
+    @property
+    def components_(self) -> Any:
+        """The dictionary, ``(n_components, n_features)``."""
+        return self.model_.weight.detach().mT.numpy()
+
+    @property
+    def offset_(self) -> Any:
+        """The background, ``(n_features,)``."""
+        background = self.model_.leak if isinstance(self.model_, NoisyOr) else self.model_.bias
+        zero = self.model_.weight.new_zeros(()) if background is None else background.detach()
+        return zero.expand(self.n_features_in_).numpy().copy()
+
+    @property
+    def activity_(self) -> Any:
+        """Probability that an element is on, ``(n_components,)``."""
+        return self.model_.prior.detach().expand(self.model_.num_latents).numpy().copy()
+
+    @property
+    def _n_features_out(self) -> int:
+        return int(self.model_.num_latents)
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        tags.transformer_tags.preserves_dtype = ["float64", "float32"]
+        return tags
+
+    # --- data ---
+
+    def _rows(self, X: Any, *, reset: bool) -> Tensor:
+        if self.family not in _FAMILIES:
+            raise ValueError(f"family must be one of {_FAMILIES}; got {self.family!r}")
+        least = 2 if reset else 1
+        data = validate_data(self, X, reset=reset, dtype=[np.float64, np.float32], ensure_all_finite="allow-nan", ensure_min_samples=least)
+        rows = torch.from_numpy(np.array(data))
+        if self.family == "bernoulli" and self.binarize is not None:
+            rows = torch.where(rows.isnan(), rows, (rows > self.binarize).to(rows))
+        return rows
+
+    def _each(self, X: Any, read: Any) -> Any:
+        """What is read of the posteriors of all data points, in the type of the data."""
+        check_is_fitted(self)
+        rows = self._rows(X, reset=False)
+        own = rows.to(self.model_.weight.dtype)
+        with apart(), torch.no_grad():
+            blocks = binary_posteriors(self.model_, own, self.model_.num_latents, check_count("n_states", self.n_states))
+            return torch.cat([read(*block) for block in blocks]).to(rows).numpy()
+
+    # --- model ---
+
+    def _make(self, rows: Tensor) -> Any:
+        number = min(rows.shape[1], _MOST_COMPONENTS) if self.n_components is None else check_count("n_components", self.n_components)
+        options: dict[str, Any] = {"dtype": rows.dtype}
+        if self.family == "bernoulli":
+            return NoisyOr(rows.shape[1], number, learn_leak=bool(self.offset), **options)
+        kind = SpikeSlabSparseCoding if self.family == "spike_slab" else BinarySparseCoding
+        return kind(rows.shape[1], number, offset=bool(self.offset), shared_prior=False, **options)
+
+    def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> list[float]:
+        """Trains the model; what each start reached."""
+        counts = ("max_iter", "n_init", "n_states")
+        max_iter, n_init, n_states = check_counts(**{name: getattr(self, name) for name in counts})
+        short, progress = min(max_iter, _SHORT), None if self.verbose else False
+        guide = learn(
+            model, rows, num_states=n_states, steps=max_iter, short_steps=short, starts=n_init, generator=generator, progress=progress
+        )
+        starts: list[float] = guide.starts
+        return starts
+
+    def _step(self, driver: ClosedForm, rows: Tensor) -> None:
+        rows = rows.to(self.model_.weight.dtype)
+        total: dict[str, Tensor] = {}
+        for block, population in binary_posteriors(self.model_, rows, self.model_.num_latents, check_count("n_states", self.n_states)):
+            for name, value in self.model_.sufficient_statistics(population, block).items():
+                total[name] = total[name] + value if name in total else value
+        scale = _NOMINAL / len(rows)
+        driver.collect({name: scale * value for name, value in total.items()}, None, torch.arange(_NOMINAL), _NOMINAL)
+        driver([])
+
+
+def _codes(model: Any, rows: Tensor, population: Population) -> Tensor:
+    is_spike_slab = isinstance(model, SpikeSlabSparseCoding)
+    codes: Tensor = model.likelihood().coefficients(population, rows) if is_spike_slab else population.marginals()
+    return codes
+
+
+def _data(model: Any, codes: Tensor) -> Tensor:
+    weight = model.weight.double()
+    if isinstance(model, NoisyOr):
+        return -torch.expm1(torch.log1p(-model.leak.double()) + torch.log1p(-weight * codes.unsqueeze(1)).sum(-1))
+    mean: Tensor = codes @ weight.mT
+    return mean if model.bias is None else mean + model.bias.double()

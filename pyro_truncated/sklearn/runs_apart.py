@@ -1,0 +1,28 @@
+"""Runs that nobody notices: Pyro's parameter store and torch's random state are afterwards what they were."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.utils import check_random_state
+
+from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.own_store import empty_store
+
+
+@contextmanager
+def apart(random_state: Any = 0) -> Iterator[torch.Generator]:
+    """A context with an empty parameter store and random numbers of its own, torch's global ones and those of the generator it gives.
+
+    Args:
+        random_state: as everywhere in scikit-learn: a seed, a ``RandomState``, or ``None`` for NumPy's global one, of which one number is
+            drawn.
+    """
+    seed = int(check_random_state(random_state).randint(np.iinfo(np.int32).max))
+    with empty_store(), spare_random_numbers():
+        torch.manual_seed(seed)
+        yield torch.Generator().manual_seed(seed)

@@ -1,0 +1,186 @@
+"""Linear regression on a few of many predictors, averaged over the regressions that are most probable."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Self
+
+import numpy as np
+import pyro
+import pyro.distributions as dist
+import torch
+from sklearn.base import BaseEstimator, RegressorMixin
+from sklearn.utils.validation import check_is_fitted, validate_data
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.sklearn.ascent import SteepestAscent
+from pyro_truncated.sklearn.linear_models import LinearModels
+from pyro_truncated.sklearn.runs_apart import apart
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.counts import check_counts
+
+# Spaces of so many predictors are searched exhaustively.
+_FEW = 12
+_PRIORS = ("zellner", "independent")
+
+
+class SpikeSlabRegressor(RegressorMixin, BaseEstimator):
+    r"""Linear regression with a spike-and-slab prior: a posterior over which predictors matter.
+
+    .. math:: y \sim \mathcal N(\alpha + X_s \beta_s, \sigma^2 I), \qquad \beta_s \sim \mathcal N(0, \sigma^2 V_s), \qquad s \in \{0, 1\}^p
+
+    Intercept, coefficients and noise are integrated out (:class:`.LinearModels`), so that what is left is a posterior over the
+    :math:`2^p` sets of predictors; it is renormalised on the ``n_models`` most probable ones that a search finds, all of them where there
+    are no more. Predictions are averages over these.
+
+    Example::
+
+        from sklearn.datasets import load_diabetes
+
+        X, y = load_diabetes(return_X_y=True, as_frame=True)
+        regressor = SpikeSlabRegressor(random_state=0).fit(X, y)
+        dict(zip(X.columns, regressor.inclusion_probabilities_.round(2)))
+
+    Args:
+        prior: ``"zellner"``, :math:`V_s = g (X_s^\top X_s)^{-1}`, or ``"independent"``, :math:`V_s = (g / n)\,\mathrm{diag}(v)^{-1}`
+            with the variances :math:`v` of the predictors. For predictors that are not correlated they are the same.
+        g: how much wider than the likelihood the prior of the coefficients is; default: :math:`\max(n, p^2)`, the benchmark of Fernández,
+            Ley and Steel (2001).
+        expected_model_size: mean number of predictors of a beta-binomial prior (Ley and Steel, 2009); default: half of them, for which
+            every number from none to all is equally likely.
+        n_models: sets of predictors kept.
+        max_iter: most search steps.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+
+    Attributes:
+        inclusion_probabilities_: posterior probability that each predictor matters, ``(n_features,)``.
+        coef_: posterior mean coefficients, ``(n_features,)``.
+        intercept_: posterior mean intercept.
+        models_: the sets of predictors, Booleans ``(n_models, n_features)``, most probable first.
+        model_probabilities_: their posterior probabilities, ``(n_models,)``.
+        log_evidence_: lower bound of the log evidence, in nats, exact if all models are kept.
+        n_iter_: search steps taken.
+        n_features_in_: number of features.
+        feature_names_in_: their names, if the data had any.
+
+    Raises:
+        ValueError: for a parameter out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        prior: str = "zellner",
+        g: float | None = None,
+        expected_model_size: float | None = None,
+        n_models: int = 200,
+        max_iter: int = 50,
+        random_state: Any = None,
+    ) -> None:
+        self.prior = prior
+        self.g = g
+        self.expected_model_size = expected_model_size
+        self.n_models = n_models
+        self.max_iter = max_iter
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any) -> Self:
+        """Finds the most probable sets of predictors.
+
+        Args:
+            X: predictors ``(n_samples, n_features)``.
+            y: targets ``(n_samples,)``.
+        """
+        n_models, max_iter = check_counts(n_models=self.n_models, max_iter=self.max_iter)
+        X, y = validate_data(self, X, y, dtype=np.float64, y_numeric=True, ensure_min_samples=2)
+        rows, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
+        spread = rows.std(0, correction=0)
+        self._scale = torch.where(spread > 0, spread, torch.ones_like(spread))
+        self._center, self._mean = rows.mean(0), targets.mean()
+        self._models = self._linear_models((rows - self._center) / self._scale, targets - self._mean)
+        with apart(self.random_state):
+            population = self._search(n_models, max_iter)
+        order = population.log_joint[0].argsort(descending=True, stable=True)
+        states, weights = population.states()[0][order], population.weights()[0][order]
+        self._keep(states, weights, float(population.free_energy()[0]), max_iter)
+        return self
+
+    def predict(self, X: Any, return_std: bool = False) -> Any:
+        """Predictions averaged over the models.
+
+        Args:
+            X: predictors ``(n_samples, n_features)``.
+            return_std: whether to return standard deviations, noise included, as well; infinite after a fit to fewer than four data.
+
+        Returns:
+            Means ``(n_samples,)``; or means and standard deviations.
+        """
+        check_is_fitted(self)
+        X = validate_data(self, X, reset=False, dtype=np.float64)
+        mean = X @ self.coef_ + self.intercept_
+        return (mean, self._deviation(torch.from_numpy(np.array(X)), torch.from_numpy(mean))) if return_std else mean
+
+    # --- fitting ---
+
+    def _linear_models(self, X: Tensor, y: Tensor) -> LinearModels:
+        n, p = X.shape
+        if self.prior not in _PRIORS:
+            raise ValueError(f"prior must be one of {_PRIORS}; got {self.prior!r}")
+        g = float(max(n, p**2)) if self.g is None else self.g
+        if not 0 < g < math.inf:
+            raise ValueError(f"g must be a positive number; got {self.g!r}")
+        size = p / 2 if self.expected_model_size is None else self.expected_model_size
+        if not 0 < size < p:
+            raise ValueError(f"expected_model_size must lie between 0 and the number of predictors, {p}; got {self.expected_model_size!r}")
+        return LinearModels(X, y, g, self.prior == "zellner", float(size))
+
+    def _program(self) -> None:
+        """The posterior over sets of predictors, as a Pyro program."""
+        num = self._models.X.shape[1]
+        s = pyro.sample("s", dist.Bernoulli(torch.full((num,), 0.5, dtype=torch.float64)).to_event(1))
+        pyro.factor("log joint", self._models.log_joint(s) + num * math.log(2.0))
+
+    def _search(self, n_models: int, max_iter: int) -> Any:
+        num = self._models.X.shape[1]
+        guide = AutoTruncated(self._program, min(n_models, 2**num), vectorize=True)
+        searches: list[tuple[Search, int]] = [(ExhaustiveSearch(), 1)]
+        if num > _FEW:
+            searches = [(SteepestAscent(), max_iter), (EvolutionarySearch(crossover=True) + SteepestAscent(2), max_iter)]
+        log_joint = guide.log_joint_of()
+        for search, steps in searches:
+            guide.search_(search, log_joint, steps)
+        return guide.population()
+
+    def _keep(self, states: Tensor, weights: Tensor, log_evidence: float, num_steps: int) -> None:
+        found = self._models.coefficients(states)
+        shares = weights.double().unsqueeze(-1)
+        zeros = torch.zeros(states.shape, dtype=torch.float64)
+        coefficients = (shares * zeros.scatter(1, found.positions, found.mean)).sum(0) / self._scale
+        self.models_, self.model_probabilities_ = states.bool().numpy(), weights.double().numpy()
+        self.inclusion_probabilities_ = (shares * states).sum(0).numpy()
+        self.coef_ = coefficients.numpy()
+        self.intercept_ = float(self._mean - self._center @ coefficients)
+        self.log_evidence_, self.n_iter_ = log_evidence, num_steps
+
+    # --- predicting ---
+
+    def _deviation(self, X: Tensor, mean: Tensor) -> Any:
+        r"""Of the mixture of Student's t distributions with :math:`n - 1` degrees of freedom, one for each model."""
+        n = len(self._models.y)
+        if n <= 3:
+            return np.full(len(X), math.inf)
+        found = self._models.coefficients(torch.from_numpy(self.models_))
+        weights = torch.from_numpy(self.model_probabilities_).unsqueeze(-1)
+        scaled = (X - self._center) / self._scale
+        variances = []
+        for rows, center in zip(*(part.split(rows_per_block(32 * found.positions.numel())) for part in (scaled, mean)), strict=True):
+            chosen = rows.mT[found.positions] * found.is_used.unsqueeze(-1)
+            spread = torch.linalg.solve_triangular(found.factor, chosen, upper=False).square().sum(1)
+            own = (found.mean.unsqueeze(1) @ chosen).squeeze(1) + self._mean
+            variance = found.rest.unsqueeze(-1) / (n - 3) * (1 + 1 / n + spread)
+            variances.append((weights * (variance + (own - center).square())).sum(0))
+        return torch.cat(variances).sqrt().numpy()
