@@ -51,6 +51,10 @@ class LinearModels:
         is_zellner: whether the prior is Zellner's.
         size: expected number of predictors :math:`m`, between 0 and :math:`p`.
 
+    Attributes:
+        precision: precisions of all coefficients in units of the noise's, :math:`X^\top X + V^{-1}`, ``(p, p)``.
+        linear: :math:`X^\top y`, ``(p,)``.
+
     Reference:
         Liang, Paulo, Molina, Clyde and Berger, "Mixtures of g priors for Bayesian variable selection", JASA 2008; Ley and Steel, "On the
         effect of prior assumptions in Bayesian model averaging", Journal of Applied Econometrics 2009.
@@ -61,14 +65,16 @@ class LinearModels:
     g: float
     is_zellner: bool
     size: float
+    precision: Tensor = dataclasses.field(init=False)
+    linear: Tensor = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         n, p = self.X.shape
         gram = self.X.mT @ self.X
         ridge = torch.eye(p, dtype=gram.dtype) * n
         precision = (1 + 1 / self.g) * (gram + _RIDGE * ridge) if self.is_zellner else gram + ridge / self.g
-        object.__setattr__(self, "_precision", precision)
-        object.__setattr__(self, "_linear", self.X.mT @ self.y)
+        object.__setattr__(self, "precision", precision)
+        object.__setattr__(self, "linear", self.X.mT @ self.y)
 
     def log_joint(self, states: Tensor) -> Tensor:
         """``log p(s, y)`` of states ``(*batch, p)``, ``(*batch,)``."""
@@ -97,8 +103,8 @@ class LinearModels:
         chosen = states.to(torch.uint8).topk(most)
         positions, is_used = chosen.indices, chosen.values.bool()
         both = is_used.unsqueeze(-1) & is_used.unsqueeze(-2)
-        precision = torch.where(both, self._precision[positions.unsqueeze(-1), positions.unsqueeze(-2)], torch.eye(most).double())
-        linear = self._linear[positions] * is_used
+        precision = torch.where(both, self.precision[positions.unsqueeze(-1), positions.unsqueeze(-2)], torch.eye(most).double())
+        linear = self.linear[positions] * is_used
         factor = torch.linalg.cholesky(precision)
         mean = torch.cholesky_solve(linear.unsqueeze(-1), factor).squeeze(-1)
         total = self.y.square().sum()
