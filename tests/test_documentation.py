@@ -188,6 +188,8 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "CoregionalizedGPRegression": correlated_outputs,
     "SpikeSlabMRD 1": views,
     "SpikeSlabMRD 2": labelled_views,
+    "SpikeSlabGPLVMTransformer": dict,
+    "SpikeSlabMRD": views,
     "SpikeSlabMRD.switch_model": trained_switches,
     "SpikeSlabRegressor": dict,
     "SpikeSlabSparseCoding": lambda: {"model": models.SpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},

@@ -1,4 +1,4 @@
-"""Gaussian process latent variable models as transformers: data as points in a space of few dimensions."""
+"""The spike-and-slab GP-LVM as a transformer: data as points in a space of few dimensions."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import Adam
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from torch import Tensor
 
-from pyro_truncated.gp.active_sets.splits import UniformSplits
-from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
@@ -24,32 +20,7 @@ from pyro_truncated.utils.counts import check_count, check_counts
 _STEPS, _TOLERANCE = 1000, 1e-13
 
 
-class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
-    """What the transformers of this file have in common: data may be missing, codes have ``n_components`` columns."""
-
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
-        return tags
-
-    @property
-    def _n_features_out(self) -> int:
-        return int(self.embedding_.shape[1])
-
-    def _rows(self, X: Any, *, reset: bool) -> Tensor:
-        least = 2 if reset else 1
-        data = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
-        return torch.from_numpy(np.array(data))
-
-    def _latents(self, X: Any) -> Tensor:
-        check_is_fitted(self)
-        latents = torch.from_numpy(np.array(check_array(X, dtype=np.float64)))
-        if latents.shape[1] != self._n_features_out:
-            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
-        return latents
-
-
-class SpikeSlabGPLVMTransformer(_LatentSpace):
+class SpikeSlabGPLVMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     r"""Gaussian process latent variable model that finds out how many latent dimensions the data have.
 
     .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
@@ -119,7 +90,7 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
         rows = self._rows(X, reset=True)
         inducing = None if inducing is None else min(inducing, len(rows))
         with apart(self.random_state) as generator:
-            model = SpikeSlabGPLVM(*rows.shape, number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
+            model = SpikeSlabGPLVM(len(rows), rows.shape[1], number, kernel=self.kernel, num_inducing=inducing, prior=self.prior)
             found = fit(model, rows, num_starts=starts, steps=steps, warm_up=steps, generator=generator)
             self._posterior = Posterior(model, rows)
         self.model_, self.bound_, self.n_iter_ = model, found.bound, steps
@@ -165,108 +136,23 @@ class SpikeSlabGPLVMTransformer(_LatentSpace):
     def _used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
 
-class ActiveSetGPLVM(_LatentSpace):
-    r"""Gaussian process latent variable model for many data, trained on minibatches that condition on random active sets.
+    @property
+    def _n_features_out(self) -> int:
+        return int(self.embedding_.shape[1])
 
-    Latents :math:`z_n \sim \mathcal N(0, I)` are mapped to the features by Gaussian processes that share kernel and noise:
-    :class:`~pyro_truncated.SASDecoder`. Entries that are NaN are missing.
+    def _rows(self, X: Any, *, reset: bool) -> Tensor:
+        least = 2 if reset else 1
+        data = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
+        return torch.from_numpy(np.array(data))
 
-    Example::
-
-        from sklearn.datasets import load_iris
-
-        space = ActiveSetGPLVM(max_iter=20, random_state=0)
-        plane = space.fit_transform(load_iris().data)
-
-    Args:
-        n_components: dimension of the latent space.
-        n_active: size of the active sets; default: 200, at most half of a minibatch.
-        batch_size: size of the minibatches, at most as many as there are data.
-        max_iter: steps of training; in the first half latents also jump to where they explain their data best, between epochs.
-        learning_rate: of Adam, in units of the latent space.
-        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
-
-    Attributes:
-        decoder_: the fitted :class:`~pyro_truncated.SASDecoder`.
-        embedding_: latents of the training data, ``(n_samples, n_components)``, where training has left them.
-        n_iter_: steps of training taken.
-        n_features_in_: number of features.
-        feature_names_in_: their names, if the data had any.
-
-    Raises:
-        ValueError: for a parameter out of range, or data that do not vary.
-    """
-
-    def __init__(
-        self,
-        n_components: int = 2,
-        *,
-        n_active: int | None = None,
-        batch_size: int = 1000,
-        max_iter: int = 1000,
-        learning_rate: float = 0.02,
-        random_state: Any = None,
-    ) -> None:
-        self.n_components = n_components
-        self.n_active = n_active
-        self.batch_size = batch_size
-        self.max_iter = max_iter
-        self.learning_rate = learning_rate
-        self.random_state = random_state
-
-    def fit(self, X: Any, y: Any = None) -> Self:
-        """Learns latents and functions.
-
-        Args:
-            X: data ``(n_samples, n_features)``, NaN where missing.
-            y: ignored.
-        """
-        counts = ("n_components", "batch_size", "max_iter")
-        number, batch, steps = check_counts(**{name: getattr(self, name) for name in counts})
-        rows = self._rows(X, reset=True)
-        batch = min(batch, len(rows))
-        active = min(200, batch // 2) if self.n_active is None else min(check_count("n_active", self.n_active), batch - 1)
-        with apart(self.random_state):
-            decoder = SASDecoder(*rows.shape, number, num_active=active, batch_size=batch).double().initialize(rows)
-            self._train(decoder, rows, UniformSplits(len(rows), batch, active), steps)
-            decoder.condition_(rows)
-        self.decoder_, self.n_iter_ = decoder, steps
-        self.embedding_ = decoder.latents(rows).detach().numpy().copy()
-        return self
-
-    def _train(self, decoder: SASDecoder, rows: Tensor, splits: UniformSplits, num_steps: int) -> None:
-        svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(self.learning_rate)), Trace_ELBO())
-        epoch, step = 0, 0
-        while step < num_steps:
-            if epoch % 10 == 9 and step < num_steps / 2:
-                decoder.relocate_(rows)
-            for split in splits.epoch(epoch):
-                if step < num_steps:
-                    svi.step(rows, split)
-                    step += 1
-            epoch += 1
-
-    def transform(self, X: Any) -> Any:
-        """The most probable latents of data points, ``(n_samples, n_components)``.
-
-        Args:
-            X: data ``(n_samples, n_features)``, NaN where missing.
-        """
+    def _latents(self, X: Any) -> Tensor:
         check_is_fitted(self)
-        rows = self._rows(X, reset=False)
-        with apart():
-            return self.decoder_.infer(rows).numpy()
-
-    def inverse_transform(self, X: Any) -> Any:
-        """Means of the data at latents.
-
-        Args:
-            X: latents ``(n_samples, n_components)``.
-
-        Returns:
-            Data ``(n_samples, n_features)``.
-        """
-        latents = self._latents(X)
-        with apart():
-            return self.decoder_.predict(latents)[0].numpy()
+        latents = torch.from_numpy(np.array(check_array(X, dtype=np.float64)))
+        if latents.shape[1] != self._n_features_out:
+            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
+        return latents

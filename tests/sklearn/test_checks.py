@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
-from pyro_truncated.sklearn import SparseCoding, SpikeSlabRegressor, SubsetGPRegressor, TruncatedMixture
+from pyro_truncated.sklearn import (
+    SparseCoding,
+    SpikeSlabGPLVMTransformer,
+    SpikeSlabRegressor,
+    SubsetGPRegressor,
+    TruncatedMixture,
+)
 
 QUICK: dict[str, Any] = {"n_components": 2, "max_iter": 2, "n_init": 1}
 ESTIMATORS = [
@@ -17,6 +23,7 @@ ESTIMATORS = [
     SubsetGPRegressor(),
 ]
 SLOW_ONES = [
+    SpikeSlabGPLVMTransformer(2, max_iter=3, n_inducing=5),
     SparseCoding(**QUICK),
     SparseCoding(**QUICK, family="gaussian", offset=False),
     SparseCoding(**QUICK, family="bernoulli", binarize=0.0),

@@ -1,0 +1,61 @@
+"""The latent variable model as a transformer, against the library's own results and what made the data."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pyro
+import pytest
+import torch
+
+from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, fit
+from pyro_truncated.sklearn import SpikeSlabGPLVMTransformer
+from pyro_truncated.sklearn.runs_apart import apart
+
+
+def plane(num: int = 40) -> np.ndarray:
+    """Two signals, mixed into six features."""
+    generator = np.random.default_rng(0)
+    return generator.normal(size=(num, 2)) @ generator.normal(size=(2, 6)) + 0.05 * generator.normal(size=(num, 6)) + 3
+
+
+def test_as_many_dimensions_are_used_as_the_data_have_and_missing_entries_are_filled_in():
+    y = plane()
+    space = SpikeSlabGPLVMTransformer(4, kernel="linear", random_state=0).fit(y)
+    assert (space.relevance_ > 0.5).sum() == 2
+    damaged = y.copy()
+    damaged[::2, 1] = np.nan
+    filled = space.inverse_transform(space.transform(damaged))
+    assert np.abs(filled - y).max() < 0.4
+    codes = space.transform(y)
+    assert not codes[:, space.relevance_ < 0.5].any()
+    assert space.score(y) > space.score(y + 5)
+
+
+def test_it_is_the_librarys_model():
+    y = plane(20)
+    space = SpikeSlabGPLVMTransformer(2, n_inducing=8, max_iter=5, random_state=3).fit(y)
+    with apart(3) as generator:
+        model = SpikeSlabGPLVM(20, 6, 2, num_inducing=8)
+        found = fit(model, torch.tensor(y), steps=5, warm_up=5, generator=generator)
+        latents = Posterior(model, torch.tensor(y)).infer(torch.tensor(y), steps=1000, tolerance=1e-13)
+    assert space.bound_ == found.bound
+    np.testing.assert_array_equal(space.score_samples(y), latents.bound.numpy())
+
+
+def test_it_leaves_pyro_and_torch_alone_and_can_be_pickled():
+    y = plane(20)
+    pyro.param("noise", torch.tensor(1.0))
+    state = torch.get_rng_state()
+    space = SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=3, random_state=0).fit(y)
+    codes = space.transform(y)
+    assert pyro.get_param_store().keys() == {"noise"}
+    assert torch.equal(torch.get_rng_state(), state)
+    np.testing.assert_allclose(pickle.loads(pickle.dumps(space)).transform(y), codes, atol=1e-8)
+
+
+def test_latents_of_another_width_are_refused():
+    space = SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=2).fit(plane(10))
+    with pytest.raises(ValueError, match="X must have 2 columns, one per latent dimension; got 3"):
+        space.inverse_transform(np.ones((2, 3)))
