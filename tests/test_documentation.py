@@ -189,7 +189,6 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "SpikeSlabMRD 1": views,
     "SpikeSlabMRD 2": labelled_views,
     "SpikeSlabGPLVMTransformer": dict,
-    "SpikeSlabMRD": views,
     "SpikeSlabMRD.switch_model": trained_switches,
     "SpikeSlabRegressor": dict,
     "SpikeSlabSparseCoding": lambda: {"model": models.SpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
