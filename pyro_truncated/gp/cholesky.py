@@ -81,16 +81,18 @@ def factorize(covariance: Tensor, noise: Tensor) -> tuple[Tensor, float]:
     return found
 
 
-def stable_cholesky(matrix: Tensor) -> Tensor:
+def stable_cholesky(matrix: Tensor, level: Tensor | None = None) -> Tensor:
     """Cholesky factor of a positive semi-definite matrix; only if rounding makes that fail, of one with a slightly larger diagonal.
 
     Args:
         matrix: ``(*batch, m, m)``.
+        level: the variance that rounding errors are relative to; default: the mean of the diagonal. Of a conditional covariance, it is
+            the prior variance.
 
     Raises:
         NotPositiveDefiniteError: if no small addition helps, so that the matrix is no covariance matrix.
     """
-    level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean()
+    level = matrix.detach().diagonal(dim1=-2, dim2=-1).mean() if level is None else level.detach()
     found = _first_factor(matrix, level)
     if found is None:
         raise NotPositiveDefiniteError(

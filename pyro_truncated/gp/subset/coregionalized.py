@@ -191,7 +191,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         Returns:
             A normal distribution of event shape ``(n_new * H,)``, the outputs of the first input first.
         """
-        (cross, _), factor = self._cross(new), stable_cholesky(self.covariance())
+        (cross, variances), factor = self._cross(new), stable_cholesky(self.covariance())
         num, outputs = len(cross), torch.arange(self.num_outputs, device=self._row.device)
         block = self._block(cross, outputs).flatten(0, 1)
         solved = torch.linalg.solve_triangular(factor, block.mT, upper=False)
@@ -201,8 +201,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         spread = self._coupled(prior, output, output) - solved.mT @ solved
         spread = spread if noiseless else spread + torch.diag_embed(self.noise[output])
         scale = self.target_scale[output]
+        level = variances.mean() * self.coregionalization.diagonal().mean()
         mean = (solved.mT @ weights).squeeze(1) * scale + self.target_mean[output]
-        return dist.MultivariateNormal(mean, scale_tril=scale[:, None] * stable_cholesky(spread))
+        return dist.MultivariateNormal(mean, scale_tril=scale[:, None] * stable_cholesky(spread, level))
 
     def _cross(self, new: Any) -> tuple[Tensor, Tensor]:
         """Covariances ``(n_new, n)`` of new inputs with the training inputs, and their variances."""

@@ -283,7 +283,8 @@ class SubsetGPRegression(SavedRegression):
             mean, scale = mean[0], scale[0]
         found: TorchDistribution
         if joint:
-            root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread))
+            level = self.kernel.diag_new(new).double().mean()
+            root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
             found = dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
         else:
             # A variance of zero is no normal distribution: what rounding may have left of it.

@@ -115,6 +115,15 @@ def test_draws_are_differentiable_in_numeric_inputs():
         assert torch.autograd.gradcheck(lambda points, model=model: model.posterior(points).mean, (new,), atol=1e-4)
 
 
+def test_draws_of_functions_that_are_known_without_noise():
+    x, _ = curve()
+    model = SubsetGPRegression(smooth_rbf(x), torch.sin(x[:, 0]))
+    model.fit()
+    new = torch.linspace(-2, 2, 30, dtype=DOUBLE)[:, None]
+    draws = model.posterior(new, joint=True).rsample((20,))
+    assert float((draws - torch.sin(new[:, 0])).detach().abs().max()) < 0.05
+
+
 def correlated(n=60, seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.linspace(-3, 3, n, dtype=DOUBLE)[:, None]
