@@ -42,8 +42,14 @@ class SubsetGPModel(Model):
 
     def __init__(self, regression: SubsetGPRegression, inputs: Callable[[Tensor], Any] | None = None) -> None:
         super().__init__()
-        self.regression = regression
+        # Not a submodule: acquisition functions convert those to the type of their candidates, and a regression computes in float64.
+        self._held = (regression,)
         self.inputs = inputs
+
+    @property
+    def regression(self) -> SubsetGPRegression:
+        """The regression."""
+        return self._held[0]
 
     @property
     def num_outputs(self) -> int:
@@ -114,7 +120,8 @@ class SubsetAllocator(InducingPointAllocator):
 
     Example::
 
-        SingleTaskVariationalGP(X, Y, inducing_points=32, inducing_point_allocator=SubsetAllocator(Y))
+        allocator = SubsetAllocator(Y)
+        SingleTaskVariationalGP(X, Y, inducing_points=32, inducing_point_allocator=allocator, learn_inducing_points=False)
 
     Args:
         targets: ``(n,)`` or ``(n, H)``; standardised here.

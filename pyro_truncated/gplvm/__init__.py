@@ -16,6 +16,7 @@ from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.gplvm.spike_slab.relevance_plots import plot_latents, plot_relevance, plot_switches
 from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
 from pyro_truncated.gplvm.spike_slab.switches import remove_dimensions, settle_switches, switch_log_odds, switch_moves, update_switches
+from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
 
 __all__ = [
     "Analytic_ELBO",
@@ -32,6 +33,7 @@ __all__ = [
     "SASFunctionDecoder",
     "SpikeSlabGPLVM",
     "SpikeSlabMRD",
+    "TimePrior",
     "explicit_copy",
     "fit",
     "fit_minibatches",

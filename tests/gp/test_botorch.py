@@ -61,6 +61,16 @@ def test_continuous_inputs_are_optimised():
     torch.testing.assert_close(candidate, torch.full((1, 2), 0.3, dtype=DOUBLE), atol=0.1, rtol=0)
 
 
+def test_candidates_in_single_precision_leave_the_regression_in_double():
+    regression, y = fitted()
+    X = torch.rand(6, 1, 2)
+    found = LogExpectedImprovement(SubsetGPModel(regression), best_f=float(y.max()))(X)
+    assert found.dtype == torch.float32
+    assert regression.targets.dtype == DOUBLE
+    expected = LogExpectedImprovement(SubsetGPModel(regression), best_f=y.max())(X.double())
+    torch.testing.assert_close(found.double(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_a_pool_of_strings_is_searched():
     generator = torch.Generator().manual_seed(0)
     words = ["".join("ab"[int(bit)] for bit in torch.randint(2, (8,), generator=generator)) for _ in range(60)]

@@ -12,9 +12,16 @@ from torch import Tensor
 
 
 def log_evidence(
-    views: Sequence[Tensor], covariances: Sequence[Callable[[Tensor], Tensor]], noises: Sequence[float], prior: Tensor, degree: int
+    views: Sequence[Tensor],
+    covariances: Sequence[Callable[[Tensor], Tensor]],
+    noises: Sequence[float],
+    prior: Tensor,
+    degree: int,
+    roots_of_latents: Tensor | None = None,
 ) -> float:
     """Log evidence of views ``(N, D_c)`` under latents ``(N, Q)`` with switches of prior ``(C, Q)``.
+
+    Latents are independent, or have the covariances of the factors ``(Q, N, N)``.
 
     Quadrature is over all ``N * Q`` latents on a tensor grid, so both numbers must be tiny.
     """
@@ -23,6 +30,8 @@ def log_evidence(
     roots, logs = torch.from_numpy(roots), torch.from_numpy(np.log(weights / math.sqrt(2 * math.pi)))
     grid = torch.cartesian_prod(*[torch.arange(degree)] * (num_data * num_dims)).reshape(-1, num_data, num_dims)
     x, log_weight = roots[grid], logs[grid].sum((1, 2))
+    if roots_of_latents is not None:
+        x = torch.einsum("qnm,gmq->gnq", roots_of_latents, x)
     terms = []
     for bits in itertools.product((0.0, 1.0), repeat=prior.numel()):
         pattern = torch.tensor(bits, dtype=torch.float64).view_as(prior)

@@ -43,8 +43,7 @@ class SubsetGPRegression(SavedRegression):
     molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
     (``objective="pp"``) has the smallest errors; it leaves the kernel's variance free to grow far too large, so what the inducing inputs
     leave of it is calibrated on leave-one-out residuals (see :class:`SparsePosterior`). Hyper-parameters by the FITC likelihood
-    (``objective="fitc"``) give densities without such a correction. On numeric inputs with a differentiable kernel,
-    ``fit(polish=True)`` lets inducing inputs move freely from where the subset is.
+    (``objective="fitc"``) give densities without such a correction. ``fit(polish=True)`` lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)

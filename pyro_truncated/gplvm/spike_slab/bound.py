@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pyro
 import torch
@@ -13,6 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
 from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec, View, make_views
 from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec, kernel_weights
 from pyro_truncated.utils.arrays import takes_arrays
@@ -44,6 +46,7 @@ class SpikeSlabBound(UniqueModule):
         prior: float | Tensor = 0.1,
         collapsed: bool = True,
         expectation: Expectation | None = None,
+        time_prior: TimePrior | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__()
@@ -60,12 +63,26 @@ class SpikeSlabBound(UniqueModule):
         self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
         # When set, the switches have these probabilities instead of those that are trained.
         self._held: Tensor | None = None
-        self.loc = PyroParam(torch.randn(num_data, num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
-        self.scale = PyroParam(torch.full((num_data, num_latents), 0.3, dtype=dtype), constraints.positive)  # type: ignore[assignment]
+        loc, scale = torch.randn(num_data, num_latents, dtype=dtype), torch.full((num_data, num_latents), 0.3, dtype=dtype)
+        self.time_prior = time_prior
+        if time_prior is None:
+            self.loc = PyroParam(loc, constraints.real)  # type: ignore[assignment]
+            self.scale = PyroParam(scale, constraints.positive)  # type: ignore[assignment]
+        else:
+            if len(time_prior.times) != num_data:
+                raise ValueError(f"time_prior must have a time for each of the {num_data} data points; got {len(time_prior.times)}")
+            time_prior.start(num_latents)
+            time_prior.set_latents(loc, scale)
         self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
         num_inducing = 50 if num_inducing is None else num_inducing
-        views = make_views(kernel, likelihood, self.num_observed, self.loc.detach(), num_inducing, collapsed, expectation)
+        views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
         self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        # Under a prior over time, the latents' means and deviations are no parameters but follow from what is.
+        if name in ("loc", "scale") and self._modules.get("time_prior") is not None:
+            return getattr(self.latents(), name).to(self.views[0].inducing.dtype)
+        return super().__getattr__(name)
 
     # --- the posterior in numbers ---
 
@@ -91,7 +108,27 @@ class SpikeSlabBound(UniqueModule):
 
     def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
         """What a view sees of the latents of some data points."""
-        return SpikeSlabInputs(self.loc[index], self.scale[index].square(), self.probability[view].to(self.loc.dtype))
+        return self._seen(self.latents(index), view)
+
+    def _seen(self, latents: Marginals, view: int) -> SpikeSlabInputs:
+        dtype = self.views[view].inducing.dtype
+        return SpikeSlabInputs(latents.loc.to(dtype), latents.scale.to(dtype).square(), self.probability[view].to(dtype))
+
+    def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
+        """Means and deviations of the latents of some data points, and how far they are from the prior."""
+        if self.time_prior is not None:
+            found = self.time_prior.marginals()
+            return found._replace(loc=found.loc[index], scale=found.scale[index])
+        loc, scale = self.loc[index], self.scale[index]
+        mean, deviation = loc.double(), scale.double()
+        return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
+
+    def set_latents(self, loc: Tensor, scale: Tensor) -> None:
+        """Gives the latents means and deviations ``(N, Q)``, copies; under a prior over time, those that it then smooths."""
+        if self.time_prior is not None:
+            self.time_prior.set_latents(loc, scale)
+        else:
+            self.loc, self.scale = loc.detach().to(self.loc, copy=True), scale.detach().to(self.scale, copy=True)
 
     @takes_arrays
     def check_data(self, y: Views) -> list[Tensor]:
@@ -127,20 +164,22 @@ class SpikeSlabBound(UniqueModule):
         self.check_batch(batch_size)
         if batch_size is None or batch_size >= self.num_data:
             return self.bound_at(views, slice(None))
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
             assert index is not None
         return self.bound_at(views, index)
 
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
         """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
-        size = len(self.loc[index])
-        scale = self.num_data / size
-        inputs = [self.inputs(c, index) for c in range(self.num_views)]
+        latents = self.latents(index)
+        scale = self.num_data / len(latents.loc)
+        inputs = [self._seen(latents, c) for c in range(self.num_views)]
         terms = [view.data_term(seen, data[index], scale) for view, seen, data in zip(self.views, inputs, views, strict=True)]
-        return torch.stack(terms).sum() - self.switch_divergence() - scale * (self.used() * self.latent_divergence(index)).sum()
+        return torch.stack(terms).sum() - self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
-        """Raises ``ValueError`` if a minibatch is asked of a collapsed model."""
+        """Raises ``ValueError`` if a minibatch is asked of a collapsed model, or of latents with a prior over time."""
+        if batch_size is not None and self.time_prior is not None:
+            raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
         if batch_size is not None and self.collapsed:
             raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
 
@@ -162,7 +201,8 @@ class SpikeSlabBound(UniqueModule):
         would one over a squared length-scale; as kernels scale them differently, only ratios within a view mean something. For kernels
         of other kinds the weight is one. It tells a dimension that is in use from one that is switched on but removed by the kernel.
         """
-        square = (self.loc.square() + self.scale.square()).double().mean(0)
+        latents = self.latents()
+        square = (latents.loc.square() + latents.scale.square()).double().mean(0)
         weights = torch.stack([kernel_weights(view.kernel, self.num_latents).to(square) for view in self.views])
         return self.probability * weights * square
 
@@ -177,10 +217,8 @@ class SpikeSlabBound(UniqueModule):
         return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
 
     def latent_divergence(self, index: Tensor | slice = slice(None)) -> Tensor:
-        r"""Divergence of each dimension's slabs, :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, ``(Q,)``."""
-        loc, scale = self.loc[index].double(), self.scale[index].double()
-        total: Tensor = (loc.square() + scale.square() - 2 * scale.log() - 1).sum(0)
-        return total / 2
+        r"""Divergence of each dimension's slabs, ``(Q,)``: :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, or see :class:`TimePrior`."""
+        return self.latents(index).divergence
 
     @takes_arrays
     def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:

@@ -124,6 +124,32 @@ class Posterior:
         found, likelihood = self.reconstruct(latents, view), self.model.views[view].likelihood
         return found.mean if likelihood is None else likelihood.response(found.mean, found.variance)
 
+    @torch.no_grad()
+    def at(self, times: Tensor, sequences: Tensor | None = None) -> Latents:
+        """Latents of data points of which only the time is known, under a prior over time: for :meth:`reconstruct` and its like.
+
+        Args:
+            times: time stamps ``(N,)``.
+            sequences: the sequences that they belong to; default: that of the first data point.
+
+        Raises:
+            ValueError: if the model has no prior over time.
+        """
+        loc, scale = self._prior(times, sequences, len(as_tensors(times)))
+        return Latents(loc, scale, torch.ones(loc.shape[1]).to(loc), (), loc.new_zeros(len(loc)))
+
+    def _prior(self, times: Tensor | None, sequences: Tensor | None, num: int) -> tuple[Tensor, Tensor]:
+        """Means and deviations of new latents before anything is seen of them."""
+        if times is None:
+            zeros = self.model.prior.new_zeros(num, self.model.num_latents)
+            return zeros, torch.ones_like(zeros)
+        if self.model.time_prior is None:
+            raise ValueError("times are for models with a time_prior; this one has none")
+        if len(times) != num:
+            raise ValueError(f"there must be a time for each of the {num} data points; got {len(times)}")
+        with torch.no_grad():
+            return self.model.time_prior.at(times, sequences)
+
     # --- from outputs to latents ---
 
     def infer(
@@ -133,6 +159,8 @@ class Posterior:
         steps: int = 100,
         candidates: int = 200,
         tolerance: float = 1e-7,
+        times: Tensor | None = None,
+        sequences: Tensor | None = None,
     ) -> Latents:
         r"""Latents of new data points from some or all of their outputs.
 
@@ -150,6 +178,9 @@ class Posterior:
             steps: L-BFGS iterations.
             candidates: training points, evenly spaced, to start from the best of.
             tolerance: gain per data point and iteration below which it ends.
+            times: time stamps ``(N,)`` of the new points, under a prior over time, given which each has the normal prior that the latents
+                of the training data make of it; default: they are at unknown times.
+            sequences: the sequences that they belong to; default: that of the first data point.
 
         Raises:
             ValueError: if no view is given or the shapes do not fit.
@@ -157,11 +188,15 @@ class Posterior:
         steps, candidates = check_count("steps", steps, least=0), check_count("candidates", candidates)
         data = self._observed(y)
         used = 1 - torch.stack([1 - self.model.probability[c].detach() for c in data]).prod(0)
-        loc = self._start(data, used, candidates)
+        prior = self._prior(times, sequences, len(next(iter(data.values()))))
+        if times is not None:
+            # A dimension that no view given uses has not the prior of all, but that of its time.
+            used = torch.ones_like(used)
+        loc = self._start(data, used, candidates, prior)
         log_scale = torch.full_like(loc, 0.1).log()
-        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s).sum(), loc, log_scale, steps, tolerance)
+        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s, prior=prior).sum(), loc, log_scale, steps, tolerance)
         with torch.no_grad():
-            bound = self._contribution(data, used, loc, log_scale, per_datum=True)
+            bound = self._contribution(data, used, loc, log_scale, per_datum=True, prior=prior)
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
 
     def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -182,11 +217,12 @@ class Posterior:
         return dict(sorted(views.items()))
 
     @torch.no_grad()
-    def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int) -> Tensor:
+    def _start(self, data: dict[int, Tensor], used: Tensor, candidates: int, prior: tuple[Tensor, Tensor]) -> Tensor:
         """For each data point, the latent mean of the training point under which its outputs are most probable."""
         every = max(1, self.model.num_data // candidates)
         loc = self.model.loc.detach()[::every]
-        score = -(used * loc.double().square()).sum(1) / 2
+        precision = used / prior[1].square()
+        score = (precision * prior[0]) @ loc.double().mT - precision @ loc.double().square().mT / 2
         for c, y in data.items():
             found, likelihood = self.predict(loc, c), self.model.views[c].likelihood
             if likelihood is not None:
@@ -197,9 +233,19 @@ class Posterior:
             score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()
 
-    def _contribution(self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, per_datum: bool = False) -> Tensor:
+    def _contribution(
+        self,
+        data: dict[int, Tensor],
+        used: Tensor,
+        loc: Tensor,
+        log_scale: Tensor,
+        per_datum: bool = False,
+        prior: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``, or their sum."""
-        divergence = (used * (loc.square() + (2 * log_scale).exp() - 2 * log_scale - 1)).double().sum(1) / 2
+        mean, deviation = (torch.zeros_like(loc), torch.ones_like(loc)) if prior is None else prior
+        square = ((loc - mean).square() + (2 * log_scale).exp()).double() / deviation.square()
+        divergence = (used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
         total = -(divergence if per_datum else divergence.sum())
         for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)

@@ -48,11 +48,10 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
     views = model.check_data(y)
     complete = [_prepare(view, data) for view, data in zip(model.views, views, strict=True)]
     loc = _latent_means(start, complete, model.num_latents, generator)
-    if loc.shape != model.loc.shape or not bool(loc.isfinite().all()):
-        raise ValueError(f"latent means must be finite and of shape {tuple(model.loc.shape)}; got shape {tuple(loc.shape)}")
-    # A copy: training goes on in place, and the user's start must stay one for the next run.
-    model.loc = loc.detach().to(model.loc, copy=True)
-    model.scale = torch.full_like(model.scale, _START_SCALE)
+    if loc.shape != (model.num_data, model.num_latents) or not bool(loc.isfinite().all()):
+        raise ValueError(f"latent means must be finite and of shape {(model.num_data, model.num_latents)}; got shape {tuple(loc.shape)}")
+    # Copies: training goes on in place, and the user's start must stay one for the next run.
+    model.set_latents(loc, torch.full_like(loc, _START_SCALE))
     model.logits = model.prior.logit()
     model.num_steps.zero_()
     for view, data in zip(model.views, complete, strict=True):

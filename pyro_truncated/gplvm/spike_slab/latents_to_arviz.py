@@ -56,11 +56,12 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     views = model.check_data(y)
     generator = torch.Generator()
     generator.manual_seed(int(torch.randint(2**31, ()) if seed is None else seed))
-    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, model.loc, model.scale))
+    found = model.latents()
+    gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, found.loc, found.scale))
     switches = torch.rand(num_chains, num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma
     used = switches.any(2).unsqueeze(2)
     noise = torch.randn(num_chains, num_samples, *loc.shape, generator=generator, dtype=torch.float64)
-    latents = torch.where(used, loc + scale * noise, noise)
+    latents = torch.where(used, loc + scale * noise, noise) if model.time_prior is None else model.time_prior.draws(used.squeeze(2), noise)
     datasets = {
         "posterior": xr.Dataset(
             {

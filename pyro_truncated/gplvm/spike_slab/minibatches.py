@@ -118,8 +118,7 @@ def fit_minibatches(
     """
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
     views = model.check_data(y)
-    if model.collapsed:
-        raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+    model.check_batch(batch_size)
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
     device = None if generator is None else generator.device

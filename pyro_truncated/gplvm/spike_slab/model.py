@@ -51,6 +51,8 @@ class SpikeSlabMRD(SpikeSlabBound):
             inducing inputs at the unit vectors, and gets these.
         likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"``, :class:`~pyro_truncated.gplvm.CategoricalLabels`; or one for each
             view. Those that are not Gaussian have a local quadratic bound, whose points of contact are learned along.
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`; default: data points
+            are independent.
         prior: prior probability :math:`\pi` of a switch, a number or ``(C, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
         expectation: how to take expectations of kernels without closed form.
@@ -84,13 +86,16 @@ class SpikeSlabMRD(SpikeSlabBound):
         counts enter by the same local bounds.
         """
         self.check_batch(batch_size)
-        pattern = pyro.sample("b", dist.Bernoulli(self.prior).to_event(2)).to(self.loc.dtype)
+        pattern = pyro.sample("b", dist.Bernoulli(self.prior).to_event(2)).to(self.views[0].inducing.dtype)
         whitened = [
             pyro.sample(f"u_{c}", dist.Normal(view.inducing.new_zeros(view.num_functions, len(view.inducing)).double(), 1.0).to_event(2))
             for c, view in enumerate(self.views)
         ]
-        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
-            x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
+        if self.time_prior is not None:
+            x = pyro.sample("x", self.time_prior.prior_distribution()).mT
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
+            if self.time_prior is None:
+                x = pyro.sample("x", dist.Normal(self.loc.new_zeros(self.num_latents), 1.0).to_event(1))
             assert index is not None
             seen = [x * pattern[..., c, :] for c in range(self.num_views)]
             if y is None:
@@ -110,6 +115,9 @@ class SpikeSlabMRD(SpikeSlabBound):
         for c, posterior in enumerate(self.inducing_posterior(y)):
             root = torch.linalg.cholesky(posterior.covariance)
             pyro.sample(f"u_{c}", dist.MultivariateNormal(posterior.mean.mT, scale_tril=root).to_event(1))
+        if self.time_prior is not None:
+            pyro.sample("x", self.time_prior.distribution(pattern.bool().any(-2)))
+            return
         with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.loc.device)) as index:
             is_used = pattern.bool().any(-2)
             loc = torch.where(is_used, self.loc[index], 0.0)
@@ -136,11 +144,11 @@ class SpikeSlabMRD(SpikeSlabBound):
         """Bounds of the log likelihood of the data under given patterns of switches ``(*, C, Q)``: one collapsed bound each, ``(*)``."""
         flat = detach_provenance(patterns).reshape(-1, *self.prior.shape).double()  # taken one by one: it reads no others
         distinct, position = torch.unique(flat.flatten(1), dim=0, return_inverse=True)
-        local, found = self.latent_divergence(), []
+        latents, found = self.latents(), []
         for row in distinct.view(-1, *self.prior.shape):
             terms = []
             for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                seen = SpikeSlabInputs(self.loc, self.scale.square(), row[c].to(self.loc.dtype))
+                seen = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype))
                 terms.append(view.optimal(seen, data)[0])
-            found.append(torch.stack(terms).sum() - (row.amax(0) * local).sum())
+            found.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
         return torch.stack(found)[position].reshape(patterns.shape[:-2])

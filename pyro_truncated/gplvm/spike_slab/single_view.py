@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.uncertain.inputs import Expectation
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
 from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec
 from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec
 
@@ -35,6 +36,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
         collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
         expectation: how to take expectations of kernels without closed form.
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`.
         dtype: floating point type of the parameters.
 
     Reference:
@@ -53,6 +55,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         prior: float | Tensor = 0.1,
         collapsed: bool = True,
         expectation: Expectation | None = None,
+        time_prior: TimePrior | None = None,
         dtype: torch.dtype = torch.float64,
     ) -> None:
         super().__init__(
@@ -65,5 +68,6 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
             prior=prior,
             collapsed=collapsed,
             expectation=expectation,
+            time_prior=time_prior,
             dtype=dtype,
         )
