@@ -8,9 +8,9 @@ ARVIZ1 := .venv-arviz1/bin
 
 # Two workers share two cores. The compiled kernels keep two threads so that the tests see them run in parallel; idle threads must sleep, not spin,
 # or each waits for the other's core. Memory in large pages, where the C library can: on virtual machines the first touch of small ones is what
-# imports and collection wait for.
+# imports and collection wait for. Bytecode is kept, whatever the environment says: to compile the tests anew takes half of their collection.
 WORKERS ?= 2
-TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
+TEST_ENV := GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONMALLOC=malloc PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 OMP_WAIT_POLICY=passive MPLBACKEND=Agg
 
 .DEFAULT_GOAL := test
 .PHONY: demo test quick docs arviz1 lint format papers foreign bench faults clean

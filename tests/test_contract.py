@@ -527,6 +527,7 @@ def train_in_parallel(y: Tensor) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*broadcast_buffers.*:FutureWarning")
 def test_data_parallel_training():
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)

@@ -97,6 +97,7 @@ def test_own_closed_form_model_never_loses_free_energy(monkeypatch):
     assert free_energies[-1] > free_energies[0] + 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elbo", ["truncated", "stock"])
 def test_own_spike_slab_gplvm_switches_on_as_many_dimensions_as_the_data_have(elbo, monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
@@ -144,6 +145,7 @@ def test_demo_refuses_the_checkpoint_of_other_settings_and_starts_fresh_when_tol
     assert outcome(tmp_path)["settings"]["seed"] == 1
 
 
+@pytest.mark.slow
 def test_demo_page_shows_its_pictures_and_numbers(tmp_path, monkeypatch):
     run("natural_images", "--smoke", "--iterations", "2", "--output", str(tmp_path), monkeypatch=monkeypatch)
     page = (tmp_path / "index.html").read_text()

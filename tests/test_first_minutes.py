@@ -40,6 +40,7 @@ from pyro_truncated.ops import compiled
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs_and_has_a_seed(capsys):
     code = re.search(r"## Twenty lines\n\n```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert code is not None
@@ -152,6 +153,7 @@ def test_median_without_arguments_needs_scores(y):
 # --- diagnose ---
 
 
+@pytest.mark.slow
 def test_diagnose_prints_once_and_writes_nothing_unless_told(y, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     guide = trained(mixture, y, ExhaustiveSearch(), 3)

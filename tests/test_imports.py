@@ -12,6 +12,7 @@ import pyro_truncated
 HEAVY = ("arviz", "pandas", "matplotlib", "xarray", "scipy.stats", "numba", "llvmlite", "pyro_truncated.gp")
 
 
+@pytest.mark.slow
 def test_heavy_libraries_wait_until_they_are_used():
     lines = [
         "import sys",
@@ -26,6 +27,7 @@ def test_heavy_libraries_wait_until_they_are_used():
     assert not {name for name in HEAVY if name in loaded}
 
 
+@pytest.mark.slow
 def test_without_compiled_kernels_numba_is_never_loaded():
     script = """
 import sys

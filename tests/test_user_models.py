@@ -97,6 +97,7 @@ def test_fewer_states_bound_the_evidence(source):
     assert loss > exact
 
 
+@pytest.mark.slow
 @models
 def test_training_ends_where_enumeration_ends(source):
     user = source.make()
@@ -122,6 +123,7 @@ def test_training_ends_where_enumeration_ends(source):
     assert finals[0] == pytest.approx(finals[1], rel=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", [gaussian_mixture, topics, music, annotation], ids=lambda source: source.__name__.rpartition(".")[-1])
 def test_minibatches_and_evolutionary_search_improve_the_full_loss(source):
     user = source.make()

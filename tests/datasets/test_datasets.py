@@ -37,6 +37,7 @@ def test_natural_images_are_grey_in_the_unit_interval(source: str, real_data: Ca
         assert 0 <= image.min() < image.max() <= 1
 
 
+@pytest.mark.slow
 def test_natural_images_fall_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(datasets.DATA_VARIABLE, str(tmp_path))
     for image, expected in zip(datasets.natural_images(), datasets.natural_images("sklearn"), strict=True):

@@ -187,6 +187,7 @@ def batch_of(guide, y) -> SearchBatch:
         return SearchBatch(guide.posterior(y), log_joint.score)
 
 
+@pytest.mark.slow
 def test_best_start_keeps_the_best_of_its_runs():
     bars = noisy_or_bars(400, 4, generator=torch.Generator().manual_seed(0))
     model = NoisyOr(16, 8)

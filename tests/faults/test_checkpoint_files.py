@@ -244,6 +244,7 @@ with claimed(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_two_processes_on_one_checkpoint(tmp_path):
     path = tmp_path / "run.pt"
     svi, args = runs.make("full")

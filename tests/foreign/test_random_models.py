@@ -30,6 +30,7 @@ def check_all(start: int, dtype: torch.dtype) -> None:
         assert found.worst < TOLERANCES[dtype], (seed, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("start", "dtype"), [(20 * chunk, torch.float64 if chunk < 4 else torch.float32) for chunk in range(5)])
 def test_a_hundred_random_models_equal_brute_force(start, dtype):
     check_all(start, dtype)

@@ -143,6 +143,7 @@ def test_collapsed_bound_is_the_explicit_one_at_its_optimum(num_observed, missin
     assert float(explicit.bound(views).detach()) <= best + 1e-8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 @pytest.mark.parametrize("missing", [0.0, 0.3])
 def test_stock_elbo_estimates_the_bound(collapsed, missing):

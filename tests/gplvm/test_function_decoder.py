@@ -122,6 +122,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bayesian", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_training_explains_held_out_data(family, bayesian, generator):

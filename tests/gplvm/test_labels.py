@@ -102,6 +102,7 @@ def log_evidence(model, y, degree):
     return float(torch.stack(total).logsumexp(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("likelihood", [BernoulliLabels(), CategoricalLabels(2), PoissonCounts()])
 def test_bound_stays_below_the_exact_evidence(likelihood):
     for seed in range(2):
@@ -129,6 +130,7 @@ def test_closed_form_points_are_where_the_bound_is_flat_and_never_lower_it():
         assert float(gradient.abs().max()) < 1e-4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("collapsed", [True, False])
 def test_stock_elbo_estimates_the_bound(collapsed):
     model, views = labelled(missing=0.3, num_data=4, collapsed=collapsed)

@@ -179,6 +179,7 @@ def global_and_local(y, batch_size=None):
         pyro.sample("y", dist.Normal(loc[..., z] if loc.dim() == 1 else loc.squeeze(-2).gather(-1, z), 0.5), obs=y[index])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("part", [AutoDelta, AutoNormal])
 def test_beside_a_continuous_guide(part, batch_size):

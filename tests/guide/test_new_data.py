@@ -150,6 +150,7 @@ def test_predictions_of_new_data_use_the_trained_list(parallel):
     assert drawn["s"].squeeze().shape == (400, len(NEW))
 
 
+@pytest.mark.slow
 def test_arviz_data_of_new_data_hold_the_posterior_of_the_trained_list():
     guide = trained(AutoNormal)
     loc, scale = loc_and_scale(guide)
@@ -161,6 +162,7 @@ def test_arviz_data_of_new_data_hold_the_posterior_of_the_trained_list():
     assert idata["posterior"]["s"].shape[-1] == len(NEW)
 
 
+@pytest.mark.slow
 def test_marginals_of_new_data_are_averages_over_the_trained_list():
     guide = trained(AutoNormal)
     loc, scale = loc_and_scale(guide)

@@ -78,6 +78,7 @@ def test_log_joint_is_its_definition(shared: bool) -> None:
     torch.testing.assert_close(model.expected_log_joint(draws, y), expected.detach(), rtol=1e-10, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_singletons_are_integrals_over_the_slab(with_missing: bool) -> None:
     model = make_model(shared=False)
@@ -230,6 +231,7 @@ def test_float32_parameters_follow_float64() -> None:
         torch.testing.assert_close(getattr(single, name).detach().double(), getattr(double, name).detach(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cosine", "singletons"])
 def test_em_finds_the_bars(kind: str) -> None:
     y, bars = bars_data(400, 5)
@@ -248,6 +250,7 @@ def test_em_finds_the_bars(kind: str) -> None:
     assert svi.evaluate_loss(y) < losses[0]
 
 
+@pytest.mark.slow
 def test_trains_by_gradients_as_a_plain_pyro_model() -> None:
     y, _ = bars_data(60, 2)
     model = MaxSpikeSlabSparseCoding(4, 4).initialize(y)

@@ -190,6 +190,7 @@ def test_models_without_an_offset_are_what_they_were(family: str) -> None:
         other.load_state_dict(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bars_on_a_background_are_found_with_an_offset_only(dtype: torch.dtype) -> None:
     bars = linear_bars(300, 5, mean_active=2.0, generator=generator(9000))

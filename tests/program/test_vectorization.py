@@ -334,6 +334,7 @@ def test_loss_and_gradients_equal_the_stock_elbo_of_the_same_model_written_fast(
         torch.testing.assert_close(found[0][1][name], value, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_minibatches_particles_and_the_module_form_beside_other_guides():
     guide = AutoGuideList(regression, create_plates=lambda y, batch_size=None: pyro.plate("data", N, batch_size))
     guide.append(AutoNormal(poutine.block(regression, hide=["gamma"])))

@@ -95,6 +95,7 @@ PROBLEMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_populations_of_every_size_are_close_to_the_best(name: str) -> None:
     # The seed is fixed. Of 126 cases with six other seeds one missed the limit (five values, 16 states: 0.13), none the order of sizes.

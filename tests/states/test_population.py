@@ -146,6 +146,7 @@ def test_order_of_states_does_not_matter() -> None:
     torch.testing.assert_close(first.marginals(), second.marginals())
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=60, deadline=None)
 @given(st.sampled_from([(2,) * 5, (2,) * 70, (3, 4, 2), (2, 300, 1, 5) * 12]), st.integers(1, 12), st.integers(0, 2**31))
 def test_thousands_of_merges_keep_states_distinct_and_free_energies_up(cardinalities: tuple[int, ...], num_states: int, seed: int) -> None:
@@ -219,6 +220,7 @@ class TestInitialPopulation:
         # Probability 3 / 11 for each; eleven frequencies at 4.9 standard deviations: a false alarm in 1e-5.
         assert (others - 3000).abs().max() < 4.9 * (11000 * 3 / 11 * 8 / 11) ** 0.5
 
+    @pytest.mark.slow
     def test_large_spaces_get_sparse_states_of_varied_activity(self) -> None:
         space = StateSpace([2] * 300)
         active = space.unpack(initial_population(space, 200, 400), torch.float64).sum(-1)[:, 301:]

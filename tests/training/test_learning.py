@@ -160,6 +160,7 @@ def test_all_bars_are_found_and_nothing_is_left_behind():
     assert {name.split(".")[0] for name in pyro.get_param_store()} == {model._pyro_name}
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_run():
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data
     weights = []
@@ -172,6 +173,7 @@ def test_a_seed_repeats_a_run():
     assert torch.equal(*weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "y"),
     [
@@ -211,6 +213,7 @@ def mixture(y):
         pyro.sample("y", dist.Normal(Vindex(loc)[..., z], 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
     y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
     guide = learn(mixture, y, starts=4, steps=100, short_steps=200, lr=0.1, progress=False, generator=generator())

@@ -232,6 +232,7 @@ def with_normal(model: Callable[..., None], *names: str) -> AutoGuideList:
     return guide
 
 
+@pytest.mark.slow
 def test_global_latents_of_another_guide(data: Tensor, weight: Tensor) -> None:
     model = global_model(weight)
     guide = fitted(model, data, guide=with_normal(model, "shift"))

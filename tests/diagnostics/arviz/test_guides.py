@@ -311,6 +311,7 @@ def test_subsamples_are_refused(y):
     assert get_dataset(to_arviz(model, guide, y, num_samples=2), "log_likelihood")["y"].shape == (4, 2, 12)
 
 
+@pytest.mark.slow
 def test_arviz_and_the_verdict_take_any_guide(inputs, y, capsys):
     guide = trained(regression, AutoMultivariateNormal(regression, init_scale=0.1), inputs, y=y)
     idata = to_arviz(regression, guide, inputs, y=y, seed=0)

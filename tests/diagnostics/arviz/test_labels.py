@@ -164,6 +164,7 @@ def imputed(x, is_seen):
         pyro.sample("x", dist.Normal(mu + SHIFT * z, 1.0), obs=x, obs_mask=is_seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("covered", [True, False])
 def test_missing_data_are_imputed_in_the_posterior(generator, covered):
     x, is_seen = torch.randn(8, generator=generator), torch.arange(8) % 3 > 0

@@ -75,6 +75,7 @@ def test_checks_travel_with_the_data(y, tmp_path):
     np.testing.assert_allclose(np.sort(drawn), np.sort(checks.exact.gap), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_diagnose_prints_a_verdict_and_writes_one_page(y, tmp_path, capsys):
     guide = AutoTruncated(model, 2)
     checks = check_truncation(guide, y, num_samples=50, warn=False)

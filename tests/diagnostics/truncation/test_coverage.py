@@ -45,6 +45,7 @@ def brute_force(table: torch.Tensor, population: torch.Tensor, num_latents: int,
     return torch.stack(bounds)
 
 
+@pytest.mark.slow
 @settings(derandomize=True, deadline=None, max_examples=40)
 @given(
     shape=st.sampled_from([(1, 2), (2, 2), (4, 2), (6, 2), (1, 5), (3, 3)]),

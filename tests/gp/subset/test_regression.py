@@ -301,6 +301,7 @@ class TestRegression:
         assert ((model.predict(X)[0] - y).square().mean() / y.var()) < 0.05
         assert len(model.subset.unique()) == 10
 
+    @pytest.mark.slow
     def test_some_rows_become_all(self):
         X, y = regression_data(100)
         model = SubsetGPRegression(smooth_rbf(X), y, 10, generator=torch.Generator().manual_seed(0))
