@@ -146,6 +146,11 @@ def botorch_models() -> dict[str, Any]:
     return {**names, "regression": regression, "y": y, "fingerprints": torch.arange(1000), "X": X, "Y": (Y - Y.mean()) / Y.std()}
 
 
+def trained_decoder() -> dict[str, Any]:
+    x = torch.randn(30, 4)
+    return {"decoder": pyro_truncated.SASDecoder(30, 4).initialize(x), "x": x, "x_new": torch.randn(3, 4)}
+
+
 def gated() -> dict[str, Any]:
     return {"examples": torch.randn(8, 6), "switches": torch.ones(8, 2), "poses": torch.randn(8, 2, 1), "x": torch.randn(4, 6)}
 
@@ -193,6 +198,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "AutoTruncated": local_causes,
     "AutoTruncated.infer": list_of_guides,
     "BinaryVAE": lambda: {"model": models.BinaryVAE(4, 5), "y": torch.randn(10, 4)},
+    "CandidateLatents": trained_decoder,
     "GatedDecoder": gated,
     "InducingSubset": molecules,
     "MaxSpikeSlabSparseCoding 1": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},

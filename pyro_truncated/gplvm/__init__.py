@@ -1,5 +1,6 @@
 """Gaussian process latent variable models: spike-and-slab GP-LVM, manifold relevance determination, and decoders on active sets."""
 
+from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.function_decoder import SASFunctionDecoder
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.principal_components import principal_components
@@ -21,6 +22,7 @@ from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
 __all__ = [
     "Analytic_ELBO",
     "BernoulliLabels",
+    "CandidateLatents",
     "CategoricalLabels",
     "Fit",
     "InducingPosterior",

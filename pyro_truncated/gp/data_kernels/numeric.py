@@ -138,6 +138,7 @@ def smooth_rbf(inputs: Tensor) -> PyroKernel:
     Args:
         inputs: training inputs ``(n, D)``, or ``(n,)`` for one dimension.
     """
+    inputs = as_tensors(inputs)
     points = inputs if inputs.dim() == 2 else inputs[:, None]
     dim = points.shape[1]
     spread = points.std(0, correction=0)

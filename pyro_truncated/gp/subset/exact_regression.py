@@ -22,7 +22,8 @@ from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import backward_through, noise_of
 from pyro_truncated.utils.notes import note_once
 
-EXACT_UP_TO = 5000
+# By measured time: one evaluation takes 0.5 seconds of one core at 2000 data points, 1.5 at 3000, and would take 7 at 5000.
+EXACT_UP_TO = 3000
 _DEFAULT_INDUCING = 512
 
 

@@ -27,6 +27,7 @@ from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
 from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _MANY_ROWS, _SOME_ROWS = 50_000, 20_000
@@ -53,8 +54,7 @@ class SubsetGPRegression(SavedRegression):
         kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are
             learned in place; with float64 inputs they converge further.
         targets: ``(n,)`` or ``(n, H)``, finite.
-        num_inducing: number of inducing inputs ``m``. Default: none; up to 5000 data points the regression is exact, by a Cholesky factor
-            of their covariance matrix, for which all objectives are the evidence. Of more, 512.
+        num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 3000 data points; else 512.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
         algorithm: ``"exchange"``, ``"cholqr"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
@@ -90,7 +90,7 @@ class SubsetGPRegression(SavedRegression):
     ) -> None:
         super().__init__()
         self.kernel = as_data_kernel(kernel)
-        n = self.kernel.num_data
+        n, targets = self.kernel.num_data, as_tensors(targets)
         if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
             raise ValueError(f"targets must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
         self.is_exact = num_inducing is None and n <= EXACT_UP_TO

@@ -185,6 +185,12 @@ def test_outputs_help_each_other_and_have_noise_of_their_own():
     torch.testing.assert_close(noise, torch.tensor([0.05, 0.5, 0.1], dtype=DOUBLE), rtol=0.5, atol=0)
 
 
+def test_arrays_in_place_of_tensors():
+    x, y = curve()
+    by_tensors, by_arrays = SubsetGPRegression(smooth_rbf(x), y), SubsetGPRegression(smooth_rbf(x.numpy()), y.numpy())
+    torch.testing.assert_close(by_arrays.predict(x.numpy()), by_tensors.predict(x))
+
+
 def test_coregionalised_regression_refuses_what_it_cannot_use():
     x, _, y = correlated(12)
     with pytest.raises(ValueError, match="every output"):

@@ -1,0 +1,89 @@
+"""Posteriors of new data points over candidate latents: against loops, and whether their intervals cover."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pyro_truncated.gp import UniformSplits
+from pyro_truncated.gplvm import CandidateLatents, SASDecoder
+from tests.gplvm.test_sas_decoder import circle, train
+
+
+def untrained(num_data=30, missing=0.0):
+    x = circle(num_data, 4, torch.Generator().manual_seed(0))
+    x = x.masked_fill(torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) < missing, math.nan)
+    return SASDecoder(num_data, 4).initialize(x).condition_(x), x
+
+
+@pytest.mark.parametrize("missing", [0.0, 0.2])
+def test_weights_and_moments_are_those_of_the_mixture(missing):
+    decoder, x = untrained(missing=missing)
+    found = CandidateLatents(decoder, x, most=12, generator=torch.Generator().manual_seed(0))
+    new = circle(3, 4, torch.Generator().manual_seed(2))
+    new[0, 1] = new[2, 3] = math.nan
+    weights = found.infer(new)
+    mean, variance = (v.double() for v in decoder.predict(found.latents, noise=False))
+    for row, chances in zip(new.double(), weights, strict=True):
+        logs = []
+        for z, m, v in zip(found.latents.double(), mean, variance, strict=True):
+            normal = torch.distributions.Normal(m, (v + found.noise).sqrt())
+            seen = ~row.isnan()
+            logs.append(normal.log_prob(row.nan_to_num(0.0))[seen].sum() - z.square().sum() / 2)
+        torch.testing.assert_close(chances, (torch.stack(logs) / found.temperature).softmax(0), rtol=1e-6, atol=1e-9)
+    components = torch.distributions.Normal(mean, (variance + found.noise).sqrt())
+    predicted = found.predict(weights)
+    complete, density = new.nan_to_num(0.3).double(), found.log_density(new.nan_to_num(0.3), weights)
+    for n, chances in enumerate(weights):
+        first = (chances[:, None] * mean).sum(0)
+        second = (chances[:, None] * (mean.square() + components.variance)).sum(0)
+        torch.testing.assert_close(predicted[0][n], first)
+        torch.testing.assert_close(predicted[1][n], second - first.square())
+        expected = (chances[:, None].log() + components.log_prob(complete[n])).logsumexp(0)
+        torch.testing.assert_close(density[n], expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_intervals_of_hidden_entries_cover_and_each_output_has_its_noise():
+    generator = torch.Generator().manual_seed(0)
+    noise = torch.linspace(0.05, 0.5, 12)
+    clean = circle(900, 12, generator, noise=0.0)
+    x = clean + noise * torch.randn(900, 12, generator=generator)
+    decoder = SASDecoder(600, 12).initialize(x[:600])
+    train(decoder, x[:600], 40, UniformSplits(600, 200, 60))
+    decoder.condition_(x[:600])
+    candidates = CandidateLatents(decoder, x[:600], generator=generator)
+    for hide in (torch.rand(300, 12, generator=generator) < 0.5, torch.arange(12).expand(300, 12) >= 6):
+        hidden = x[600:].masked_fill(hide, math.nan)
+        mean, variance = candidates.predict(candidates.infer(hidden))
+        inside = ((x[600:] - mean).abs() < 1.96 * variance.sqrt())[hide].double().mean()
+        # 1800 hidden entries: three standard errors are .015.
+        assert 0.92 < float(inside) < 0.98
+        one = decoder.predict(decoder.infer(hidden, steps=30))
+        scores = [(v.log() + (x[600:] - m).square() / v)[hide].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(one[0])))]
+        assert scores[0] < scores[1]
+    torch.testing.assert_close(candidates.noise.sqrt().float(), noise, rtol=0.5, atol=0.05)
+
+
+def test_calibration_leaves_a_points_own_latent_out():
+    # Outputs of pure noise: every point's own latent would explain it, others do not.
+    x = torch.randn(40, 3, generator=torch.Generator().manual_seed(0))
+    decoder = SASDecoder(40, 3).initialize(x).condition_(x)
+    found = CandidateLatents(decoder, x, generator=torch.Generator().manual_seed(0))
+    variance = found.predict(torch.full((1, 40), 1 / 40, dtype=torch.float64))[1]
+    assert bool((variance > 0.5 * x.var(0)).all())
+
+
+def test_what_makes_no_sense_is_refused():
+    decoder, x = untrained()
+    with pytest.raises(ValueError, match="training data"):
+        CandidateLatents(decoder, x[:5])
+    found = CandidateLatents(decoder, x)
+    with pytest.raises(ValueError, match="shape"):
+        found.infer(x[:, :2])
+    with pytest.raises(ValueError, match="finite"):
+        found.infer(x[:2] / 0)
+    again = CandidateLatents(decoder, x.numpy(), generator=torch.Generator().manual_seed(1))
+    assert torch.equal(again.infer(x[:2].numpy()), again.infer(x[:2]))
