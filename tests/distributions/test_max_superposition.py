@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributions import MaximumSuperposition
-from pyro_truncated.states import StateSpace
+from pyro_truncated.states import Population, StateSpace
 from pyro_truncated.utils.budget import memory_budget
 
 NUM_DATA, NUM_CANDIDATES, NUM_OBSERVED, NUM_LATENTS = 4, 6, 7, 5
@@ -100,3 +100,17 @@ def test_wrong_inputs_are_refused() -> None:
         MaximumSuperposition(torch.zeros(2, 3), torch.zeros(5, 4), 1.0)
     with pytest.raises(ValueError, match="scale"):
         MaximumSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), -1.0)
+
+
+def test_wins_alone_are_those_of_the_statistics_of_every_dimension():
+    _, (weight, scale), value = draw()
+    value = hide(value)
+    space = StateSpace([2] * NUM_LATENTS)
+    words = space.enumerate().expand(NUM_DATA, -1, -1)
+    population = Population(space, words, torch.randn(words.shape[:2], dtype=torch.float64))
+    whole = MaximumSuperposition(torch.zeros(NUM_LATENTS), weight, scale).statistics(population, value)
+    some = torch.tensor([5, 0, 2])
+    part = MaximumSuperposition(torch.zeros(NUM_LATENTS), weight[some], scale[some]).wins(words, population.weights(), value[:, some])
+    assert part.keys() == {"wins", "won"}
+    for name, sums in part.items():
+        torch.testing.assert_close(sums, whole[name][some])

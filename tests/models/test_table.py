@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from typing import Any
 
 import pyro
@@ -11,6 +12,7 @@ import pytest
 import torch
 from pyro.infer import SVI, Predictive, TraceEnum_ELBO
 from pyro.optim import Adam
+from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, Truncated_ELBO
@@ -44,6 +46,28 @@ def one_em_step(row: Configuration, model: Any, y: Tensor) -> None:
 def test_no_model_is_left_out() -> None:
     known = {name.split("-")[0] for name in CONFIGURATIONS}
     assert known | ELSEWHERE == {name for name in library.__all__ if isinstance(getattr(library, name), type)}
+
+
+class Reads(Messenger):
+    """Effect handler that counts how often each parameter is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def _pyro_param(self, msg: Any) -> None:
+        self.counts[msg["name"]] += 1
+
+
+@pytest.mark.parametrize("name", CONFIGURATIONS)
+def test_a_run_reads_every_parameter_once(name: str) -> None:
+    row = CONFIGURATIONS[name]
+    model, y = row.make(D64), row.generate(4)
+    with Reads() as reads:
+        model(y)
+    # On few data points, messages to handlers are a good part of what a step costs.
+    assert len(reads.counts) == len(list(model.parameters()))
+    assert set(reads.counts.values()) == {1}
 
 
 @pytest.mark.parametrize(("name", "with_missing"), WITH_MISSING)
