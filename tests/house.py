@@ -19,7 +19,7 @@ LONGEST = 300
 # A likelihood is a file of one name on up to five floors.
 ONE_IDEA = {"pyro_truncated/ops", "pyro_truncated/ops/compiled", "pyro_truncated/ops/vectorised", "pyro_truncated/distributions", "models"}
 # Above the face and the models.
-ABOVE = ("pyro_truncated/warmup.py", "pyro_truncated/restoration/", "pyro_truncated/sklearn/")
+ABOVE = ("pyro_truncated/__main__.py", "pyro_truncated/warmup.py", "pyro_truncated/restoration/", "pyro_truncated/sklearn/")
 # Private names of others for which there is no public one.
 OF_OTHERS = {
     # torch
@@ -149,7 +149,7 @@ def findings(root: Path) -> Iterator[str]:
             yield f"{path}: imports models, which lie above it"
         yield from (f"{path}: takes {name} from the list of names of its own folder" for name in names_from_own_lists(root, path, tree))
     for name, places in folders.items():
-        if name != "__init__.py" and len(places) > 1 and not ONE_IDEA.issuperset(places):
+        if name not in ("__init__.py", "__main__.py") and len(places) > 1 and not ONE_IDEA.issuperset(places):
             yield f"{name}: is the name of files in {', '.join(places)}"
 
 

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import arviz as az
 import pyro
@@ -28,7 +29,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
 import pyro_truncated
-from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, Truncated_ELBO, models
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, GibbsGuide, Truncated_ELBO, callbacks, models
 
 ROOT = Path(__file__).parents[1]
 PYRO = {"pyro": pyro, "dist": dist, "torch": torch, "SVI": SVI, "Trace_ELBO": Trace_ELBO, "Adam": Adam, "AutoNormal": AutoNormal}
@@ -220,7 +221,9 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "SubsetGPRegressor": dict,
     "SubsetSparseGPRegression": lambda: gaussian_process(lambda f: f),
     "SubsetVariationalGP": lambda: gaussian_process(lambda f: (f > 0).float()),
+    "TensorBoard": lambda: {**training(), "TensorBoard": lambda folder: callbacks.TensorBoard(writer=MagicMock())},
     "TruncatedMixture": dict,
+    "WandB": lambda: {**training(), "WandB": lambda **options: callbacks.WandB(MagicMock())},
     "denoise": short_denoise,
     "fit": training,
     "learn": short_learn,

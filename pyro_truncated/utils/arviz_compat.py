@@ -19,6 +19,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,11 @@ def get_dataset(idata: Any, group: str) -> xr.Dataset:
 def group_names(idata: Any) -> list[str]:
     """Names of the groups, in order."""
     return list(idata.children) if isinstance(idata, xr.DataTree) else list(idata.groups())
+
+
+def read_netcdf(path: str | Path) -> Any:
+    """Converted data that were saved with their method ``to_netcdf``."""
+    return _arviz().from_netcdf(str(path))
 
 
 def pareto_shapes(log_ratios: np.ndarray) -> np.ndarray:

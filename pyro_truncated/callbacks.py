@@ -1,0 +1,112 @@
+"""Callbacks of :func:`~pyro_truncated.fit` for tools that draw curves while training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pyro_truncated.training.loop import Training
+from pyro_truncated.utils.counts import check_count
+
+
+class _Curves:
+    """Sends the last value of every recorded quantity every so many steps."""
+
+    def __init__(self, every: int) -> None:
+        self.every = check_count("every", every)
+
+    def start(self, training: Training) -> None:
+        """Called once before the first step, of a run that is continued as well."""
+        self._open()
+
+    def __call__(self, training: Training) -> None:
+        """Called after every step; quantities of other callbacks are those of the callbacks before this one."""
+        if training.steps % self.every == 0:
+            now = {name: values[-1] for name, values in training.record.items() if values}
+            self._send({**now, "seconds": training.seconds[-1]}, training.steps)
+
+    def _open(self) -> None:
+        raise NotImplementedError
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        raise NotImplementedError
+
+
+class TensorBoard(_Curves):
+    """Writes the free energy, what other callbacks return, and the seconds of a step for TensorBoard, by step.
+
+    It needs the package ``tensorboard`` (``pip install "pyro-truncated[tensorboard]"``), which is loaded when training starts. A run that
+    is continued from a checkpoint continues the curves.
+
+    Example::
+
+        fit(svi, y, steps=20, callbacks=[TensorBoard("runs/first")])
+
+    Args:
+        folder: where the curves go; ``tensorboard --logdir`` of this folder or one above shows them. Default: as TensorBoard chooses.
+        every: steps between two points of a curve.
+        writer: a ``torch.utils.tensorboard.SummaryWriter`` of one's own, in place of the folder.
+
+    Raises:
+        ImportError: when training starts, if the package is missing.
+        ValueError: for a folder beside a writer, or ``every`` below 1.
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, every: int = 1, writer: Any = None) -> None:
+        super().__init__(every)
+        if folder is not None and writer is not None:
+            raise ValueError("give a folder or a writer of your own, not both")
+        self.folder, self.writer = folder, writer
+
+    def _open(self) -> None:
+        if self.writer is not None:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ImportError('TensorBoard needs the package tensorboard: pip install "pyro-truncated[tensorboard]"') from error
+        self.writer = SummaryWriter(None if self.folder is None else str(self.folder))
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+
+class WandB(_Curves):
+    """Sends the free energy, what other callbacks return, and the seconds of a step to Weights & Biases, by step.
+
+    It needs the package ``wandb`` (``pip install "pyro-truncated[wandb]"``), which is loaded when training starts.
+
+    Example::
+
+        fit(svi, y, steps=20, callbacks=[WandB(project="bars", config={"num_states": 64})])
+
+    Args:
+        run: a run of one's own, from ``wandb.init``; default: one is started with training.
+        every: steps between two points of a curve.
+        **options: for ``wandb.init``.
+
+    Raises:
+        ImportError: when training starts, if the package is missing.
+        ValueError: for options beside a run, or ``every`` below 1.
+    """
+
+    def __init__(self, run: Any = None, *, every: int = 1, **options: Any) -> None:
+        super().__init__(every)
+        if run is not None and options:
+            raise ValueError(f"the run is there already, and options {sorted(options)} come too late; give them to wandb.init")
+        self.run, self.options = run, options
+
+    def _open(self) -> None:
+        if self.run is not None:
+            return
+        try:
+            import wandb
+        except ImportError as error:
+            raise ImportError('WandB needs the package wandb: pip install "pyro-truncated[wandb]"') from error
+        self.run = wandb.init(**self.options)
+
+    def _send(self, values: Mapping[str, float], step: int) -> None:
+        self.run.log(dict(values), step=step)
