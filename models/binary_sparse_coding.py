@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import Population, takes_arrays
+from pyro_truncated import Population, names_arguments, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
@@ -46,6 +46,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
 
     superposition = LinearSuperposition
 
+    @names_arguments
     def __init__(
         self, num_observed: int, num_latents: int, *, shared_prior: bool = True, offset: bool = True, dtype: torch.dtype | None = None
     ) -> None:

@@ -12,7 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import data_scale
 
@@ -57,6 +57,7 @@ class BinaryVAE(UniqueModule):
     scale: Tensor
     prior: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_observed: int,
@@ -87,6 +88,7 @@ class BinaryVAE(UniqueModule):
                 "y", dist.Normal(self.center + self.unit * decoder(states), scale).to_event(1), obs=None if y is None else y[index]
             )
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor) -> BinaryVAE:

@@ -11,7 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data
 from pyro_truncated.models.dictionary import best_scale
@@ -64,6 +64,7 @@ class DiscreteSparseCoding(LinearDictionary):
     prior: Tensor
     values: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_observed: int,
@@ -99,6 +100,7 @@ class DiscreteSparseCoding(LinearDictionary):
             coefficients = self.values[states.long()]
             return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=None if y is None else y[index])
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> DiscreteSparseCoding:

@@ -12,7 +12,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated import UniqueModule, takes_arrays
+from pyro_truncated import UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
 
 
@@ -89,6 +89,7 @@ class GatedDecoder(UniqueModule):
     noise: Any
     rate: Any
 
+    @names_arguments
     @takes_arrays
     def __init__(self, outputs: Tensor, switches: Tensor, poses: Tensor, width: int = 64) -> None:
         super().__init__()

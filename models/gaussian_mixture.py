@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.binary_causes import check_data, perturbed_rows
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
@@ -55,6 +55,7 @@ class GaussianMixture(UniqueModule):
     scale: Tensor
     center: Tensor
 
+    @names_arguments
     def __init__(self, num_observed: int, num_components: int, *, covariance: str = "full", dtype: torch.dtype | None = None) -> None:
         super().__init__()
         check_counts(num_observed=num_observed, num_components=num_components)
@@ -83,6 +84,7 @@ class GaussianMixture(UniqueModule):
                 likelihood = dist.Normal(loc[z], own).to_event(1)
             return pyro.sample("y", likelihood, obs=None if y is None else y[index])
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GaussianMixture:

@@ -11,7 +11,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, takes_arrays
+from pyro_truncated import GibbsDraws, names_arguments, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
@@ -75,6 +75,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     slab_scale: Tensor
     unit: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_observed: int,
@@ -111,6 +112,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         parameters = self.weight, self.scale, self.slab_mean, self.slab_scale
         return {"z": pyro.sample("z", MaximumSlabs(states["s"], *parameters, pyro.subsample(y, event_dim=1)))}
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:

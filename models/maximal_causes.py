@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import Population, takes_arrays
+from pyro_truncated import Population, names_arguments, takes_arrays
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
@@ -50,6 +50,7 @@ class MaximalCauses(SparseCoding):
     superposition = MaximumSuperposition
     is_positive = True
 
+    @names_arguments
     def __init__(self, num_observed: int, num_latents: int, *, shared_prior: bool = True, dtype: torch.dtype | None = None) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
 

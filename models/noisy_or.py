@@ -11,7 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows, with_latents
 
@@ -67,6 +67,7 @@ class NoisyOr(UniqueModule):
     leak: Tensor
     prior: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_observed: int,
@@ -108,6 +109,7 @@ class NoisyOr(UniqueModule):
         """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
         return with_latents(self, index)  # type: ignore[no-any-return]
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> NoisyOr:

@@ -12,7 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
 from pyro_truncated.models.binary_causes import best_prior
 from pyro_truncated.models.dictionary import data_scale
@@ -79,6 +79,7 @@ class OcclusiveComponents(UniqueModule):
     background: Tensor
     background_scale: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_objects: int,
@@ -129,6 +130,7 @@ class OcclusiveComponents(UniqueModule):
             (self.canvas.height, self.canvas.width), wrap=self.canvas.wrap, order=order,
         )  # fmt: skip
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 1.0) -> OcclusiveComponents:

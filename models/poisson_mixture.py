@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, random_rows
 from pyro_truncated.models.mixture import NEVER_USED, best_weights
 
@@ -41,6 +41,7 @@ class PoissonMixture(UniqueModule):
     weights: Tensor
     rate: Tensor
 
+    @names_arguments
     def __init__(self, num_observed: int, num_components: int, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         check_counts(num_observed=num_observed, num_components=num_components)
@@ -58,6 +59,7 @@ class PoissonMixture(UniqueModule):
             z = pyro.sample("z", dist.Categorical(weights))
             return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=None if y is None else y[index])
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:

@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import check_observable, takes_arrays
+from pyro_truncated import check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import or_missing
 from pyro_truncated.models.background import warn_of_background
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
@@ -52,6 +52,7 @@ class SparseCoding(SuperposedCauses):
         """What the likelihood takes after the dictionary."""
         return (self.scale,)
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:

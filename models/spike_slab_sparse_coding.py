@@ -11,7 +11,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, takes_arrays
+from pyro_truncated import Population, names_arguments, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
@@ -72,6 +72,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     slab_mean: Tensor
     slab_scale: Tensor
 
+    @names_arguments
     def __init__(
         self,
         num_observed: int,
@@ -117,6 +118,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         likelihood = self._slabs.superposition(states["s"], self.weight, *self._parameters_of_superposition())
         return {"z": pyro.sample("z", likelihood.slab_posterior(pyro.subsample(y, event_dim=1)))}
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:

@@ -21,6 +21,7 @@ from pyro_truncated.training.learning import DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
 from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.unique_names import UniqueModule
@@ -72,6 +73,7 @@ __all__ = [
     "fit",
     "fit_restarts",
     "learn",
+    "names_arguments",
     "takes_arrays",
     "to_arviz",
 ]

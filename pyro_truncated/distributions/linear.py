@@ -12,7 +12,9 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, data_sums, trials
 from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.finite import finite, positive_finite
 from pyro_truncated.utils.missing import or_missing, without_missing
 
 
@@ -47,22 +49,24 @@ class LinearSuperposition(GaussianSuperposition):
     """
 
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "states": constraints.real_vector,
-        "weight": constraints.independent(constraints.real, 2),
-        "scale": constraints.positive,
-        "bias": constraints.real_vector,
+        "states": constraints.independent(finite, 1),
+        "weight": constraints.independent(finite, 2),
+        "scale": positive_finite,
+        "bias": constraints.independent(finite, 1),
     }
     support = constraints.independent(or_missing(constraints.real), 1)
 
     bias: Tensor
     _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
 
+    @names_arguments
     def __init__(
         self, states: Tensor, weight: Tensor, scale: Tensor | float, bias: Tensor | None = None, validate_args: bool | None = None
     ) -> None:
         bias = weight.new_zeros(1).expand(weight.shape[-2]) if bias is None else bias
         super().__init__(states, weight, validate_args, scale=scale, bias=bias)
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
         if bool(value.isnan().any()):

@@ -10,6 +10,9 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.ops.piecewise import Segments, maximum_segments
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.finite import check_entries, finite, positive_finite
+from pyro_truncated.utils.missing import or_missing
 
 _REFINEMENTS = 2
 
@@ -35,6 +38,7 @@ class PiecewiseGaussian(TorchDistribution):
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 - the attribute is an instance attribute in torch
     support = constraints.real
 
+    @names_arguments
     def __init__(self, segments: Segments, validate_args: bool | None = None) -> None:
         self.segments = segments
         super().__init__(segments.edges.shape[:-1], validate_args=validate_args)
@@ -94,6 +98,7 @@ class PiecewiseGaussian(TorchDistribution):
             first, second = torch.rand(2, *shape, dtype=edges.dtype, device=edges.device)
             return Segments(*(part.expand(shape + part.shape[-1:]) for part in self.segments)).draw(first, second)
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density at ``value``."""
         if self._validate_args:
@@ -133,6 +138,7 @@ class MaximumSlabs(TorchDistribution):
     arg_constraints: dict[str, Any] = {}  # noqa: RUF012 - the attribute is an instance attribute in torch
     support = constraints.real_vector
 
+    @names_arguments
     def __init__(
         self,
         states: Tensor,
@@ -143,6 +149,10 @@ class MaximumSlabs(TorchDistribution):
         value: Tensor,
         validate_args: bool | None = None,
     ) -> None:
+        if validate_args is not False:
+            check_entries(finite, states=states, weight=weight, slab_mean=slab_mean)
+            check_entries(positive_finite, scale=scale, slab_scale=slab_scale)
+            check_entries(or_missing(finite), value=value)
         batch_shape = torch.broadcast_shapes(states.shape[:-1], value.shape[:-1])
         num_latents = weight.shape[1]
         self.dtype = weight.dtype
@@ -164,6 +174,7 @@ class MaximumSlabs(TorchDistribution):
         return slabs.to(self.dtype)
 
     @torch.no_grad()
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of slabs ``(*batch, H)``."""
         slabs = self.guess.expand(torch.broadcast_shapes(value.shape, self.guess.shape)).clone()

@@ -12,6 +12,8 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary, data_sums
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.finite import finite, positive_finite
 from pyro_truncated.utils.missing import or_missing, without_missing
 
 
@@ -39,12 +41,13 @@ class MaximumSuperposition(GaussianSuperposition):
     """
 
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "states": constraints.real_vector,
-        "weight": constraints.independent(constraints.real, 2),
-        "scale": constraints.positive,
+        "states": constraints.independent(finite, 1),
+        "weight": constraints.independent(finite, 2),
+        "scale": positive_finite,
     }
     support = constraints.independent(or_missing(constraints.real), 1)
 
+    @names_arguments
     def __init__(self, states: Tensor, weight: Tensor, scale: Tensor | float, validate_args: bool | None = None) -> None:
         super().__init__(states, weight, validate_args, scale=scale)
 

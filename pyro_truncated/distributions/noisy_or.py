@@ -12,6 +12,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary, counts, trials
 from pyro_truncated.ops.unpacked import log1mexp, log_off
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.missing import or_missing, without_missing
 
 
@@ -50,6 +51,7 @@ class NoisyOrSuperposition(Superposition):
 
     leak: Tensor
 
+    @names_arguments
     def __init__(self, states: Tensor, weight: Tensor, leak: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
         super().__init__(states, weight, validate_args, leak=leak)
 

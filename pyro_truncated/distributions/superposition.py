@@ -10,6 +10,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.missing import in_blocks
 
 Statistics = dict[str, Tensor]
@@ -52,8 +53,13 @@ class Superposition(TorchDistribution):
         if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:
             raise ValueError(f"states (*batch, H) and weight (D, H) must share H; got {tuple(states.shape)} and {tuple(weight.shape)}")
         self.states, self.weight = states, weight
+        for name, value in parameters.items():
+            if isinstance(value, Tensor) and value.is_complex():
+                raise TypeError(f"{name} must hold real numbers; got {value.dtype}")
         tensors = {name: torch.as_tensor(value, dtype=weight.dtype, device=weight.device) for name, value in parameters.items()}
         for name, tensor in tensors.items():
+            if tensor.dim() and tensor.shape[-1] not in (1, *weight.shape[-2:]):
+                raise ValueError(f"{name} must be a scalar or end in a dimension of size D or H; got {tuple(tensor.shape)}")
             setattr(self, name, tensor)
         shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
@@ -78,6 +84,7 @@ class Superposition(TorchDistribution):
         """Mean of the observations, ``(*batch, D)``."""
         return self._mean(self.states).expand(self.batch_shape + self.event_shape)
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
         if self._validate_args:

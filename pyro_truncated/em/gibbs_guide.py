@@ -18,6 +18,7 @@ from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import names_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,6 +124,7 @@ class GibbsGuide(PyroModule):
     probabilities: Tensor
     unit: Tensor
 
+    @names_arguments
     def __init__(self, model: Any) -> None:
         super().__init__()
         is_able: bool = isinstance(model, GibbsModel)

@@ -12,6 +12,8 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from pyro_truncated.utils.arguments import names_arguments
+
 
 class StudentT(Likelihood):
     r"""Targets with heavy-tailed noise: :math:`y \sim \mathrm{StudentT}(\nu, f, s)`.
@@ -29,6 +31,7 @@ class StudentT(Likelihood):
         ValueError: if the scale is not positive, or there is no variance at so few degrees of freedom.
     """
 
+    @names_arguments
     def __init__(self, df: float = 4.0, scale: float = 1.0, dtype: torch.dtype | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         if not df > 1:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
+from pyro_truncated.utils.arguments import names_arguments
 
 # 1 - |V_n|^2 of a data point that alone determines its prediction is zero but for rounding.
 _SMALLEST_SHARE = 1e-12
@@ -92,6 +93,7 @@ class DenseCovariance(NoisyCovariance):
         noise: noise variance :math:`\lambda`, a scalar, or one per data point ``(N,)``.
     """
 
+    @names_arguments
     def __init__(self, kernel_matrix: Tensor, noise: Tensor) -> None:
         self.cholesky = stable_cholesky(kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix))))
 
@@ -136,6 +138,7 @@ class LowRankCovariance(NoisyCovariance):
             diagonal of :math:`K - L L^\top` it is the FITC approximation, which keeps the prior variances exact.
     """
 
+    @names_arguments
     def __init__(self, factor: Tensor, noise: Tensor) -> None:
         self.factor = factor
         self.noise = noise.expand(len(factor))

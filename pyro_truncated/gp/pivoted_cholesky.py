@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.kernels.evaluation import Covariance
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
@@ -56,6 +57,7 @@ class PivotedCholesky:
         return found
 
 
+@names_arguments
 def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
     r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 
@@ -14,6 +15,7 @@ from pyro_truncated.utils.counts import check_count
 _RANK_TOLERANCE = 1e-7
 
 
+@names_arguments
 def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: torch.Generator | None = None) -> Tensor:
     r"""Leading principal components of the data, each scaled to variance one, to start latents from.
 

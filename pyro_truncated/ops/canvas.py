@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.counts import check_count
+
 
 @dataclasses.dataclass(frozen=True)
 class Canvas:
@@ -37,7 +39,9 @@ class Canvas:
     wrap: bool = True
 
     def __post_init__(self) -> None:
-        if not (1 <= self.template_height <= self.height and 1 <= self.template_width <= self.width):
+        for name in ("height", "width", "template_height", "template_width"):
+            check_count(f"{name} of the canvas", getattr(self, name))
+        if self.template_height > self.height or self.template_width > self.width:
             raise ValueError(
                 f"templates of {self.template_height} x {self.template_width} pixels do not fit on a canvas of {self.height} x {self.width}"
             )

@@ -20,6 +20,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 
@@ -64,6 +65,7 @@ class ObservedValues:
         return name in self._conditional
 
 
+@names_arguments
 def check_observable(model: Module, y: Tensor, support: Any) -> None:
     """Refuses data, before a model of the library starts from them, that its training refuses, in the same words.
 

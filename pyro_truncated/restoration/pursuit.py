@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -30,6 +31,7 @@ class Pursuit(Search):
         length: number of states on a path.
     """
 
+    @names_arguments
     def __init__(self, model: Any, length: int = 6) -> None:
         self.model = model
         self.length = check_count("length", length)

@@ -19,6 +19,7 @@ from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -57,6 +58,7 @@ class Restored:
     free_energies: list[float]
 
 
+@names_arguments
 def denoise(
     image: Tensor,
     noise: float | None = None,
@@ -120,6 +122,7 @@ def denoise(
     return Restored(restored.to(image.dtype), model.scale.item(), model, guide, patches, free_energies)
 
 
+@names_arguments
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = None, **options: Any) -> Restored:
     """Fills in the missing entries of an image, a signal or a volume, and keeps the others, up to noise that is taken off.
 

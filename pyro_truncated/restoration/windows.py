@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -35,6 +36,7 @@ class Patches:
         ValueError: if a window is larger than the array, or the stride larger than a window (which would leave entries out).
     """
 
+    @names_arguments
     def __init__(self, shape: Sequence[int], size: int | Sequence[int], stride: int = 1, *, channels: int | None = None) -> None:
         self.shape = tuple(check_count("shape", n) for n in shape)
         sizes = [size] * len(self.shape) if isinstance(size, int) else size

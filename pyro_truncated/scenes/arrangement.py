@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.counts import check_count
 
 
 class _OfPresent(TorchDistribution):
@@ -22,11 +24,12 @@ class _OfPresent(TorchDistribution):
     arg_constraints = {"presence": constraints.independent(constraints.boolean, 1)}  # noqa: RUF012 - an instance attribute in torch
     presence: Tensor
 
+    @names_arguments
     def __init__(self, presence: Tensor, num_values: int, validate_args: bool | None = None) -> None:
         if presence.dim() < 1:
             raise ValueError("presence must have shape (*batch, H); got a scalar")
         self.presence = presence
-        self.num_values = num_values
+        self.num_values = check_count("num_values", num_values)
         super().__init__(presence.shape[:-1], presence.shape[-1:], validate_args=validate_args)
 
     @constraints.dependent_property(is_discrete=True, event_dim=1)
@@ -56,6 +59,7 @@ class _OfPresent(TorchDistribution):
         uniform = torch.rand(shape, device=self.presence.device, dtype=torch.float64)
         return torch.minimum((uniform * counts).long(), counts - 1)
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log probability of integers ``(*batch, H)``; minus infinity for an absent object that is not at 0."""
         if self._validate_args:
@@ -78,6 +82,7 @@ class Positions(_OfPresent):
         validate_args: whether to check parameters and values.
     """
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         r"""Log probability :math:`-|s| \log L` of places ``(*batch, H)``; minus infinity for an absent object that is not at place 0."""
         if self._validate_args:
@@ -104,6 +109,7 @@ class DepthOrder(_OfPresent):
         validate_args: whether to check parameters and values.
     """
 
+    @names_arguments
     def __init__(self, presence: Tensor, validate_args: bool | None = None) -> None:
         super().__init__(presence, presence.shape[-1] if presence.dim() else 1, validate_args)
 

@@ -14,6 +14,8 @@ from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_statistics
 from pyro_truncated.scenes.arrangement import depth_rank, places_of
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.finite import check_entries, finite, positive_finite
 
 
 class OccludedScene(TorchDistribution):
@@ -64,6 +66,7 @@ class OccludedScene(TorchDistribution):
     }
     support = constraints.independent(constraints.real, 3)
 
+    @names_arguments
     def __init__(
         self,
         presence: Tensor,
@@ -90,6 +93,9 @@ class OccludedScene(TorchDistribution):
         self.scale, self.background_scale = (
             torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
         )
+        if validate_args is not False:
+            check_entries(finite, position=position, background=background)
+            check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
         event_shape = torch.Size((*canvas, features.shape[-1]))
         super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)
@@ -109,6 +115,7 @@ class OccludedScene(TorchDistribution):
         new._validate_args = self._validate_args
         return new
 
+    @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of images ``(*batch, height, width, F)``, in the type of the features or the images, whichever is wider.
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch, forget, set_state, state_of
 from pyro_truncated.search.options import options_of
+from pyro_truncated.utils.arguments import names_arguments
 
 Affinity = Callable[[SearchBatch], Tensor]
 
@@ -57,6 +58,7 @@ class Singletons:
 class _Dictionary(abc.ABC):
     """An affinity that compares observations with the columns of a dictionary."""
 
+    @names_arguments
     def __init__(self, weight: Callable[[], Tensor], site: str | None = None) -> None:
         if not callable(weight):
             raise TypeError(

@@ -8,6 +8,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.notes import note_once
 
 
@@ -30,6 +31,7 @@ class AutomaticSearch(Search):
         chosen: the search in use, ``None`` before it has met a population.
     """
 
+    @names_arguments
     def __init__(self, *, generator: torch.Generator | None = None) -> None:
         self.chosen: Search | None = None
         self.generator = generator

@@ -14,6 +14,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.representation import Described
 
 
@@ -154,6 +155,7 @@ class CombinedSearch(Search):
         ValueError: if one of them replaces populations (``merge=False``), which the sum could not honour.
     """
 
+    @names_arguments
     def __init__(self, searches: tuple[Search, ...]) -> None:
         for search in searches:
             if not isinstance(search, Search):

@@ -13,6 +13,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 Selection = Literal["fitparents", "randparents"]
@@ -68,6 +69,7 @@ class EvolutionarySearch(Search):
         ValueError: if an argument is out of range or unknown.
     """
 
+    @names_arguments
     def __init__(
         self,
         parents: int | None = None,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 
 _BYTES_PER_STATE = 64  # of packing, scoring and merging
@@ -31,6 +32,7 @@ class ExhaustiveSearch(Search):
         max_states: largest number of states in the space that it consents to score for every data point.
     """
 
+    @names_arguments
     def __init__(self, max_states: int = 2**20) -> None:
         self.max_states = max_states
 

@@ -16,6 +16,7 @@ from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
@@ -50,6 +51,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     _memory: _Memory | None
 
+    @names_arguments
     def __init__(
         self,
         *,
@@ -193,6 +195,7 @@ class GPSelect(Preselection):
         Computation 29 (2017), algorithm 1. Here the first selection already follows the marginals of the initial populations.
     """
 
+    @names_arguments
     def __init__(
         self,
         num_selected: int,

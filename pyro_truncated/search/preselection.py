@@ -14,6 +14,7 @@ from pyro_truncated.search.affinities import Affinity, AffinitySearch
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.options import Options, options_of
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -62,6 +63,7 @@ class Preselection(AffinitySearch):
         Computation 29 (2017), for the random share.
     """
 
+    @names_arguments
     def __init__(
         self,
         affinity: Affinity,

@@ -7,6 +7,7 @@ import torch
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -31,6 +32,7 @@ class SampledSearch(Search):
         ValueError: if an argument is out of range.
     """
 
+    @names_arguments
     def __init__(self, num_samples: int, *, prior_share: float = 0.5, generator: torch.Generator | None = None) -> None:
         num_samples = check_count("num_samples", num_samples)
         if not 0 <= prior_share <= 1:

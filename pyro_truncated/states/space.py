@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 _MAX_ENUMERATED = 2**22
@@ -51,8 +52,9 @@ class StateSpace:
         ValueError: if there is no latent or a cardinality is out of range.
     """
 
+    @names_arguments
     def __init__(self, cardinalities: Sequence[int]) -> None:
-        self.cardinalities = tuple(check_count("the number of values of a latent", v) for v in cardinalities)
+        self.cardinalities = tuple(check_count("in cardinalities the number of values of a latent", v) for v in cardinalities)
         if not self.cardinalities or max(self.cardinalities) > _MAX_CARDINALITY:
             raise ValueError(f"cardinalities must be numbers of values from 1 to 2**31, one per latent; got {tuple(cardinalities)!r}")
         word, shift, bits = [], [], []

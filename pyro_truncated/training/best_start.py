@@ -13,10 +13,12 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.starts import Run, Settings, copies, put_back, trained, undriven
 from pyro_truncated.utils.annealing import Temperature
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 
 
+@names_arguments
 def best_start(
     model: Any,
     y: Tensor,

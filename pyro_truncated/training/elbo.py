@@ -25,6 +25,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
 from pyro_truncated.training.em_step import EMStep
 from pyro_truncated.utils.annealing import Temperature, temperature_at
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.representation import Described
@@ -79,6 +80,7 @@ class Truncated_ELBO(Described, ELBO):
         self.search = search
         self.search_steps = search_steps
         self.search_every = search_every
+        check_kinds(Truncated_ELBO.__init__, temperature=temperature)
         self.temperature = temperature
         self.num_evaluations = 0
         self._others = BesideOthers(**kwargs)

@@ -16,6 +16,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.starts import Run, Settings, Start, offer, put_back, start, undriven
 from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
@@ -33,6 +34,7 @@ class DisagreeingStartsWarning(UserWarning):
     """
 
 
+@names_arguments
 def learn(
     model: Any,
     y: Tensor,

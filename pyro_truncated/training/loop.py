@@ -24,6 +24,7 @@ from pyro_truncated.training.checkpoint import (
 from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.training.refusals import refuse_other_runs
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.progress import progress_bar
@@ -134,11 +135,12 @@ def fit(
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
+    check_kinds(fit, progress=progress, tolerance=tolerance, checkpoint=checkpoint)
     steps = check_count("steps", steps)
     patience = None if patience is None else check_count("patience", patience)
     if math.isnan(tolerance):
         raise ValueError("tolerance must be a number; got nan")
-    if callable(callbacks) or not all(map(callable, callbacks)):
+    if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)
     training = Training(svi)

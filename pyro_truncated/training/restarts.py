@@ -14,6 +14,7 @@ import pyro
 from pyro.infer import SVI
 
 from pyro_truncated.training.loop import Training, fit
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
 
 
@@ -85,6 +86,7 @@ def fit_restarts(
     Raises:
         ValueError: if ``restarts`` is below 1.
     """
+    check_kinds(fit_restarts, make=make, checkpoint=checkpoint)
     restarts = check_count("restarts", restarts)
     store = pyro.get_param_store()
     trainings, stores = [], []

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
+@names_arguments
 def cooling(start: float, steps: int, share: float = 0.6) -> Callable[[int], float]:
     r"""A temperature that falls linearly to one: :math:`\tau_t = \max(1, \tau_0 + (1 - \tau_0) \, t / (\mathrm{share} \cdot T))`.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import biject_to, constraints, transform_to
 from torch.utils.checkpoint import checkpoint
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import current_budget
 
 
@@ -23,6 +24,7 @@ class or_missing(constraints.Constraint):
         base: constraint on the entries that are not missing.
     """
 
+    @names_arguments
     def __init__(self, base: constraints.Constraint) -> None:
         self.base_constraint = base
         super().__init__()

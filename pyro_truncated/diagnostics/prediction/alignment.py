@@ -13,6 +13,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
+from pyro_truncated.utils.arguments import names_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RestartComparison:
         return (self.similarity >= threshold).double().mean(-1)
 
 
+@names_arguments
 def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
     """The permutation that makes the rows of ``other`` most similar to those of ``reference``.
 

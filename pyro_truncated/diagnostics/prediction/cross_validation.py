@@ -11,6 +11,7 @@ import numpy as np
 
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, TruncationWarning
 from pyro_truncated.utils import arviz_compat as compat
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 Statistic = Callable[[np.ndarray], float]
@@ -91,6 +92,7 @@ def likelihood_name(idata: Any) -> str:
     return str(names[0])
 
 
+@names_arguments
 def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidation:
     r"""PSIS-LOO of the marginal likelihood :math:`\log\sum_{s \in K_n} p(y_n, s \mid \theta)` (Vehtari, Gelman and Gabry 2017).
 
@@ -131,6 +133,7 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
     return CrossValidation(**vars(compat.loo(idata, name)), is_plug_in=is_plug_in, conditional_on=given)
 
 
+@names_arguments
 def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | None = None) -> Any:
     """ArviZ's comparison of models by PSIS-LOO on the marginal likelihood of the same data, with what speaks against it.
 
@@ -196,6 +199,7 @@ def missing_nats(idata: Any) -> float:
     return float(-np.log(bound).sum(1).max())
 
 
+@names_arguments
 def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray:
     r"""Leave-one-out probability integral transforms, feature by feature.
 
@@ -256,6 +260,7 @@ def observed_name(idata: Any, group: str) -> str:
     return shared[0]
 
 
+@names_arguments
 def predictive_p_values(
     idata: Any, *, group: str = "posterior_predictive", name: str | None = None, statistics: Mapping[str, Statistic] | None = None
 ) -> dict[str, float]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
+from pyro_truncated.utils.arguments import names_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +60,7 @@ class ActiveSet:
         ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
     """
 
+    @names_arguments
     def __init__(self, kernel: kernels.Kernel, noise: Tensor, latents: Tensor, outputs: Tensor, matrix: Tensor | None = None) -> None:
         if latents.dim() < 2 or outputs.dim() < 2 or latents.shape[-2] != outputs.shape[-2]:
             raise ValueError(

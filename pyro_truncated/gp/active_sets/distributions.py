@@ -15,6 +15,7 @@ from pyro_truncated.gp.active_sets.scales import warn_if_scaled
 from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.missing import or_missing
 
 
@@ -75,6 +76,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
     support = constraints.independent(or_missing(constraints.real), 1)
     has_rsample = True
 
+    @names_arguments
     def __init__(
         self,
         latents: Tensor,

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.gp.pivoted_cholesky import pivoted_cholesky
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count, check_counts
 
 Schedule = int | Callable[[int], int]
@@ -95,6 +96,7 @@ class Splits(abc.ABC):
         ValueError: if the sizes are impossible.
     """
 
+    @names_arguments
     def __init__(self, num_data: int, batch_size: int, num_active: Schedule, generator: torch.Generator | None = None) -> None:
         num_data, batch_size = check_counts(num_data=num_data, batch_size=batch_size)
         if batch_size > num_data:
@@ -195,6 +197,7 @@ def least_variance(kernel: Kernel, latents: Tensor, size: int, noise: Tensor | f
     return chosen
 
 
+@names_arguments
 def growing(start: int, stop: int, epochs: int) -> Callable[[int], int]:
     """A size of the active set that grows linearly from ``start`` to ``stop`` within a number of epochs and then stays.
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.counts import check_count
 
 
 class PrecomputedKernel(DataKernel):
@@ -28,6 +30,7 @@ class PrecomputedKernel(DataKernel):
     matrix: Tensor
     known: Tensor
 
+    @names_arguments
     def __init__(self, matrix: Tensor, train: Tensor | None = None, variance: float = 1.0) -> None:
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
             raise ValueError(f"matrix must be square and finite; got shape {tuple(matrix.shape)}")
@@ -86,8 +89,9 @@ class IdentityKernel(DataKernel):
         like: a tensor whose type and device to take.
     """
 
+    @names_arguments
     def __init__(self, num_data: int, variance: float = 1.0, like: Tensor | None = None) -> None:
-        super().__init__(num_data)
+        super().__init__(check_count("num_data", num_data))
         self.variance: Tensor = positive_parameter(variance, torch.zeros(()) if like is None else like)
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
@@ -130,6 +134,7 @@ class SumKernel(DataKernel):
     New inputs are handed to every part; a tuple of as many elements as there are parts is handed out one each.
     """
 
+    @names_arguments
     def __init__(self, parts: Sequence[DataKernel], *, redundant_sum: bool = False, identity: bool = False) -> None:
         sizes = {part.num_data for part in parts}
         if len(sizes) != 1:
@@ -244,6 +249,7 @@ class RestrictedKernel(DataKernel):
 
     rows: Tensor
 
+    @names_arguments
     def __init__(self, kernel: DataKernel, rows: Tensor, *, borrowed: bool = False) -> None:
         super().__init__(len(rows))
         self._lent = (kernel,)

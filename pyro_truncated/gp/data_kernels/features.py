@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.fixed import FixedKernel
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
+from pyro_truncated.utils.arguments import names_arguments
 
 _CHUNK = 2**24
 
@@ -43,6 +44,7 @@ class CountKernel(FixedKernel):
     _start: Tensor
     _scale: Tensor
 
+    @names_arguments
     def __init__(
         self, features: HashedCounts, normalization: str = "tanimoto", variance: float = 1.0, dtype: torch.dtype = torch.float64
     ) -> None:
@@ -129,6 +131,7 @@ class MinMaxKernel(CountKernel):
         dtype: floating point type of the covariances.
     """
 
+    @names_arguments
     def __init__(self, features: HashedCounts, variance: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(features, "tanimoto", variance, dtype)
 
@@ -152,6 +155,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     histograms: Tensor
 
+    @names_arguments
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")
@@ -200,6 +204,7 @@ class FunctionKernel(FixedKernel):
         variance: a variance to start from, which multiplies the function.
     """
 
+    @names_arguments
     def __init__(
         self, function: Callable[[Any, Any], Any], objects: Sequence[Any], *, batched: bool = False, variance: float = 1.0
     ) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine, mix
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 _CHUNK = 2**22
@@ -75,6 +76,7 @@ class Graphs:
         return Graphs(num, graph, known[labels], torch.stack([ends_i + offset, ends_j + offset]), bond_label)
 
 
+@names_arguments
 def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
     """Counts of rooted subtrees: node labels, then labels refined up to ``iterations`` times by those of the neighbours and edges.
 
@@ -106,6 +108,7 @@ def weisfeiler_lehman(graphs: Graphs, iterations: int) -> HashedCounts:
     return HashedCounts.of(graphs.num, graphs.graph.repeat(iterations + 1), torch.cat(keys))
 
 
+@names_arguments
 def shortest_path(graphs: Graphs) -> HashedCounts:
     """Counts of pairs of nodes by their labels and the number of edges between them; pairs without a connection do not count.
 

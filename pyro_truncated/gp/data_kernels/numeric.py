@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel
 from pyro_truncated.gp.kernels.evaluation import evaluate
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 
 
@@ -85,6 +86,7 @@ class PyroKernel(InputKernel):
         inputs: training inputs ``(n, D)``.
     """
 
+    @names_arguments
     def __init__(self, kernel: kernels.Kernel, inputs: Tensor) -> None:
         if not isinstance(kernel, kernels.Kernel):
             raise TypeError(f"kernel must be one of pyro.contrib.gp.kernels; got {type(kernel).__name__}")
@@ -108,6 +110,7 @@ class GPyTorchKernel(InputKernel):
         inputs: training inputs ``(n, D)``.
     """
 
+    @names_arguments
     def __init__(self, kernel: torch.nn.Module, inputs: Tensor) -> None:
         if not isinstance(kernel, torch.nn.Module):
             raise TypeError(f"kernel must be a GPyTorch kernel; got {type(kernel).__name__}")
@@ -125,6 +128,7 @@ class GPyTorchKernel(InputKernel):
         return found
 
 
+@names_arguments
 def smooth_rbf(inputs: Tensor) -> PyroKernel:
     r"""A squared exponential kernel with one length-scale per dimension, starting at :math:`2 \sqrt D` standard deviations of the inputs.
 

@@ -15,6 +15,7 @@ from pyro.distributions import constraints
 from pyro.nn import PyroParam
 from torch import Tensor
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.unique_names import UniqueModule
 
 
@@ -139,6 +140,7 @@ class ProtocolKernel(DataKernel):
         return super().among(new) if covariances is None else self.variance * covariances(new)
 
 
+@names_arguments
 def as_data_kernel(kernel: Any) -> DataKernel:
     """The kernel itself, or a :class:`ProtocolKernel` around an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
 

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import torch
 
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, combine
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
+@names_arguments
 def spectrum(strings: Sequence[str], length: int, *, shorter: bool = False) -> HashedCounts:
     """Counts of all substrings of a length; inner products of these counts are the spectrum kernel.
 

@@ -8,6 +8,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.unique_names import UniqueModule
 
 
@@ -33,6 +34,7 @@ class LinearARD(UniqueModule, Kernel):
 
     variance: Tensor
 
+    @names_arguments
     def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
         super().__init__(input_dim, active_dims)
         variance = torch.ones(input_dim) if variance is None else variance

@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
@@ -186,6 +187,7 @@ class CholQRSearch(SubsetSearch):
     _fewest_pivots = 4
     _relative_gain = 1e-6
 
+    @names_arguments
     def __init__(
         self,
         information_pivots: int = 16,

@@ -22,6 +22,7 @@ from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.basis import Basis, covariances_with
 from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward_through, noise_of
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -60,6 +61,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
+    @names_arguments
     def __init__(self, kernel: Any, targets: Tensor, *, rank: int = 1, noise: float = 0.5) -> None:
         super().__init__()
         self.kernel, targets = as_data_kernel(kernel), as_tensors(targets)

@@ -10,6 +10,7 @@ from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_g
 from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _REFACTOR_EVERY = 500
@@ -46,6 +47,7 @@ class ExchangeSearch(SubsetSearch):
 
     restarts = False
 
+    @names_arguments
     def __init__(
         self,
         information_pivots: int = 64,

@@ -16,6 +16,7 @@ from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 
@@ -54,6 +55,7 @@ class InducingSubset:
         TypeError: if the kernel offers no covariances.
     """
 
+    @names_arguments
     def __init__(
         self,
         kernel: Any,

@@ -14,6 +14,7 @@ from pyro_truncated.gp.subset.basis import Basis, FreeBasis, covariances_with
 from pyro_truncated.gp.subset.exact_regression import ExactPosterior
 from pyro_truncated.gp.subset.gradient import noise_of
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
+from pyro_truncated.utils.arguments import names_arguments
 
 
 class SavedRegression(torch.nn.Module):
@@ -95,6 +96,7 @@ class SubsetPredictor(torch.nn.Module):
         ValueError: if the file holds no sparse regression that was fitted, or the kernel's inputs are not its inducing inputs.
     """
 
+    @names_arguments
     def __init__(self, path: str | Path, kernel: Any) -> None:
         super().__init__()
         state = torch.load(path, weights_only=True)

@@ -15,6 +15,7 @@ from pyro_truncated.gp.data_kernels import positive_parameter
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.sparse_model import SubsetModel
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.utils.arguments import names_arguments
 
 
 class SubsetSparseGPRegression(SubsetModel):
@@ -44,6 +45,7 @@ class SubsetSparseGPRegression(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
+    @names_arguments
     def __init__(
         self,
         kernel: Any,

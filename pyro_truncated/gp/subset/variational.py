@@ -21,6 +21,7 @@ from pyro_truncated.gp.subset.gaussian_surrogate import gaussian_surrogate
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.sparse_model import SubsetModel
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.utils.arguments import names_arguments
 
 
 class SubsetVariationalGP(SubsetModel):
@@ -55,6 +56,7 @@ class SubsetVariationalGP(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
+    @names_arguments
     def __init__(
         self,
         kernel: Any,

@@ -18,6 +18,7 @@ from pyro_truncated.gp.active_sets.splits import Choose, Split
 from pyro_truncated.gplvm.decoders.kept_points import keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 Observation = Callable[[Tensor], Any]
@@ -67,6 +68,7 @@ class SASFunctionDecoder(SASDecoder):
 
     width: Any
 
+    @names_arguments
     def __init__(
         self, num_data: int, num_outputs: int, observe: Observation, latent_dim: int = 2, *, sites: nn.Module | None = None, **options: Any
     ) -> None:
@@ -76,6 +78,7 @@ class SASFunctionDecoder(SASDecoder):
         self.noise = PyroParam(torch.tensor(0.05), constraints.positive)
         self.width = PyroParam(torch.tensor(4.0), constraints.positive)
 
+    @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Starts from the principal components of the pseudo-targets, or from latents given; the functions start at mean zero."""

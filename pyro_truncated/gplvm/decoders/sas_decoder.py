@@ -16,6 +16,7 @@ from pyro_truncated.gp.active_sets.splits import Choose, least_variance
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, checksum, is_same, keep_points
 from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize_latents
 from pyro_truncated.gplvm.decoders.sas_model import SASModel
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
@@ -78,6 +79,7 @@ class SASDecoder(SASModel):
 
     _kept: KeptPoints | None = None
 
+    @names_arguments
     @takes_arrays
     def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
         """Starts from the data; see :meth:`SASModel.initialize`."""

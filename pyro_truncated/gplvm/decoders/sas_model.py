@@ -19,6 +19,7 @@ from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gplvm.principal_components import principal_components
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.unique_names import UniqueModule
@@ -44,6 +45,7 @@ class SASModel(UniqueModule):
     z_loc: Any
     z_scale: Any
 
+    @names_arguments
     def __init__(
         self,
         num_data: int,

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, settle_switches
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -37,6 +38,7 @@ class Analytic_ELBO(ELBO):
         every: steps between updates of the switches; ``None`` leaves them to the gradient from the first step on.
     """
 
+    @names_arguments
     def __init__(self, *, warm_up: int = 1000, every: int | None = 25) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.warm_up = check_count("warm_up", warm_up, least=0)

@@ -17,6 +17,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
 from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec, View, make_views
 from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec, kernel_weights
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.unique_names import UniqueModule
@@ -34,6 +35,7 @@ class SpikeSlabBound(UniqueModule):
     num_steps: Tensor
     views: Sequence[View]
 
+    @names_arguments
     def __init__(
         self,
         num_data: int,

@@ -16,6 +16,7 @@ from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, settle_switches, switch_moves, update_switches
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
@@ -48,6 +49,7 @@ class Fit:
     is_all_noise: bool = False
 
 
+@names_arguments
 @takes_arrays
 def fit(
     model: SpikeSlabMRD,

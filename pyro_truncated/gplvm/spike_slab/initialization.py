@@ -13,6 +13,7 @@ from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.view import View
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
@@ -21,6 +22,7 @@ _NOISE_SHARE = 0.01
 _START_SCALE = 0.3
 
 
+@names_arguments
 @takes_arrays
 @torch.no_grad()
 def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:

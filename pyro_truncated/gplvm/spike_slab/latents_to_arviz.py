@@ -12,12 +12,14 @@ from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.arviz_compat import make_idata
 from pyro_truncated.utils.arviz_converters import convert_owner
 from pyro_truncated.utils.counts import check_counts
 
 
+@names_arguments
 @convert_owner.register(SpikeSlabMRD)
 @takes_arrays
 @torch.no_grad()

@@ -12,6 +12,7 @@ from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
@@ -19,6 +20,7 @@ _INDUCING = (".mean", ".scale_tril")
 _TURNS = 20
 
 
+@names_arguments
 @takes_arrays
 def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
     r"""Moves the posteriors of the inducing variables along the natural gradient, estimated from some data points.
@@ -75,6 +77,7 @@ def _natural_step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor | slic
         view.scale_tril = torch.linalg.cholesky(torch.cholesky_inverse(factor)).to(view.scale_tril)
 
 
+@names_arguments
 @takes_arrays
 def fit_minibatches(
     model: SpikeSlabMRD,
@@ -151,6 +154,7 @@ def _step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor, rate: float, 
     return float(bound.detach())
 
 
+@names_arguments
 @takes_arrays
 def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
     """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches.

@@ -10,10 +10,12 @@ from torch import Tensor
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
 
+@names_arguments
 @takes_arrays
 def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
     """Raises the bound in all parameters (but held switches) by L-BFGS with all data.

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.inference import Posterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.utils.arguments import names_arguments
 
 
+@names_arguments
 @torch.no_grad()
 def plot_latents(
     posterior: Posterior, ax: Any, *, view: int = 0, labels: Tensor | None = None, dims: tuple[int, int] | None = None, resolution: int = 40
@@ -62,6 +64,7 @@ def plot_latents(
     return ax
 
 
+@names_arguments
 @torch.no_grad()
 def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     """What the kernel's weights and what the switches say of each dimension of a view, side by side.
@@ -99,6 +102,7 @@ def plot_relevance(model: SpikeSlabMRD, ax: Any, *, view: int = 0) -> Any:
     return ax
 
 
+@names_arguments
 @torch.no_grad()
 def plot_switches(model: SpikeSlabMRD, ax: Any, *, names: Sequence[str] | None = None) -> Any:
     """Probabilities of the switches of every view, side by side for each dimension: what is shared and what is private.

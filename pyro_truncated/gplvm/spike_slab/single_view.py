@@ -10,6 +10,7 @@ from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
 from pyro_truncated.gplvm.spike_slab.view import LikelihoodSpec
 from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec
+from pyro_truncated.utils.arguments import names_arguments
 
 
 class SpikeSlabGPLVM(SpikeSlabMRD):
@@ -43,6 +44,7 @@ class SpikeSlabGPLVM(SpikeSlabMRD):
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.
     """
 
+    @names_arguments
     def __init__(
         self,
         num_data: int,

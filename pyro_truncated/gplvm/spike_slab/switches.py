@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
 from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 
 # Log odds of switches that are free again after they have been held on, and of moves.
@@ -21,6 +22,7 @@ _SURE = 12.0
 _SILENT = 0.05
 
 
+@names_arguments
 @takes_arrays
 def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
     r"""Optimal log odds of every switch given the posteriors of the inducing variables and of the other switches, ``(C, Q)``.
@@ -48,6 +50,7 @@ def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
         return model.prior.logit() + slope - others * model.latent_divergence()
 
 
+@names_arguments
 @takes_arrays
 def update_switches(model: SpikeSlabMRD, y: Views) -> float:
     """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
@@ -74,6 +77,7 @@ def update_switches(model: SpikeSlabMRD, y: Views) -> float:
         return float(model.bound(y))
 
 
+@names_arguments
 @takes_arrays
 def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
     r"""Sets every switch to its optimum, and off where the data do not speak for "on"; returns the bound.
@@ -95,6 +99,7 @@ def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
         return float(model.bound(y))
 
 
+@names_arguments
 @takes_arrays
 @torch.no_grad()
 def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
@@ -122,6 +127,7 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     return bound
 
 
+@names_arguments
 @takes_arrays
 def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patience: int = 2, tolerance: float = 1e-5) -> float:
     """Switches dimensions off in views, least relevant first, where the bound rises once everything else has adapted; returns the bound.

@@ -13,6 +13,7 @@ from pyro_truncated.gp.subset.exchange_gains import CandidatePool
 from pyro_truncated.gp.subset.objective import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
 from pyro_truncated.ops.k_means import k_means
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -51,6 +52,7 @@ class TitsiasSearch(SubsetSearch):
         Titsias, "Variational learning of inducing variables in sparse Gaussian processes", AISTATS 2009.
     """
 
+    @names_arguments
     def __init__(self, candidates: int = 16) -> None:
         self.candidates = check_count("candidates", candidates)
 
@@ -126,6 +128,7 @@ class KMeansSearch(SubsetSearch):
 
     restarts = False
 
+    @names_arguments
     def __init__(self, iterations: int = 20) -> None:
         self.iterations = iterations
 

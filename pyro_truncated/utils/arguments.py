@@ -1,0 +1,182 @@
+"""Errors from the depths, told in terms of the arguments that caused them."""
+
+from __future__ import annotations
+
+import collections.abc
+import functools
+import inspect
+import linecache
+import numbers
+import re
+import traceback
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_FROM_BELOW = (AssertionError, AttributeError, IndexError, KeyError, OverflowError, RuntimeError, TypeError, ValueError, ZeroDivisionError)
+# These say what they mean.
+_UNTOUCHED = (NotImplementedError, RecursionError, torch.OutOfMemoryError)
+# Of a kernel that there is for other types of numbers only, torch says the same as of what nobody has written yet.
+_OF_TORCH = " not implemented for '"
+_LONGEST = 120
+_HERE = str(Path(__file__).parents[1])
+_KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an integer", bool: "True or False", str: "a string", None: "None"}
+
+
+def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
+    """Lets a function say which argument is wrong where it would only fail somewhere below: a wrapper that costs nothing while all is well.
+
+    An error that already names an argument, or that this library raises itself, stays as it is. Any other is replaced by one that names
+    the argument that is not of its annotated kind (``TypeError``), or, where all are, describes them (``ValueError``: shapes or values).
+    Not for functions that run what users have written, whose errors are their own.
+    """
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def named(*args: P.args, **kwargs: P.kwargs) -> T:
+        """The function, with its errors explained."""
+        try:
+            return function(*args, **kwargs)
+        except _FROM_BELOW as error:
+            if (complaint := _complaint(function, signature, args, kwargs, error)) is None:
+                raise
+            raise complaint from error
+
+    return named
+
+
+def check_kinds(function: Callable[..., Any], **given: Any) -> None:
+    """Refuses arguments of a function that are not of their annotated kinds, before it does anything.
+
+    Raises:
+        TypeError: naming the first of them.
+    """
+    signature = inspect.signature(function)
+    for name, value in given.items():
+        hint = _hint(function, signature, name)
+        if not _fits(value, hint):
+            raise TypeError(f"{name} must be {_kind(hint)}; got {_described(value)}")
+
+
+def _complaint(
+    function: Callable[..., Any], signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Exception | None:
+    """What to say in the place of an error; ``None`` where it stays."""
+    try:
+        given = _flat(signature, signature.bind(*args, **kwargs).arguments)
+    except TypeError:
+        # Arguments are missing or unknown, and Python says which.
+        return None
+    if (isinstance(error, _UNTOUCHED) and _OF_TORCH not in str(error)) or _is_said_by_us(error):
+        return None
+    if isinstance(error, (TypeError, ValueError)) and _names_any(str(error), given):
+        return None
+    try:
+        check_kinds(function, **{name: value for name, value in given.items() if name in signature.parameters})
+    except TypeError as complaint:
+        return complaint
+    told = ", ".join(f"{name}: {_described(value)}" for name, value in given.items())
+    reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+    kind = TypeError if isinstance(error, TypeError) else ValueError
+    return kind(f"{function.__qualname__.removesuffix('.__init__')} cannot take these arguments together ({told}): {reason}")
+
+
+def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments by name, without ``self``, and with those that are keywords of others."""
+    found: dict[str, Any] = {}
+    for name, value in arguments.items():
+        if signature.parameters[name].kind is inspect.Parameter.VAR_KEYWORD:
+            found |= value
+        elif name not in ("self", "cls"):
+            found[name] = value
+    return found
+
+
+def _is_said_by_us(error: Exception) -> bool:
+    """Whether a statement of this library has raised an error, rather than something that it called."""
+    *_, (frame, line) = traceback.walk_tb(error.__traceback__)
+    file = frame.f_code.co_filename
+    return file.startswith(_HERE) and linecache.getline(file, line).lstrip().startswith("raise")
+
+
+def _names_any(text: str, given: Mapping[str, Any]) -> bool:
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) for name in given)
+
+
+def _hint(function: Callable[..., Any], signature: inspect.Signature, name: str) -> Any:
+    """The annotation of an argument; ``Any`` where it cannot be told, as of names that only type checkers import."""
+    parameter = signature.parameters.get(name)
+    if parameter is None or parameter.annotation is inspect.Parameter.empty:
+        return Any
+    holder = types.SimpleNamespace(__annotations__={name: parameter.annotation})
+    try:
+        return typing.get_type_hints(holder, globalns=getattr(inspect.unwrap(function), "__globals__", {}))[name]
+    except (NameError, TypeError, AttributeError):
+        return Any
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotated kind, as far as can be told quickly."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, part) for part in typing.get_args(hint))
+    if origin is typing.Literal:
+        return value in typing.get_args(hint)
+    if hint in (None, type(None)):
+        return value is None
+    if hint is Tensor:
+        return isinstance(value, (Tensor, np.ndarray)) and not (isinstance(value, Tensor) and value.is_complex())
+    if hint is float:
+        return _is_number(value)
+    if hint is int:
+        return (hasattr(value, "__index__") and not isinstance(value, (bool, Tensor))) or (isinstance(value, Tensor) and value.dim() == 0)
+    if origin is collections.abc.Callable:
+        return callable(value)
+    kind = origin if isinstance(origin, type) else hint
+    try:
+        return isinstance(value, kind) and not (kind is collections.abc.Sequence and isinstance(value, str))
+    except TypeError:
+        # ``Any``, protocols and the like.
+        return True
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, (numbers.Real, np.generic)) and not isinstance(value, bool)
+
+
+def _kind(hint: Any) -> str:
+    """An annotation in words."""
+    origin = typing.get_origin(hint)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(dict.fromkeys(_kind(part) for part in typing.get_args(hint)))
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(repr, typing.get_args(hint)))
+    if hint in (None, type(None)):
+        return "None"
+    if origin is collections.abc.Callable:
+        return "callable"
+    kind = origin if isinstance(origin, type) else hint
+    return _KINDS.get(kind) or f"a {getattr(kind, '__name__', kind)}"
+
+
+def _described(value: Any) -> str:
+    """A value in a few words; of tensors type, shape and whether there is NaN in them."""
+    if isinstance(value, (Tensor, np.ndarray)):
+        kind = str(value.dtype).removeprefix("torch.")
+        is_spoiled = isinstance(value, Tensor) and value.is_floating_point() and not bool(value.isfinite().all())
+        return f"{kind} of shape {tuple(value.shape)}{', not finite' if is_spoiled else ''}"
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

@@ -1,0 +1,46 @@
+"""Constraints of parameters that stock ones leave open: infinity is no real number, and sums with it are NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.distributions import constraints
+
+
+class _Finite(constraints.Constraint):
+    """Finite numbers."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are finite."""
+        found: Tensor = value.isfinite()
+        return found
+
+    def __repr__(self) -> str:
+        return "finite"
+
+
+class _PositiveFinite(_Finite):
+    """Positive finite numbers."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are positive and finite."""
+        found: Tensor = (value > 0) & super().check(value)
+        return found
+
+    def __repr__(self) -> str:
+        return "positive and finite"
+
+
+finite, positive_finite = _Finite(), _PositiveFinite()
+
+
+def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
+    """Refuses tensors of which an entry is outside of a constraint.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or not bool(constraint.check(tensor).all()):
+            raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")
