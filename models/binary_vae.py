@@ -70,6 +70,8 @@ class BinaryVAE(UniqueModule):
         super().__init__()
         check_counts(num_observed=num_observed, num_latents=num_latents)
         self.num_observed, self.num_latents = num_observed, num_latents
+        if decoder is not None and not callable(decoder):
+            raise TypeError(f"decoder must be a network; got {decoder!r}")
         self.decoder = _perceptron([num_latents, *hidden, num_observed], dtype) if decoder is None else decoder
         self.register_buffer("center", torch.zeros(num_observed, dtype=dtype))
         self.register_buffer("unit", torch.ones((), dtype=dtype))

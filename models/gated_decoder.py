@@ -98,6 +98,8 @@ class GatedDecoder(UniqueModule):
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
+        if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
+            raise ValueError("outputs and poses of the examples must be finite")
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError("switches of the examples must be zeros and ones")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]

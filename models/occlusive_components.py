@@ -97,8 +97,8 @@ class OcclusiveComponents(UniqueModule):
         if order not in ("exclusive", "depth"):
             raise ValueError(f"order must be 'exclusive' or 'depth'; got {order!r}")
         check_counts(num_objects=num_objects, num_channels=num_channels)
-        if not 0 < min_mask < 0.5 or not min_scale > 0:
-            raise ValueError(f"min_mask must lie in (0, 0.5) and min_scale be positive; got {min_mask} and {min_scale}")
+        if not 0 < min_mask < 0.5 or not 0 < min_scale <= 1:
+            raise ValueError(f"min_mask must lie in (0, 0.5) and min_scale in (0, 1]; got {min_mask} and {min_scale}")
         self.num_objects, self.num_channels, self.order = num_objects, num_channels, order
         self.min_scale, self.min_mask = min_scale, min_mask
         self.canvas = Canvas(*canvas, *template, wrap)

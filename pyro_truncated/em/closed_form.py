@@ -12,6 +12,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.states.population import Population
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.representation import Described
 
 Statistics = dict[str, Tensor]
@@ -85,6 +86,7 @@ class ClosedForm(Described, PyroOptim):
     """
 
     def __init__(self, model: Any, *, minibatch: str | None = None, step_size: Callable[[int], float] | None = None) -> None:
+        check_kinds(ClosedForm.__init__, step_size=step_size)
         is_closed_form: bool = isinstance(model, ClosedFormModel)
         if not is_closed_form:
             raise TypeError(

@@ -22,6 +22,9 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.utils.arguments import names_arguments
 
+# Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
+_CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
+
 # 1 - |V_n|^2 of a data point that alone determines its prediction is zero but for rounding.
 _SMALLEST_SHARE = 1e-12
 
@@ -179,3 +182,9 @@ def compress(targets: Tensor) -> Tensor:
         return targets
     triangle: Tensor = torch.linalg.qr(targets.mT, mode="r").R
     return triangle.mT
+
+
+def varying_columns(targets: Tensor) -> Tensor:
+    """Which outputs ``(N, P)`` are not constant, in whatever units: ``(P,)``."""
+    variance = targets.var(0, correction=0)
+    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * targets.square().mean(0))

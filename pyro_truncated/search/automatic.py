@@ -8,7 +8,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.notes import note_once
 
 
@@ -34,6 +34,7 @@ class AutomaticSearch(Search):
     @names_arguments
     def __init__(self, *, generator: torch.Generator | None = None) -> None:
         self.chosen: Search | None = None
+        check_kinds(AutomaticSearch.__init__, generator=generator)
         self.generator = generator
         self._conditional = ConditionalSearch(generator=generator)
 

@@ -14,7 +14,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 
 _REPLACED = 0.4  # share of the candidates that are states with a replaced run
@@ -57,6 +57,7 @@ class ConditionalSearch(Search):
     @names_arguments
     def __init__(self, num_candidates: int | None = None, *, generator: torch.Generator | None = None) -> None:
         self.num_candidates = None if num_candidates is None else check_count("num_candidates", num_candidates, 4)
+        check_kinds(ConditionalSearch.__init__, generator=generator)
         self.generator = generator
 
     def candidates_of(self, num_states: int) -> int:

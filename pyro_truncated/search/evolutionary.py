@@ -13,7 +13,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 
 Selection = Literal["fitparents", "randparents"]
@@ -108,6 +108,7 @@ class EvolutionarySearch(Search):
         self.overlapping = overlapping
         self.flip_probability = flip_probability
         self.target_activity = target_activity
+        check_kinds(EvolutionarySearch.__init__, generator=generator)
         self.generator = generator
 
     def propose(self, batch: SearchBatch) -> Population:

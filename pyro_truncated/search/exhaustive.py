@@ -12,6 +12,7 @@ from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.counts import check_count
 
 _BYTES_PER_STATE = 64  # of packing, scoring and merging
 
@@ -34,7 +35,7 @@ class ExhaustiveSearch(Search):
 
     @names_arguments
     def __init__(self, max_states: int = 2**20) -> None:
-        self.max_states = max_states
+        self.max_states = check_count("max_states", max_states)
 
     def propose(self, batch: SearchBatch) -> Population:
         """All states, ``(N, space.size)``: for small spaces and batches only, :meth:`step` needs no such memory."""

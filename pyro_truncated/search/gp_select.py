@@ -16,7 +16,7 @@ from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
@@ -65,6 +65,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         generator: torch.Generator | None = None,
     ) -> None:
         check_counts(refit_every=refit_every, fit_steps=fit_steps, max_fit=max_fit)
+        check_kinds(RegressionAffinity.__init__, inputs=inputs, generator=generator)
         if isinstance(inputs, Tensor) and inputs.dim() != 2:
             raise ValueError(f"inputs must have shape (N, D), one row per data point of the full data set; got {tuple(inputs.shape)}")
         self.kernel = kernel

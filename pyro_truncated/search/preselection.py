@@ -14,7 +14,7 @@ from pyro_truncated.search.affinities import Affinity, AffinitySearch
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.options import Options, options_of
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -84,6 +84,7 @@ class Preselection(AffinitySearch):
         self.num_selected = num_selected
         self.max_active = max_active
         self.explore = explore
+        check_kinds(Preselection.__init__, merge=merge, generator=generator)
         self.merge = merge
         self.generator = generator
 

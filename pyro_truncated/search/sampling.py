@@ -7,7 +7,7 @@ import torch
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -39,6 +39,7 @@ class SampledSearch(Search):
             raise ValueError(f"prior_share must lie in [0, 1]; got {prior_share}")
         self.num_samples = num_samples
         self.num_prior = round(prior_share * num_samples)
+        check_kinds(SampledSearch.__init__, generator=generator)
         self.generator = generator
 
     def propose(self, batch: SearchBatch) -> Population:

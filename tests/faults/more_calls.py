@@ -25,6 +25,13 @@ def data_kernel() -> Any:
     return gp.PyroKernel(rbf(), uniform(N, 2))
 
 
+def fitted_subset(**arguments: Any) -> Any:
+    """A regression on an inducing subset, fitted."""
+    regression = gp.SubsetGPRegression(**arguments)
+    regression.fit(max_epochs=1, hyper_evaluations=2)
+    return regression
+
+
 # --- Gaussian processes ---
 
 enter(
@@ -55,7 +62,7 @@ enter(
 )
 enter(
     "SubsetGPRegression",
-    lambda **k: gp.SubsetGPRegression(**k).fit(max_epochs=1, hyper_evaluations=2).predict(uniform(3, 2)),
+    lambda **k: fitted_subset(**k).predict(uniform(3, 2)),
     kernel=Fresh(data_kernel),
     targets=uniform(N),
     num_inducing=4,
@@ -66,7 +73,7 @@ enter(
 )
 enter(
     "SubsetGPRegression.fit",
-    lambda **k: gp.SubsetGPRegression(data_kernel(), uniform(N), 4).fit(**k).predict(uniform(3, 2)),
+    lambda **k: gp.SubsetGPRegression(data_kernel(), uniform(N), 4).fit(**k),
     max_seconds=1.0,
     max_epochs=2,
     hyper_evaluations=2,
@@ -75,7 +82,7 @@ enter(
 )
 enter(
     "SubsetGPRegression.predict",
-    lambda **k: gp.SubsetGPRegression(data_kernel(), uniform(N), 4).fit(max_epochs=1, hyper_evaluations=2).predict(**k),
+    lambda **k: fitted_subset(kernel=data_kernel(), targets=uniform(N), num_inducing=4).predict(**k),
     new=uniform(3, 2),
 )
 enter(

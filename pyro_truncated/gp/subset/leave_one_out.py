@@ -14,13 +14,12 @@ from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky
 from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.kernels.evaluation import Covariance, covariance_at
 from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, make_kernel, maximize, parameters_of
-from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress
+from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
 from pyro_truncated.gp.subset.target_pivots import pivots_for
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
-# Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
-_CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
 _PIVOTS, _UNIT = "pivots", "unit"
 
 
@@ -61,6 +60,7 @@ class LeaveOneOutRegression:
         Computation 29 (2017), equation 6; the covariance there must include the noise.
     """
 
+    @names_arguments
     def __init__(
         self,
         inputs: Tensor,
@@ -114,6 +114,7 @@ class LeaveOneOutRegression:
             raise ValueError("inputs must be finite; they hold NaN or infinity")
         return (inputs.double() - self._centre) / self._spread
 
+    @names_arguments
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
         r"""Raises the marginal likelihood of the targets in the kernel's parameters and the noise, by L-BFGS in a box, from where they are.
 
@@ -130,9 +131,9 @@ class LeaveOneOutRegression:
         Returns:
             The objective reached, in nats per target that varies; NaN if none does.
         """
-        self._targets = self._checked(targets)
+        self._targets, steps = self._checked(targets), check_count("steps", steps, 0)
         chosen = slice(None) if rows is None else rows
-        known = self._targets[:, _varies(self._targets[chosen])]
+        known = self._targets[:, varying_columns(self._targets[chosen])]
         if not known.numel():
             return float("nan")
         self.unit = float(known.abs().max())
@@ -152,11 +153,13 @@ class LeaveOneOutRegression:
             self._choose_pivots(known)
         return value - math.log(self.unit)
 
+    @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
         """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
         checked = self._checked(targets) / self.unit
         return self.covariance.log_likelihood(compress(checked), checked.shape[1]) - checked.numel() * math.log(self.unit)
 
+    @names_arguments
     def loo(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Predictions of every data point's targets from those of all others.
 
@@ -170,6 +173,7 @@ class LeaveOneOutRegression:
         means, variances = self.covariance.leave_one_out(self._checked(targets), rows)
         return means, self.unit**2 * variances
 
+    @names_arguments
     def predict(self, new_inputs: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
 
@@ -292,9 +296,3 @@ class LeaveOneOutRegression:
             expected = f"({len(self.inputs)}, P)"
             raise ValueError(f"targets must be finite and of shape {expected}, one row per input; got shape {tuple(targets.shape)}")
         return targets.detach().double()
-
-
-def _varies(targets: Tensor) -> Tensor:
-    """Which outputs ``(N, P)`` are not constant, in whatever units: ``(P,)``."""
-    variance = targets.var(0, correction=0)
-    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * targets.square().mean(0))

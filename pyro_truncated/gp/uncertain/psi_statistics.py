@@ -53,12 +53,6 @@ def psi_statistics(
 
     A kernel is added by registering a function of its type with :data:`closed_form`.
 
-    Example:
-        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
-        >>> psi = psi_statistics(pyro.contrib.gp.kernels.RBF(2), inputs, torch.randn(3, 2))
-        >>> psi.psi1.shape, psi.psi2.shape
-        (torch.Size([5, 3]), torch.Size([3, 3]))
-
     Args:
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels`.
         inputs: distributions of the inputs.
