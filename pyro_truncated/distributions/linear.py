@@ -14,7 +14,7 @@ from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.finite import finite, positive_finite
+from pyro_truncated.utils.finite import finite
 from pyro_truncated.utils.missing import or_missing, without_missing
 
 
@@ -49,9 +49,9 @@ class LinearSuperposition(GaussianSuperposition):
     """
 
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "states": constraints.independent(finite, 1),
+        "states": constraints.real_vector,
         "weight": constraints.independent(finite, 2),
-        "scale": positive_finite,
+        "scale": constraints.positive,
         "bias": constraints.independent(finite, 1),
     }
     support = constraints.independent(or_missing(constraints.real), 1)

@@ -13,7 +13,7 @@ from pyro_truncated.distributions.superposition import Statistics, data_sums, tr
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import finite, positive_finite
+from pyro_truncated.utils.finite import finite
 from pyro_truncated.utils.missing import without_missing
 
 
@@ -56,9 +56,9 @@ class SpikeSlabSuperposition(SlabSuperposition):
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
         "states": constraints.independent(constraints.boolean, 1),
         "weight": constraints.independent(finite, 2),
-        "scale": positive_finite,
+        "scale": constraints.positive,
         "slab_mean": finite,
-        "slab_scale": positive_finite,
+        "slab_scale": constraints.positive,
         "bias": constraints.independent(finite, 1),
     }
     slab_scale: Tensor
