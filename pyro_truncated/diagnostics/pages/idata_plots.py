@@ -16,11 +16,9 @@ from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS
 from pyro_truncated.diagnostics.prediction.cross_validation import cross_validate, loo_pit, observed_name
 from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
 from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names
 
 
-@names_arguments
 def plot_restarts(idata: Any, ax: Axes) -> Axes:
     """Free energy over the steps of training, one curve per restart, the best in colour."""
     curves = get_dataset(idata, "training")["free_energy"].values
@@ -41,7 +39,6 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
     return _tidy(ax)
 
 
-@names_arguments
 def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     """Upper bound on the posterior mass that each population covers, data points in order of it, the worst ones named.
 
@@ -68,7 +65,6 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     return _tidy(ax)
 
 
-@names_arguments
 def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     """Histogram of the number of states that carry each data point's posterior, with the number kept.
 
@@ -90,7 +86,6 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     return _tidy(ax)
 
 
-@names_arguments
 def plot_gap(idata: Any, ax: Axes) -> Axes:
     """What the bound lacks of each data point's log evidence: the estimate with its interval, and the exact gap where it is known.
 
@@ -128,7 +123,6 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
     return _tidy(ax)
 
 
-@names_arguments
 def plot_activations(idata: Any, ax: Axes) -> Axes:
     """Histogram of the expected number of active latents per data point.
 
@@ -145,7 +139,6 @@ def plot_activations(idata: Any, ax: Axes) -> Axes:
     return plots.plot_activations(torch.from_numpy(values.reshape(-1, values.shape[-1])), ax)
 
 
-@names_arguments
 def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     """Activation probabilities of the first data points (rows) and all latents (columns).
 
@@ -167,7 +160,6 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     return ax
 
 
-@names_arguments
 def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
     """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
 
@@ -182,14 +174,12 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
     return _tidy(ax)
 
 
-@names_arguments
 def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
     """Tail indices of PSIS-LOO on the marginal likelihood (``arviz.plot_khat``); above 0.7 a data point is too influential for it."""
     compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
     return _tidy(ax)
 
 
-@names_arguments
 def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Sequence[int] | None = None, level: float = 0.05) -> Axes:
     """Distribution functions of the leave-one-out transforms of each feature, less the uniform's.
 
@@ -223,7 +213,6 @@ def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Seq
     return _tidy(ax)
 
 
-@names_arguments
 def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None, most: int = 30) -> Axes:
     """Intervals of global latents (weights, scales) from their draws (``arviz.plot_forest``).
 
@@ -270,7 +259,6 @@ def _data_dims(idata: Any) -> list[Any]:
     return [dim for name in names for dim in get_dataset(idata, "posterior")[name].dims if dim not in ("chain", "draw")]
 
 
-@names_arguments
 def plot_comparison(table: Any, ax: Axes) -> Axes:
     """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`.
 

@@ -13,7 +13,6 @@ from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
-from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -64,7 +63,6 @@ class Posterior:
         y: the data it was trained on; needed if it is collapsed.
     """
 
-    @names_arguments
     @torch.no_grad()
     def __init__(self, model: SpikeSlabMRD, y: Views | None = None) -> None:
         self.model = model

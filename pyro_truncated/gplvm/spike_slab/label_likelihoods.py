@@ -22,7 +22,6 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations
-from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
 _NODES = 32
@@ -181,7 +180,6 @@ class CategoricalLabels(_CurvatureBound):
 
     noise = 2.0
 
-    @names_arguments
     def __init__(self, num_classes: int) -> None:
         self.num_classes = check_count("num_classes", num_classes, least=2)
 
