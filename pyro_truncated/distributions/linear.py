@@ -58,6 +58,7 @@ class LinearSuperposition(GaussianSuperposition):
 
     bias: Tensor
     _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
+    _seen: tuple[Any, Tensor, bool] | None = None
 
     @names_arguments
     def __init__(
@@ -96,7 +97,7 @@ class LinearSuperposition(GaussianSuperposition):
         num_latents = self.weight.shape[-1]
         logits = self.weight.new_zeros(1) if state_logits is None else state_logits
         logits = logits.double().expand(len(value), num_latents)
-        if bool(value.isnan().any()):
+        if self._has_missing(value):
             error = ops.square_error(words, value.double() - self.bias.double(), self.weight, self._precision())
             prior = ops.pair_energy(words, logits, logits.new_zeros(num_latents, num_latents))
             return (prior - 0.5 * error + self._log_normalizer(value).unsqueeze(-1)).to(dtype)
@@ -153,13 +154,17 @@ class LinearSuperposition(GaussianSuperposition):
         """
         return biased_error(self.weight, self.bias, statistics)
 
+    def _has_missing(self, value: Tensor) -> bool:
+        """Whether entries of a value are missing: on a device, to look waits for it, so that the answer is kept."""
+        key = _identity(value)
+        if key is None or self._seen is None or self._seen[0] != key:
+            self._seen = key, value, bool(value.isnan().any())
+        return self._seen[2]
+
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Coefficients ``(*batch, H)``, ``(H, H)`` and constant ``(*batch)`` of the log density as a quadratic function of the state."""
-        # Another view of the same memory counts as the same value; the cache keeps the memory alive.
-        # Whether an inference tensor has been changed since cannot be told.
-        is_kept = not torch.is_grad_enabled() and not value.is_inference()
-        key = (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
-        if is_kept and self._cached is not None and self._cached[0] == key:
+        key = _identity(value)
+        if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[2]
         weight, precision = self.weight.double(), self._precision()
         centred = value.double() - self.bias.double()
@@ -167,7 +172,7 @@ class LinearSuperposition(GaussianSuperposition):
         linear = product(weight.mT, scaled)
         pairwise = -0.5 * weight.mT @ (precision.unsqueeze(-1) * weight)
         constant = self._log_normalizers().sum(-1) - 0.5 * (scaled * centred).sum(-1)
-        if is_kept:
+        if key is not None:
             self._cached = key, value, (linear, pairwise, constant)
         return linear, pairwise, constant
 
@@ -179,6 +184,16 @@ class LinearSuperposition(GaussianSuperposition):
         residual = torch.where(value.isnan(), 0.0, (value - self.bias) - product(self.weight, states.to(self.weight.dtype)))
         log_prob = self._log_normalizer(value) - 0.5 * (residual.double().square() * self._precision()).sum(-1)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
+
+
+def _identity(value: Tensor) -> tuple[Any, ...] | None:
+    """By which a value is known again without a look at it; ``None`` where what is computed of it is not kept.
+
+    Another view of the same memory counts as the same value, and whoever keeps something keeps the value alive with it.
+    """
+    # Whether an inference tensor has been changed since cannot be told.
+    is_kept = not torch.is_grad_enabled() and not value.is_inference()
+    return (value.data_ptr(), value.shape, value.stride(), value.dtype, value._version) if is_kept else None
 
 
 def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor:

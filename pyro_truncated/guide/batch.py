@@ -10,6 +10,7 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
@@ -101,7 +102,8 @@ class Batch:
                 shown = {name: value[rows] for name, value in observations.items()}
                 keys: dict[str, Any] = {"first_position": store.first_position, "random": random.again()}
                 batch = SearchBatch(known, score, shown, is_new=is_new, **keys)
-                found = search.improve(batch, steps)
+                with ops.together():
+                    found = search.improve(batch, steps)
                 store.keep_(found.log_joint, where, found.words)
         store.revision += 1
         return store.take(self.indices)

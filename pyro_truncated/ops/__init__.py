@@ -1,7 +1,8 @@
 """Operations on packed states: compiled kernels on the CPU, vectorised torch on any other device. They know numbers only."""
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
-from pyro_truncated.ops.backend import use
+from pyro_truncated.ops.backend import is_vectorised, use
+from pyro_truncated.ops.checks import refuse, together
 from pyro_truncated.ops.correlated_slabs import (
     correlated_slab_log_prob,
     correlated_slab_moments,
@@ -42,6 +43,7 @@ __all__ = [
     "flip_random",
     "flip_sparse",
     "initial_states",
+    "is_vectorised",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",
@@ -56,6 +58,7 @@ __all__ = [
     "pack",
     "pair_energy",
     "positions",
+    "refuse",
     "repeated",
     "select_parents",
     "select_top",
@@ -65,6 +68,7 @@ __all__ = [
     "spike_slab_moments_by_dimension",
     "square_error",
     "take",
+    "together",
     "uniform",
     "uniform_integers",
     "unpack",

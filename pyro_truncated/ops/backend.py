@@ -27,8 +27,13 @@ def backend(name: str, tensor: Tensor) -> ModuleType:
         name: name of the module.
         tensor: what is computed with.
     """
-    kind = _chosen.get() if tensor.is_cpu else "vectorised"
+    kind = "vectorised" if is_vectorised(tensor) else "compiled"
     return _loaded.get((kind, name)) or _load(kind, name)
+
+
+def is_vectorised(tensor: Tensor) -> bool:
+    """Whether vectorised kernels compute with a tensor."""
+    return not tensor.is_cpu or _chosen.get() == "vectorised"
 
 
 @contextlib.contextmanager

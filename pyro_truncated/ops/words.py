@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, is_vectorised
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.ops.fields import WORD_BITS
 
 
@@ -46,12 +47,19 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         return
     # States shared by all data points (an expanded tensor) are looked at once.
     rows = words[:1] if words.shape[0] > 1 and words.stride(0) == 0 else words
-    first = backend("values", rows).first_beyond(rows, -1 << used)
-    if first >= 0:
+    beyond = -1 << used
+
+    def complain() -> None:
+        first = backend("values", rows).first_beyond(rows, beyond)
         raise ValueError(
             f"state {first % words.shape[1]} of row {first // words.shape[1]} has bits set beyond the last of its {num_latents} latents; "
             "it belongs to another state space"
         )
+
+    if is_vectorised(rows):
+        refuse((rows[..., -1] & beyond).any(), complain)
+    elif backend("values", rows).first_beyond(rows, beyond) >= 0:
+        complain()
 
 
 def check_rows(words: Tensor, companion: Tensor, name: str) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops import refuse
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Scoring, sum_block
 from pyro_truncated.program.layout import Layout
@@ -134,11 +135,10 @@ class LogJoint(Probe):
         return total.movedim(0, -1)
 
     def _check_finite(self, log_joint: Tensor, words: Tensor) -> None:
-        if not log_joint.numel():
-            return
-        top = log_joint.detach().max()
-        if bool(top < math.inf):
-            return
+        if log_joint.numel():
+            refuse(~(log_joint.detach().max() < math.inf), lambda: self._complain(log_joint, words))
+
+    def _complain(self, log_joint: Tensor, words: Tensor) -> None:
         kind = "NaN" if bool(log_joint.isnan().any()) else "+inf"
         flat = (log_joint.isnan() | (log_joint == math.inf)).reshape(-1, log_joint.shape[-1]).nonzero()[0]
         culprits = ""

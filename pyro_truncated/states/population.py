@@ -79,7 +79,10 @@ class Population:
         """
         log_joint = self.log_joint if temperature == 1.0 else self.log_joint / temperature
         possible = log_joint.amax(-1, keepdim=True) > -math.inf
-        if not bool(possible.all()):
+        if ops.is_vectorised(possible):
+            ops.refuse(log_joint.isnan().any(), self._refuse_unscored)
+            log_joint = log_joint.masked_fill(~possible, 0.0)
+        elif not bool(possible.all()):
             self._refuse_unscored()
             log_joint = log_joint.masked_fill(~possible, 0.0)
         return log_joint.softmax(-1)

@@ -9,6 +9,7 @@ import torch
 
 from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
+from pyro_truncated.ops import together
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
@@ -61,6 +62,7 @@ def _statistics(closed_form: ClosedForm, population: Population, temperature: fl
         rows = rows_per_block(64 * population.num_states)
     total: Statistics = {}
     for block in population.split(rows):
-        part = model.sufficient_statistics(block, *call.args, temperature=temperature, **call.kwargs)
+        with together():
+            part = model.sufficient_statistics(block, *call.args, temperature=temperature, **call.kwargs)
         total = {name: total[name] + value for name, value in part.items()} if total else part
     return total

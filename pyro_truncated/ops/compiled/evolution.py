@@ -240,12 +240,14 @@ def _move(fields, log_stay, num_draws, state, out):
 @parallel_kernel()
 def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off, log_stay_other, num_on, num_other, rows, seed, out):
     """Sparsity-driven flips. ``binary``, ``others`` and ``mutable`` are rows word, shift, cardinality of the latents of that kind."""
-    num_data, num_states, _ = words.shape
+    num_data, num_states, num_words = words.shape
+    # Every child has its own part of the stream, as long as it can need.
+    part = np.uint64(num_on + 2 * num_other + 2 + 32 * num_words) * STEP
     for n in prange(num_data):
-        row = stream(seed, rows[n])
+        row = stream(seed, rows[n]) - part
         for c in range(num_states):
-            row += STEP
-            state = mix(row)
+            row += part
+            state = row
             parent, child = words[n, c], out[n, c]
             child[:] = parent
             active = _count_ones(parent, mask)

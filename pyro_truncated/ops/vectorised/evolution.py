@@ -59,8 +59,8 @@ def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor,
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
     size = flips.num_on + 2 * flips.num_other + 2 + 32 * fields.num_words
     for block in blocks_of_rows(len(words), 64 * words.shape[1] * size):
-        streams = random.numbers(random.stream(seed, rows[block]), words.shape[1])
-        out[block] = _flip_sparse(words[block], fields, flips, random.numbers(streams, size))
+        draws = random.numbers(random.stream(seed, rows)[block], words.shape[1] * size)
+        out[block] = _flip_sparse(words[block], fields, flips, draws.unflatten(1, (-1, size)))
     return out
 
 

@@ -6,6 +6,8 @@ brings in from the sign.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -28,7 +30,13 @@ def mix(x: Tensor) -> Tensor:
 
 def stream(seed: int, rows: Tensor) -> Tensor:
     """First states ``(N,)`` of the streams of data points."""
-    return mix(mix((rows + 1) * STEP) + seed)
+    return mix(_scrambled(rows) + seed)
+
+
+@functools.lru_cache(maxsize=1)
+def _scrambled(rows: Tensor) -> Tensor:
+    # The operators of a search draw for the same data points, one after the other: by the very tensor of their positions.
+    return mix((rows + 1) * STEP)
 
 
 def advanced(streams: Tensor, count: int) -> Tensor:
