@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pyro_truncated import ops
 from pyro_truncated.states import StateSpace
@@ -154,3 +155,30 @@ def test_wrong_shapes_are_refused() -> None:
         ops.spike_slab_log_prob(words, value, weight, precision, mean, deviation, torch.zeros(2, 5))
     with pytest.raises(ValueError, match="weights must have shape"):
         ops.spike_slab_moments(words, torch.zeros(NUM_DATA, 2), value, weight, precision, mean, deviation)
+
+
+class Factors(TorchDispatchMode):
+    """Remembers of what shapes matrices are factorised."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "cholesky" in function.overloadpacket.__name__ and function.overloadpacket.__name__.startswith("linalg"):
+            self.shapes.add(tuple(args[0].shape[-2:]))
+        return function(*args, **(kwargs or {}))
+
+
+def test_plain_torch_factorises_matrices_of_active_latents() -> None:
+    words, _, value, parameters = draw(130)
+    words[0, 1] = 0
+    most = int(StateSpace([2] * 130).unpack(words).sum(-1).max())
+    with ops.use("vectorised"), Factors() as factors:
+        ops.spike_slab_log_prob(words, value, *parameters)
+        ops.spike_slab_moments(words, torch.ones(NUM_DATA, NUM_STATES).double(), value, *parameters)
+    assert factors.shapes == {(most, most)}
+    assert most < 20
+    compiled = ops.spike_slab_log_prob(words, value, *parameters)
+    with ops.use("vectorised"), ops.memory_budget(2**16):
+        torch.testing.assert_close(ops.spike_slab_log_prob(words, value, *parameters), compiled, rtol=1e-12, atol=1e-12)
