@@ -51,16 +51,14 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`.
+    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`, besides ``num_latents`` and ``unit``.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
         True
     """
 
-    num_latents: int
-    unit: Tensor
-
+    # No attributes: of a module's parameters and buffers ``isinstance`` knows nothing from Python 3.12 on.
     def gibbs(
         self,
         y: Tensor,

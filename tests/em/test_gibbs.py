@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 
 import pyro
 import pytest
@@ -12,6 +13,7 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Preselection
+from pyro_truncated.em import GibbsModel
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, SearchBatch, Singletons
 from tests.models.enumeration import generate
@@ -194,3 +196,11 @@ def test_errors_say_what_is_wrong() -> None:
     guide.update_(search, y)
     with pytest.raises(ValueError, match="holds chains of 30 data points, the data have 4"):
         guide.update_(search, y[:4])
+
+
+def test_what_makes_a_model_one_to_sample_is_found_without_asking_it():
+    """As ``isinstance`` looks for it from Python 3.12 on, where what a module makes up in ``__getattr__`` is none of its attributes."""
+    members = {name for name in (*vars(GibbsModel), *vars(GibbsModel).get("__annotations__", {})) if not name.startswith("_")}
+    assert "gibbs" in members
+    for name in members:
+        inspect.getattr_static(MaxSpikeSlabSparseCoding(3, 2), name)
