@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -121,7 +122,13 @@ def write_pages(app: Sphinx) -> None:
             path.write_text(text)
 
 
+def leave_out(app: Sphinx, what: str, name: str, value: Any, is_skipped: bool, options: Any) -> bool | None:
+    """Leaves out what scikit-learn makes for the routing of metadata: its words refer to pages of its own."""
+    return True if re.fullmatch("set_.*_request", name) else None
+
+
 def setup(app: Sphinx) -> dict[str, bool]:
     """The pages are written before Sphinx looks for sources."""
     app.connect("builder-inited", write_pages)
+    app.connect("autodoc-skip-member", leave_out)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
