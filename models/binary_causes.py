@@ -8,8 +8,17 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed import some_rows
+
 PRIOR_FLOOR = 1e-6
+# Where learning starts from is seen in so many data points.
+MOST_ROWS = 20_000
 Model = TypeVar("Model", bound=Any)
+
+
+def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
+    """What a model starts from: all data, or a random part if they are very many; the same for all processes that share them."""
+    return some_rows(y, MOST_ROWS, generator)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:

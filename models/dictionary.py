@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -131,7 +131,12 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
     return weight @ pairs if pairs.dim() == 2 else (pairs @ weight.unsqueeze(-1)).squeeze(-1)
 
 
-def best_claims(weight: Tensor, statistics: dict[str, Tensor], errors_of: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Tensor]:
+def best_claims(
+    weight: Tensor,
+    statistics: dict[str, Tensor],
+    errors_of: Callable[[Tensor, Tensor], Tensor],
+    total: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda parts: parts,
+) -> dict[str, Tensor]:
     r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
     An entry asks for what it has won per win, which minimises the residuals (or other expected losses) if the winners stay the same. As
@@ -142,25 +147,29 @@ def best_claims(weight: Tensor, statistics: dict[str, Tensor], errors_of: Callab
         statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``; and the
             ``magnitude`` of the terms of the errors, if it is not that of the squared data.
         errors_of: the errors ``(K,)`` of some dimensions ``(K,)`` under other rows ``(K, H)`` of the dictionary.
+        total: sums over the data of all processes, by which they choose the same dictionary; default: there is one process.
 
     Returns:
         The statistics, with ``claims``, the wins times the new dictionary, in the place of what is won; and its ``errors``.
     """
-    wins, errors = statistics["wins"], statistics["errors"].clone()
-    allowed = errors + _ROUNDING * statistics.get("magnitude", statistics["squares"])
-    step = torch.where(wins > NEVER_SEEN, statistics["won"] / wins, weight).maximum(_weight_floor(statistics)) - weight
+    parts = {"magnitude": statistics["squares"], **statistics}
+    names = ("wins", "won", "errors", "squares", "observed", "magnitude")
+    sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
+    wins, errors = sums["wins"], statistics["errors"].clone()
+    allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
+    step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(_weight_floor(sums)) - weight
     chosen, left = weight.clone(), torch.arange(len(weight), device=weight.device)
     for _ in range(_MAX_HALVINGS):
         tried = weight[left] + step
         tried_errors = errors_of(tried, left)
-        is_better = tried_errors <= allowed[left]
+        is_better = total([tried_errors])[0] <= allowed[left]
         done = left[is_better]
         chosen[done], errors[done] = tried[is_better], tried_errors[is_better]
         left, step = left[~is_better], 0.5 * step[~is_better]
         if not len(left):
             break
     others = {name: value for name, value in statistics.items() if name != "won"}
-    return {**others, "claims": wins * chosen, "errors": errors}
+    return {**others, "claims": statistics["wins"] * chosen, "errors": errors}
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, or_missing
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 
@@ -119,7 +119,7 @@ class DiscreteSparseCoding(LinearDictionary):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation = self._first_dictionary(y, generator)
+        weight, deviation = self._first_dictionary(first_rows(y, generator), generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = self._first_prior().to(self.prior)

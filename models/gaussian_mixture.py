@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import Component
-from pyro_truncated.models.binary_causes import check_data, perturbed_rows
+from pyro_truncated.models.binary_causes import check_data, first_rows, perturbed_rows
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 _VARIANCE_FLOOR = 1e-6
@@ -101,7 +101,7 @@ class GaussianMixture(UniqueModule):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
-        rows = y.double()
+        rows = first_rows(y, generator).double()
         centred = rows - rows.mean(0)
         self.center = rows.mean(0)
         variance = centred.square().mean()

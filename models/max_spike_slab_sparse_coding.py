@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, names_arguments, takes_arrays
+from pyro_truncated.distributed import sums_of
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
@@ -242,7 +243,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, errors_of), **_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, errors_of, sums_of(y)), **_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population, names_arguments, takes_arrays
+from pyro_truncated.distributed import sums_of
 from pyro_truncated.distributions import MaximumSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
@@ -46,6 +47,7 @@ class MaximalCauses(SparseCoding):
     statistics_depend_on_parameters = True
     # The step is chosen where the data are at hand, for all of a batch at once.
     statistics_are_additive = False
+    statistics_span_processes = True
 
     superposition = MaximumSuperposition
     is_positive = True
@@ -78,7 +80,7 @@ class MaximalCauses(SparseCoding):
             wins = other.wins(population.words, weights, rows[:, dimensions])
             return other.square_error({**wins, "squares": statistics["squares"][dimensions]})
 
-        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, errors_of)
+        claims: dict[str, Tensor] = best_claims(self.weight.double(), statistics, errors_of, sums_of(y))
         return claims
 
     @torch.no_grad()

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows, with_latents
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows, with_latents
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
@@ -126,7 +126,7 @@ class NoisyOr(UniqueModule):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
-        rows = random_rows(y, self.num_latents, generator)
+        rows = random_rows(first_rows(y, generator), self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.models.binary_causes import best_prior
+from pyro_truncated.models.binary_causes import best_prior, first_rows
 from pyro_truncated.models.dictionary import data_scale
 
 _NEVER_SEEN = 1e-8
@@ -153,7 +153,7 @@ class OcclusiveComponents(UniqueModule):
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number; got {scale!r}")
-        rows = self._checked(y).double()
+        rows = first_rows(self._checked(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
         images = rows / unit
         pixels = images.flatten(0, 2)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
-from pyro_truncated.models.binary_causes import check_data, random_rows
+from pyro_truncated.models.binary_causes import check_data, first_rows, random_rows
 from pyro_truncated.models.mixture import NEVER_USED, best_weights
 
 _RATE_FLOOR = 1e-6
@@ -76,8 +76,9 @@ class PoissonMixture(UniqueModule):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.nonnegative_integer)
-        rows = random_rows(y.double(), self.num_components, generator)
-        self.rate = (0.5 * (rows + y.double().mean(0))).clamp(min=_RATE_FLOOR).to(self.rate)
+        counts = first_rows(y, generator).double()
+        rows = random_rows(counts, self.num_components, generator)
+        self.rate = (0.5 * (rows + counts.mean(0))).clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = torch.full_like(self.weights, 1 / self.num_components)
         return self
 

@@ -12,7 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated import check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import or_missing
 from pyro_truncated.models.background import warn_of_background
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows
 from pyro_truncated.models.dictionary import best_scale, first_dictionary
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -77,7 +77,7 @@ class SparseCoding(SuperposedCauses):
             BackgroundWarning: if the dictionary is positive and the data lie on a background.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
-        weight, deviation = self._first_dictionary(y, generator)
+        weight, deviation = self._first_dictionary(first_rows(y, generator), generator)
         self.weight = weight.to(self.weight).contiguous()
         self.scale = deviation.to(self.scale)
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)

@@ -78,7 +78,7 @@ __all__ = [
     "to_arviz",
 ]
 
-_SUBPACKAGES = ("datasets", "diagnostics", "distributions", "gp", "gplvm", "models", "restoration", "sklearn", "testing")
+_SUBPACKAGES = ("datasets", "diagnostics", "distributed", "distributions", "gp", "gplvm", "models", "restoration", "sklearn", "testing")
 # Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here, and
 # Gaussian processes are not needed by those who have none.
 _LATER = {

@@ -200,6 +200,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "AutoTruncated.infer": list_of_guides,
     "BinaryVAE": lambda: {"model": models.BinaryVAE(4, 5), "y": torch.randn(10, 4)},
     "CandidateLatents": trained_decoder,
+    "Batches": lambda: {**training(), "itertools": itertools, "distributed": pyro_truncated.distributed},
     "GatedDecoder": gated,
     "InducingSubset": molecules,
     "MaxSpikeSlabSparseCoding 1": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},

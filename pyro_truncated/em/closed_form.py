@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from pyro.optim import PyroOptim
 from torch import Tensor
 
+from pyro_truncated.distributed import world
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.representation import Described
@@ -64,6 +66,9 @@ class ClosedForm(Described, PyroOptim):
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
+    Where several processes train, each on its shard of the data (see :func:`pyro_truncated.distributed.shard`), each streams the statistics
+    of its own data points, and the M-step takes the sum of all: one message per step, whose size does not depend on the number of data.
+
     The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
 
     Example:
@@ -109,6 +114,7 @@ class ClosedForm(Described, PyroOptim):
         self.visited: Tensor | None = None
         self.num_steps = 0
         self._pending = False
+        self._is_part = False
         self.drive()
 
     @staticmethod
@@ -139,14 +145,25 @@ class ClosedForm(Described, PyroOptim):
         seen = seen.to(population.words.device)
         return Population(population.space, population.words[seen], population.log_joint[seen], population.indices[seen])
 
-    def collect(self, new: Statistics, old: Statistics | None, indices: Tensor | None, num_data: int) -> None:
+    def collect(
+        self,
+        new: Statistics,
+        old: Statistics | None,
+        indices: Tensor | None,
+        num_data: int,
+        *,
+        scale: float | None = None,
+        is_part: bool = False,
+    ) -> None:
         """Takes in the statistics of a batch.
 
         Args:
             new: statistics of the batch.
             old: statistics of the part of it given by :meth:`previous`, as of last time.
             indices: the batch's data points, ``None`` for all.
-            num_data: number of data points in all.
+            num_data: number of data points in all, of this process.
+            scale: number of data points that each one of the batch stands for in online streaming; default: all divided by the batch.
+            is_part: whether other processes collect those of other data points.
 
         Raises:
             RuntimeError: if the statistics of the last step were never used, because another optimiser is driving SVI.
@@ -159,11 +176,11 @@ class ClosedForm(Described, PyroOptim):
             )
         if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
             raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
-        self._pending = True
+        self._pending, self._is_part = True, is_part
         if indices is None:
             self.statistics = dict(new)
         elif self.minibatch == "online":
-            self._blend(new, num_data / len(indices))
+            self._blend(new, num_data / len(indices) if scale is None else scale)
         else:
             self._replace(new, old)
         if self.minibatch == "incremental":
@@ -189,8 +206,8 @@ class ClosedForm(Described, PyroOptim):
             raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
         self._pending = False
         self.num_steps += 1
-        with torch.no_grad():
-            self.model.maximize(self.statistics)
+        with torch.no_grad(), world.failing_together() if self._is_part else nullcontext():
+            self.model.maximize(_summed(self.statistics) if self._is_part else self.statistics)
 
     def release(self) -> None:
         """Gives the model back to gradient training."""
@@ -209,3 +226,9 @@ class ClosedForm(Described, PyroOptim):
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]
         self._pending = False
+
+
+def _summed(statistics: Statistics) -> Statistics:
+    """The sums over all processes."""
+    names = sorted(statistics)
+    return dict(zip(names, world.add([statistics[name] for name in names]), strict=True))

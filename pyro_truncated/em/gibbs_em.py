@@ -11,6 +11,7 @@ from pyro.infer.enum import get_importance_trace
 from pyro.util import warn_if_nan
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import portion_of
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.search.preselection import Preselection
@@ -87,6 +88,9 @@ class GibbsEM(ELBO):
         closed_form = ClosedForm.driving(model)
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
+        portion = portion_of(y)
+        if portion is not None and portion.is_part:
+            raise NotImplementedError("GibbsEM trains in one process; its draws of a shard of the data would not be those of all data")
         indices = self._subsample(y)
         temperature = temperature_at(self.temperature, self.num_steps)
         budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import pyro.poutine as poutine
@@ -11,11 +12,11 @@ from torch import Tensor
 
 from pyro_truncated.guide.averaging import average_over_draws, readable
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.guide.given_states import Init
+from pyro_truncated.guide.file_store import populations_in
+from pyro_truncated.guide.given_states import Init, old_layout
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.siblings import refuse_uncovered
-from pyro_truncated.guide.store import PopulationStore, old_layout
-from pyro_truncated.guide.structure import describe, takes_arguments
+from pyro_truncated.guide.structure import describe, portion_of_plates, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
 from pyro_truncated.program.call import Call
@@ -68,6 +69,7 @@ class AutoTruncated(WholeModelGuide):
             :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly.
+        store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
 
     Attributes:
         populations: where the states of all data points are kept.
@@ -92,10 +94,11 @@ class AutoTruncated(WholeModelGuide):
         vectorize: bool | None = None,
         create_plates: Callable[..., Any] | None = None,
         memory_budget: int = 2**28,
+        store: str | Path | None = None,
     ) -> None:
         options: dict[str, Any] = {"conditional": conditional, "max_count": max_count, "vectorize": vectorize}
         super().__init__(model, create_plates=create_plates, memory_budget=memory_budget, **options)
-        self.populations = PopulationStore(check_count("num_states", num_states))
+        self.populations = populations_in(store, check_count("num_states", num_states))
         self._init = init
         self._last_call: Call | None = None
 
@@ -123,7 +126,7 @@ class AutoTruncated(WholeModelGuide):
         try:
             super()._setup_prototype(*args, **kwargs)
             with ordinary_tensors():
-                self.populations.start_(self.layout, self._init, self._device)
+                self.populations.start_(self.layout, self._init, self._device, portion_of_plates(self.layout, (args, kwargs)))
         except BaseException:
             self._forget_model()
             raise
@@ -284,11 +287,8 @@ class AutoTruncated(WholeModelGuide):
 
     def _given_medians(self, call: Call) -> TruncatedPosterior:
         """Given the medians of other latents; without the model's arguments, that of all data points as they were last scored."""
-        if (
-            self.is_set_up
-            and not (call.args or call.kwargs)
-            and takes_arguments(self.model, otherwise=not bool(self.log_joint.isnan().any()))
-        ):
+        is_called = bool(call.args or call.kwargs) or not self.is_set_up
+        if not is_called and takes_arguments(self.model, otherwise=not bool(self.log_joint.isnan().any())):
             return self.scored()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
@@ -25,7 +27,8 @@ class Batch:
 
     .. math:: \mathcal F = c \sum_{n \in \text{batch}} \log \sum_{s \in K_n} p(s, y_n) + \log p(\text{observed outside of the data plates})
 
-    with the scale :math:`c` that Pyro gives to subsampled plates.
+    with the scale :math:`c` that Pyro gives to subsampled plates. Where other processes hold other data points this is the share of this
+    process, and the free energy is the sum of all: of what is observed outside of the data plates each counts as much.
 
     Attributes:
         populations: where the populations of all data points are kept.
@@ -57,16 +60,42 @@ class Batch:
     @property
     def indices(self) -> Tensor | None:
         """Positions ``(N,)`` of the data points among all, ``None`` for all in order."""
-        return self.scorer.indices
+        return self.populations.words.new_empty(0) if self.is_idle else self.scorer.indices
+
+    @property
+    def scale(self) -> float | Tensor:
+        """What the sum over the data points is scaled by."""
+        batch = current_batch()
+        return self.scorer.scale if batch is None else self.scorer.scale_beyond_plates * (0.0 if batch.is_idle else batch.scale)
+
+    @property
+    def data_per_row(self) -> float:
+        """How many data points each one of the batch stands for."""
+        batch = current_batch()
+        return self.scorer.full_size / self.scorer.num_data if batch is None else batch.scale
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether none of the minibatch's data points belong to this process: there is nothing to score."""
+        batch = current_batch()
+        return batch is not None and batch.is_idle
+
+    def outside(self) -> Tensor:
+        """The share of this process in the log probability of what is observed outside of the data plates."""
+        return self.scorer.outside() / (world.size() if self.populations.is_part else 1)
 
     def population(self) -> Population:
         """The populations as they are stored, with what the model observes of their states put in."""
         stored = self.populations.take(self.indices)
+        if self.is_idle:
+            return stored
         return dataclasses.replace(stored, words=self.scorer.fitted(stored.words))
 
     def rescored(self) -> Population:
         """The populations with their log joints in this run of the model; nothing is stored."""
         population = self.population()
+        if self.is_idle:
+            return population
         blocks = [self.scorer.score(population.words[rows], rows) for rows in self.scorer.row_blocks(population.num_states)]
         return dataclasses.replace(population, log_joint=torch.cat(blocks))
 
@@ -92,21 +121,34 @@ class Batch:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         store, observations = self.populations, self.scorer.observations()
-        random = store.next_search_()
+        store.begin_(self.indices)
+        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states)
+        is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
+        mean_active = self._mean_active() if is_steered else None
+        if self.is_idle:
+            return store.take(self.indices)
         with poutine.block(), memory_budget(self.scorer.memory_budget):
-            for rows in self.scorer.row_blocks(2 * store.num_states):
+            for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
                 words = self.scorer.fitted(store.words[where])
                 score = self.scorer.scorer(rows)
                 known = Population(store.space, words, score(words), self._positions(rows))
                 shown = {name: value[rows] for name, value in observations.items()}
                 keys: dict[str, Any] = {"first_position": store.first_position, "random": random.again()}
-                batch = SearchBatch(known, score, shown, is_new=is_new, **keys)
+                batch = SearchBatch(known, score, shown, is_new=is_new, mean_active=mean_active, **keys)
                 with ops.together():
                     found = search.improve(batch, steps)
                 store.keep_(found.log_joint, where, found.words)
         store.revision += 1
         return store.take(self.indices)
+
+    def _mean_active(self) -> Tensor:
+        """Mean probabilities ``(L,)`` that latents are active, over the data points of all processes in the batch, before the search."""
+        population = self.rescored()
+        sums, number = population.marginals().sum(0), torch.tensor(float(len(population)))
+        if self.populations.is_part:
+            sums, number = world.add([sums, number])
+        return sums / number
 
     def _positions(self, rows: slice) -> Tensor | None:
         """Positions in the full data set of a slice of the batch, ``None`` for all in order."""
@@ -119,9 +161,11 @@ class Batch:
 
     def free_energy(self) -> Tensor:
         """The scaled free energy, differentiable in whatever the model is."""
+        if self.is_idle:
+            return self.outside()
         words = self.population().words
         blocks = [self.scorer.score(words[rows], rows).double().logsumexp(-1).sum() for rows in self.scorer.row_blocks(words.shape[1])]
-        return self.scorer.scale * torch.stack(blocks).sum() + self.scorer.outside()
+        return self.scale * torch.stack(blocks).sum() + self.outside()
 
     def mean_free_energy(self, particles: int) -> Tensor:
         """The free energy, averaged over draws of the latents that no guide covers where there are any."""
@@ -147,6 +191,9 @@ class Batch:
             particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
         """
         number = self._num_draws(particles)
+        if self.is_idle:
+            _accumulate(-self.outside())
+            return -float(self.outside())
         # With a conditional, the draws that score the states must be the ones that are differentiated.
         step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
         with torch.enable_grad():
@@ -160,21 +207,21 @@ class Batch:
         complete = all(states == slice(None) for _, states in blocks)
         with torch.no_grad():
             known = [] if complete else [self.rescored().log_joint]
-        outside = scorer.outside()
+        outside = self.outside()
         _accumulate(-outside / particles)
         for rows, states in blocks:
             scores = scorer.score(words[rows, states], rows)
             if complete:
                 known.append(scores.detach())
-            weights = ((known[-1] / temperature).softmax(-1) * (scorer.scale / particles))[:, states]
+            weights = ((known[-1] / temperature).softmax(-1) * (self.scale / particles))[:, states]
             # States of probability zero have weight zero but an infinite score.
             _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
         return self._loss_(torch.cat(known), words, outside)
 
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
         words = self.population().words
-        scores, outside = self.scorer.score(words), self.scorer.outside()
-        objective = temperature * (scores / temperature).logsumexp(-1).sum() * self.scorer.scale + outside
+        scores, outside = self.scorer.score(words), self.outside()
+        objective = temperature * (scores / temperature).logsumexp(-1).sum() * self.scale + outside
         _accumulate(-objective / particles)
         return self._loss_(scores.detach(), words, outside)
 
@@ -182,7 +229,7 @@ class Batch:
         """Stores fresh log joints, and returns minus the free energy that they make."""
         with torch.no_grad():
             population = self.populations.store_(log_joint, self.indices, words if self.scorer.observed else None)
-            return -float(self.scorer.scale * population.free_energy().sum() + outside)
+            return -float(self.scale * population.free_energy().sum() + outside)
 
 
 def _accumulate(loss: Tensor) -> None:

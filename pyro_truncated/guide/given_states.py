@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,3 +82,13 @@ def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
             "A repeated state would be counted twice and the bound could exceed the evidence."
         )
     return words
+
+
+def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
+    """What to do with the state of a guide whose populations were buffers of its own; ``None`` for any other."""
+    if f"{prefix}words" not in state_dict:
+        return None
+    return (
+        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
+        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
+    )

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import Portion
 from pyro_truncated.guide.given_states import Init, flaw, given_population
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -35,6 +37,7 @@ class PopulationStore(torch.nn.Module):
         cardinalities: number of values of each latent, by which populations are recognised when they are loaded.
         num_states: states per data point, ``S``; once there are populations not more than there are in the space.
         revision: counts the changes of the populations and their log joints.
+        portion: which of all data points these are; all, unless the model was first called with a shard of them.
         seen: what was observed of the data points that the populations belong to.
         seed: of all random numbers that the populations come from, beside those of searches with generators of their own; drawn from
             torch's generator when the guide first meets its model, ``None`` before.
@@ -53,6 +56,7 @@ class PopulationStore(torch.nn.Module):
         super().__init__()
         self.num_states = num_states
         self.revision = 0
+        self.portion: Portion | None = None
         self.seed: int | None = None
         self.num_searches = 0
         self.first_position = 0
@@ -82,16 +86,25 @@ class PopulationStore(torch.nn.Module):
     # --- populations that begin: created, or loaded ---
 
     @property
+    def is_part(self) -> bool:
+        """Whether other processes hold the populations of other data points."""
+        return self.portion is not None and self.portion.is_part
+
+    @property
     def is_filled(self) -> bool:
         """Whether there are populations."""
         return "words" in self._buffers
 
-    def start_(self, layout: Layout, init: Init, device: torch.device) -> None:
+    def start_(self, layout: Layout, init: Init, device: torch.device, portion: Portion | None = None) -> None:
         """Creates populations for the sites of a model, or checks that those which have been loaded are of these.
 
         Raises:
             ValueError: if initial states are misshapen or repeat, or the populations that were loaded are of another space.
         """
+        if portion is not None:
+            self.portion, self.first_position = portion, portion.first
+        if self.is_part:
+            self.seed = world.agree(self.seed)
         if not self.is_filled:
             self._create(layout, init, device)
         problem = self._problem(self.words, self.cardinalities, layout.space)
@@ -101,19 +114,34 @@ class PopulationStore(torch.nn.Module):
 
     def _create(self, layout: Layout, init: Init, device: torch.device) -> None:
         size = min(self.num_states, layout.space.size)
-        if init is None:
-            rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
-            words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
-        else:
-            words = given_population(layout, init() if callable(init) else init, size).to(device)
+        words, log_joint = self.first_states(layout, init, size, device)
         if size < self.num_states:
             states = "the only state" if size == 1 else f"all {size} joint states"
             note_once(f"AutoTruncated keeps {states} of {list(layout.sites)} (fewer than num_states={self.num_states}): inference is exact")
             self.num_states = size
         self.register_buffer("words", words)
-        # NaN marks populations that have never been scored.
-        self.register_buffer("log_joint", torch.full(words.shape[:2], math.nan, device=device))
+        self.register_buffer("log_joint", log_joint)
         self.register_buffer("cardinalities", torch.tensor(layout.space.cardinalities, device=device))
+
+    def first_states(self, layout: Layout, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """States to begin with, ``(N, S, num_words)``, and log joints ``(N, S)``, of which NaN says that they have never been scored."""
+        if init is None:
+            rows = torch.arange(self.first_position, self.first_position + layout.num_data, device="cpu")
+            words = initial_population(layout.space, layout.num_data, size, self.stream(0), device, rows=rows)
+        else:
+            words = given_population(layout, init() if callable(init) else init, size).to(device)
+        return words, torch.full(words.shape[:2], math.nan, device=device)
+
+    def begin_(self, indices: Tensor | None = None) -> None:
+        """Lets the populations of all or the given data points begin; in memory, all have."""
+
+    def room(self, name: str, like: Tensor) -> Tensor:
+        """Room for a buffer of that name, like what is loaded into it."""
+        return torch.empty_like(like)
+
+    def change_type_(self, dtype: torch.dtype) -> None:
+        """Keeps the log joints in another type from now on."""
+        self.log_joint = self.log_joint.to(dtype)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -139,7 +167,8 @@ class PopulationStore(torch.nn.Module):
         for name, value in saved.items():
             held = self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
-                self.register_buffer(name, torch.empty_like(value, device=None if held is None else held.device))
+                value = value if held is None else value.to(held.device)
+                self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.room(name, value))
         super()._load_from_state_dict(state_dict, prefix, *args)
         if saved["words"] is not None:
             self.num_states = saved["words"].shape[1]
@@ -215,6 +244,7 @@ class PopulationStore(torch.nn.Module):
 
     def take(self, indices: Tensor | None = None) -> Population:
         """The stored populations of data points whose positions are known to be right."""
+        self.begin_(indices)
         if indices is None:
             return Population(self.space, self.words, self.log_joint)
         return Population(self.space, self.words[indices], self.log_joint[indices], indices)
@@ -245,7 +275,7 @@ class PopulationStore(torch.nn.Module):
             )
         if self.log_joint.dtype != log_joint.dtype:
             with ordinary_tensors():
-                self.log_joint = self.log_joint.to(log_joint.dtype)
+                self.change_type_(log_joint.dtype)
         self.log_joint[where] = log_joint
         if words is not None:
             self.words[where] = words
@@ -266,13 +296,3 @@ class PopulationStore(torch.nn.Module):
         population = self.store_(averaged.log_joint, averaged.indices)
         self._averages = self.revision, known
         return population
-
-
-def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
-    """What to do with the state of a guide whose populations were buffers of its own; ``None`` for any other."""
-    if f"{prefix}words" not in state_dict:
-        return None
-    return (
-        f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
-        f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
-    )

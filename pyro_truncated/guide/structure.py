@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
 
+from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.inspection import dependents, refuse_hidden_latents
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import sample_nodes
+from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 from pyro_truncated.utils.representation import power_of_ten
@@ -58,6 +61,34 @@ def without_states(trace: Any, layout: Layout) -> torch.device:
         nodes[name]["value"] = nodes[name]["value"].new_zeros(()).expand(nodes[name]["value"].shape)
     device: torch.device = nodes[next(iter(layout.sites))]["value"].device
     return device
+
+
+@contextmanager
+def seen_in_minibatch(guide: Any) -> Iterator[None]:
+    """Lets Pyro set a guide up from the minibatch that the program is in, if it is in one: handlers outside would not be seen."""
+    model = guide._model
+    guide._model = (in_minibatch(model[0]),)
+    try:
+        yield
+    finally:
+        guide._model = model
+
+
+def portion_of_plates(layout: Layout, arguments: Any) -> Portion | None:
+    """Which data points a model called with these arguments has, if there are shards among them: those of its left-most data plate.
+
+    Raises:
+        NotImplementedError: if the shard is one of several, but its rows are not the members of that plate.
+    """
+    portion = portion_of(arguments)
+    if portion is None or not portion.is_part:
+        return portion
+    if not layout.full_sizes or layout.full_sizes[0] != portion.size:
+        raise NotImplementedError(
+            f"the rows of a shard must be the data points of the model's (left-most) data plate; the shard has {portion.size} rows, the "
+            f"plates {list(layout.plates)} have the sizes {list(layout.full_sizes)}"
+        )
+    return portion.times(layout.num_data // portion.size)
 
 
 def are_all_observed(call: Call, layout: Layout) -> bool:

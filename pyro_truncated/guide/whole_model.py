@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size, subsamples_of
 from pyro_truncated.guide.siblings import Siblings, refuse_subsampled_latents, share_plates
-from pyro_truncated.guide.structure import are_all_observed, find_layout, first_run, frames_of, without_states
+from pyro_truncated.guide.structure import are_all_observed, find_layout, first_run, frames_of, seen_in_minibatch, without_states
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional, Scoring
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -143,7 +143,8 @@ class WholeModelGuide(AutoGuide):
             # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
             with torch.no_grad():
                 try:
-                    super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
+                    with seen_in_minibatch(self):
+                        super()._setup_prototype(*args, **kwargs)  # type: ignore[no-untyped-call]
                 except NotImplementedError:
                     # Sequential plates are no trouble to us: their sites are parts of a joint state.
                     self._prototype_frames = frames_of(trace)

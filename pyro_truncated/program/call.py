@@ -8,7 +8,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 
-from pyro_truncated.program.subsampling import SparseSubsamples
+from pyro_truncated.program.subsampling import SparseSubsamples, in_minibatch
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import Assign, isolated
 
@@ -37,7 +37,7 @@ class Call:
 
     def trace(self) -> poutine.Trace:
         """A trace of the program, which the handlers around see as well."""
-        return poutine.trace(self.model).get_trace(*self.args, **self.kwargs)
+        return poutine.trace(in_minibatch(self.model)).get_trace(*self.args, **self.kwargs)
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A trace with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""

@@ -21,6 +21,7 @@ from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.budget import blocks_of_rows
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 
@@ -81,10 +82,15 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
     Raises:
         ValueError: naming the first impossible value and its data point.
     """
-    possible = support.check(y) & ~y.isinf()
-    rows = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
-    if not len(rows):
-        return
+    for rows in blocks_of_rows(len(y), 16 * y[:1].numel()):
+        possible = support.check(y[rows]) & ~y[rows].isinf()
+        impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
+        if len(impossible):
+            _refuse(model, y, impossible + rows.start)
+
+
+def _refuse(model: Module, y: Tensor, rows: Tensor) -> None:
+    """Refuses a data point in the words of training."""
     # The model is run only now: one that has been run can become part of no other.
     with torch.no_grad(), spare_random_numbers(), poutine.block(), pyro.get_param_store().scope():
         call = Call(model, (y, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,19 +10,42 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
+from pyro_truncated.distributed.batches import current_batch
+
 _SPARSE = 32
 _LARGE = 2**14
 
 
 class SparseSubsamples(Messenger):
-    """Effect handler that draws small subsamples of large plates without shuffling all positions, as Pyro's plates do."""
+    """Effect handler that draws small subsamples of large plates without shuffling all positions, as Pyro's plates do.
+
+    In a minibatch (:class:`~pyro_truncated.distributed.Batches`) the first plate of as many members as there are data takes its rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._data_plate: str | None = None
 
     def _pyro_sample(self, msg: Any) -> None:
         if not site_is_subsample(msg) or msg["value"] is not None:
             return
-        fn = msg["fn"]
-        if fn.subsample_size is not None and fn.size >= max(_LARGE, _SPARSE * fn.subsample_size):
+        fn, batch = msg["fn"], current_batch()
+        if batch is not None and fn.size == batch.num_rows and self._data_plate in (None, msg["name"]):
+            self._data_plate = msg["name"]
+            if fn.subsample_size is not None:
+                raise ValueError(
+                    f"plate '{msg['name']}' is told a subsample_size of {fn.subsample_size} within a minibatch of distributed.Batches, "
+                    "which says itself what rows it has: call the model without"
+                )
+            msg["value"] = batch.rows.to(fn.device)
+        elif fn.subsample_size is not None and fn.size >= max(_LARGE, _SPARSE * fn.subsample_size):
             msg["value"] = random_subset(fn.size, fn.subsample_size, fn.device)
+
+
+def in_minibatch(program: Callable[..., Any]) -> Callable[..., Any]:
+    """The program, which takes the rows of a minibatch if it is run in one, whatever hides its sites from the handlers around."""
+    found: Callable[..., Any] = program if current_batch() is None else SparseSubsamples()(program)
+    return found
 
 
 def random_subset(size: int, number: int, device: torch.device | str | None = None) -> Tensor:

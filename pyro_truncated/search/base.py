@@ -39,6 +39,8 @@ class SearchBatch:
         first_position: position of the first data point among all data, where those of other processes come before it.
         random: the seeds of this search; they go with :attr:`positions`, so that what is drawn for a data point does not depend on which
             others are in the batch. Without it, seeds come from the search's own generator or torch's global one.
+        mean_active: mean probability that a latent is active, ``(L,)``, over all data points that are searched at a time, those in other
+            blocks and processes too, for searches that take it.
     """
 
     population: Population
@@ -48,6 +50,7 @@ class SearchBatch:
     is_new: bool = False
     first_position: int = 0
     random: ops.Stream | None = None
+    mean_active: Tensor | None = None
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -62,6 +65,10 @@ class SearchBatch:
     def source(self, generator: torch.Generator | None) -> ops.Source:
         """Where a search that may have a generator of its own takes its seeds from."""
         return generator if self.random is None else self.random.branch(generator)
+
+    def activity(self) -> Tensor:
+        """Mean probability that a latent is active, ``(L,)``: :attr:`mean_active`, by default that of this batch."""
+        return self.population.marginals().mean(0) if self.mean_active is None else self.mean_active
 
     @property
     def space(self) -> StateSpace:
@@ -109,6 +116,11 @@ class Search(Described, Stateful, abc.ABC):
         >>> model = BinarySparseCoding(16, 8).initialize(y)
         >>> guide = AutoTruncated(model, num_states=16).infer(y, Neighbours() + EvolutionarySearch(4, 3), steps=2)
     """
+
+    @property
+    def takes_activity(self) -> bool:
+        """Whether the search asks for :meth:`SearchBatch.activity`."""
+        return False
 
     @abc.abstractmethod
     def propose(self, batch: SearchBatch) -> Population:
@@ -165,6 +177,11 @@ class CombinedSearch(Search):
                     f"{type(search).__name__}(merge=False) replaces populations and cannot be added to other searches; use merge=True"
                 )
         self.searches = searches
+
+    @property
+    def takes_activity(self) -> bool:
+        """Whether one of the searches does."""
+        return any(search.takes_activity for search in self.searches)
 
     def propose(self, batch: SearchBatch) -> Population:
         """All proposals side by side."""

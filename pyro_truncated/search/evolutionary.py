@@ -35,7 +35,8 @@ class EvolutionarySearch(Search):
     ``"sparseflips"``     flips that pull the children's activity towards a target, see :func:`~pyro_truncated.ops.flip_sparse`
     ====================  ==========================================================================================
 
-    Nothing but the default target activity depends on how the data are split into batches.
+    Nothing but the default target activity depends on how the data are split into batches; nothing at all on how these are split into
+    blocks or shared out to processes.
 
     ``EvolutionarySearch()``, in which nothing is named but perhaps a generator, is no algorithm of the paper's: it is the
     :class:`AutomaticSearch`, which scales with the populations and copes with broad posteriors of categorical latents. As soon as one
@@ -111,11 +112,16 @@ class EvolutionarySearch(Search):
         check_kinds(EvolutionarySearch.__init__, generator=generator)
         self.generator = generator
 
+    @property
+    def takes_activity(self) -> bool:
+        """Whether flips are driven by the sparsity that has been learned."""
+        return self.mutation == "sparseflips" and self.target_activity is None
+
     def propose(self, batch: SearchBatch) -> Population:
         """The children of all generations."""
         if self._automatic is not None:
             return self._automatic.propose(batch)
-        target = self._target(batch.population) if self.mutation == "sparseflips" else math.nan
+        target = self._target(batch) if self.mutation == "sparseflips" else math.nan
         pool, draws = batch.population, batch.draws(self.generator)
         generations: list[Population] = []
         for _ in range(self.generations):
@@ -135,9 +141,9 @@ class EvolutionarySearch(Search):
     def __repr__(self) -> str:
         return super().__repr__() if self._automatic is None else f"EvolutionarySearch({self._automatic.chosen or ''})"
 
-    def _target(self, population: Population) -> float:
+    def _target(self, batch: SearchBatch) -> float:
         """Mean number of active binary latents; latents of more values have no activity to steer."""
-        binary = population.space.cardinality == 2
+        binary = batch.space.cardinality == 2
         if self.target_activity is not None:
             if self.target_activity > int(binary.sum()):
                 raise ValueError(
@@ -145,7 +151,7 @@ class EvolutionarySearch(Search):
                     f"that are active; got {self.target_activity}"
                 )
             return self.target_activity
-        return float(population.marginals()[:, binary.to(population.words.device)].sum(-1).mean())
+        return float(batch.activity()[binary.to(batch.population.words.device)].sum())
 
     def _breed(self, pool: Population, target: float, draws: dict[str, Any], known_distinct: bool) -> Tensor:
         """One generation of children ``(N, C, num_words)``."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import drawn_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
@@ -35,6 +36,7 @@ def best_start(
 
     EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
     on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
+    Processes that share the data draw the same part, and do the same with it.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data
@@ -72,9 +74,7 @@ def best_start(
     is_sampled: bool = isinstance(model, GibbsModel)
     if is_sampled and not isinstance(search, Preselection):
         raise TypeError(f"a model with a Gibbs sampler needs a search that selects latents, such as GPSelect(5); got {search!r}")
-    y = as_tensors(y)
-    device = None if generator is None else generator.device
-    part = y[torch.randperm(len(y), generator=generator, device=device)[:num_data].to(y.device)]
+    part = drawn_rows(as_tensors(y), num_data, generator)
     settings = Settings(search, num_states)
     reached: list[float] = []
     with undriven(model):

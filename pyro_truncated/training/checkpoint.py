@@ -62,13 +62,22 @@ def save_checkpoint(
     Raises:
         OSError: if the file cannot be written, with its path and the cause; the last one is as it was.
     """
-    content = {
+    write_checkpoint(path, content_of(svi, history=history, settings=settings, run=run))
+
+
+def content_of(svi: SVI, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str] | None) -> dict[str, Any]:
+    """What :func:`save_checkpoint` writes."""
+    return {
         "format": f"{_FORMAT} {LAYOUT}",
         "run": dict(describe_run(svi) if run is None else run),
         "settings": dict(settings or {}),
         "history": history,
         **state_of(svi),
     }
+
+
+def write_checkpoint(path: str | Path, content: dict[str, Any]) -> None:
+    """Writes what :func:`content_of` has returned; see :func:`save_checkpoint`."""
     checkpoint_file.write(Path(path), content)
 
 
@@ -125,7 +134,8 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
             f"layout {LAYOUT}, in which modules and buffers have other names. Finish the run with the version that began it, or remove the "
             "file to start over"
         )
-    if content.keys() != _PARTS:
+    # Of runs of several processes it also says where the rows of data points are.
+    if content.keys() - {"rows"} != _PARTS:
         raise ValueError(f"{path} is not a checkpoint written by save_checkpoint: it holds {sorted(content)}, not {sorted(_PARTS)}")
     return {**content, **{key: absolute_names(content[key], svi.model, svi.guide) for key in ("params", "optim")}}
 

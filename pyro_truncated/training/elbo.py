@@ -24,6 +24,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
 from pyro_truncated.training.em_step import EMStep
+from pyro_truncated.training.together import averaged_by_others, start_alike, total, watched
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_counts
@@ -43,6 +44,11 @@ class Truncated_ELBO(Described, ELBO):
     other parts (continuous latents beside the discrete ones), the search scores states given draws of these, and loss and gradient are
     those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws; for models that do not take many states at once (see
     ``vectorize`` of the guide) they are computed from these draws directly, which have to be reparametrised.
+
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`): losses are then those of all data, on every
+    process, and every process must ask for them. Gradients are those of a process's own data, which
+    :class:`~pyro_truncated.distributed.AllReduced` adds up; those of the module ``elbo(model, guide)`` are as many times larger as there
+    are processes, because ``DistributedDataParallel``, which takes their mean, then has the gradient of the whole loss.
 
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
@@ -103,8 +109,8 @@ class Truncated_ELBO(Described, ELBO):
         """Minus the free energy of the populations as they are; nothing changes."""
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError), torch.no_grad(), poutine.block():
-                return _checked(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles)))
+            with suppress(AllObservedError), torch.no_grad(), poutine.block(), watched(guide, (args, kwargs)):
+                return total(guide, _checked(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles))))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
         with pyros_own():
@@ -117,11 +123,11 @@ class Truncated_ELBO(Described, ELBO):
         """
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
-            with suppress(AllObservedError):
+            with suppress(AllObservedError), watched(guide, (args, kwargs)):
                 batch = self._searched(call, guide) if torch.is_grad_enabled() else guide.batch_of(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
-                return loss
+                return averaged_by_others(guide, loss)
             with pyros_own():
                 return self._others.stock_differentiable_loss(call, guide)
         with pyros_own(), self._searching(call, guide) if torch.is_grad_enabled() else nullcontext():
@@ -130,13 +136,17 @@ class Truncated_ELBO(Described, ELBO):
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
         call = Call(model, args, kwargs)
-        closed_form = ClosedForm.driving(model)
+        with watched(guide, (args, kwargs)):
+            return self._loss_and_grads(call, guide)
+
+    def _loss_and_grads(self, call: Call, guide: Any) -> float:
+        closed_form = ClosedForm.driving(call.model)
         if closed_form is not None:
-            return _checked(self._closed_form_step(closed_form, call, guide))
+            return total(guide, _checked(self._closed_form_step(closed_form, call, guide)))
         if _stands_alone(call, guide):
             temperature = self._temperature()
             with suppress(AllObservedError):
-                return _checked(self._searched(call, guide).backward_(temperature, self.num_particles))
+                return total(guide, _checked(self._searched(call, guide).backward_(temperature, self.num_particles)))
             with pyros_own():
                 return self._others.stock_loss_and_grads(call, guide)
         with pyros_own(), self._searching(call, guide):
@@ -183,6 +193,7 @@ class Truncated_ELBO(Described, ELBO):
         """Before a guide is trained for the first time, and once it has been set up."""
         if self._known_guide is not guide:
             refuse_shadowed(call.model, guide, training=True)
+            start_alike(call, guide, self)
             self._known_guide = guide
 
     def _temperature(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pyro.poutine as poutine
 import torch
@@ -35,9 +36,12 @@ class EMStep:
             is_annealed: whether the temperature changes from step to step.
 
         Raises:
+            NotImplementedError: if data are shared out that the model needs together.
             ValueError: if statistics would have to be taken out of the sums at another temperature than they went in with.
         """
         call, store, scorer = batch.scorer.call, batch.populations, batch.scorer
+        if store.is_part:
+            _refuse_local_steps(closed_form.model)
         with poutine.block(), memory_budget(scorer.memory_budget):
             if self._revision is not None and self._revision != store.revision and closed_form.visited is not None:
                 # Somebody else scored or searched: what will be subtracted must be what is in the sums.
@@ -50,8 +54,16 @@ class EMStep:
             population = improve(batch)
             self._revision = store.revision
             new = _statistics(closed_form, population, temperature, call)
-            closed_form.collect(new, old, batch.indices, scorer.full_size)
-            return -float(scorer.scale * population.free_energy().sum() + scorer.outside())
+            closed_form.collect(new, old, batch.indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            return -float(batch.scale * population.free_energy().sum() + batch.outside())
+
+
+def _refuse_local_steps(model: Any) -> None:
+    """Refuses models that choose a step by the data at hand, where these are a part of all, unless they ask the other processes."""
+    if not getattr(model, "statistics_are_additive", True) and not getattr(model, "statistics_span_processes", False):
+        raise NotImplementedError(
+            f"{type(model).__name__} chooses its M-step where the data are at hand, and these are spread over processes: train it in one"
+        )
 
 
 def _statistics(closed_form: ClosedForm, population: Population, temperature: float, call: Call) -> Statistics:

@@ -15,6 +15,9 @@ from pyro.infer.autoguide import AutoGuide, AutoGuideList
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from pyro_truncated.distributed.fingerprint import fingerprint
+from pyro_truncated.distributed.shards import Shard
+
 # Arguments of constructors that do not say what a run computes, or that are described elsewhere.
 _LEFT_OUT = {"self", "name", "model", "guide", "search", "init", "generator", "memory_budget", "max_plate_nesting"}
 _DEPTH = 6
@@ -88,6 +91,8 @@ def _arguments_of(kind: type) -> Collection[str]:
 
 
 def _describe_argument(value: Any) -> str:
+    if isinstance(value, Shard):
+        return f"{str(value.dtype).removeprefix('torch.')}{(value.portion.total, *value.shape[1:])} with hash {fingerprint(value):016x}"
     leaves, structure = tree_flatten(value)
     arrays = [_as_tensor(leaf) for leaf in leaves]
     is_leaf = structure.is_leaf()

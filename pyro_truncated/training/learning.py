@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import drawn_rows, own_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
@@ -111,7 +112,8 @@ def learn(
     if not tolerance >= 0.0 or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
-    part = y if len(y) <= _SHORT_DATA else y[_permutation(len(y), generator)[:_SHORT_DATA].to(y.device)]
+    is_all = total_rows(y) <= _SHORT_DATA
+    part = some_rows(y, _SHORT_DATA) if is_all else drawn_rows(y, _SHORT_DATA, generator)
     settings = Settings(search, num_states, lr)
     reached: list[float] = []
     best = Start(-math.inf, {}, None)
@@ -127,8 +129,8 @@ def learn(
         put_back(model, part, best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
         run = Run(model, y, settings)
-        if best.states is not None and part is y:
-            offer(run, y, best.states)
+        if best.states is not None and is_all:
+            offer(run, y, own_rows(best.states, y))
         for _ in range(steps):
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
@@ -155,7 +157,3 @@ def _warn(reached: Sequence[float]) -> None:
         DisagreeingStartsWarning,
         stacklevel=3,
     )
-
-
-def _permutation(number: int, generator: torch.Generator | None) -> Tensor:
-    return torch.randperm(number, generator=generator, device=None if generator is None else generator.device)

@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 from pyro.infer import SVI
 
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.batches import Batches
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
@@ -24,6 +26,8 @@ from pyro_truncated.training.checkpoint import (
 from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.training.refusals import refuse_other_runs
+from pyro_truncated.training.shared_checkpoint import for_this_process, save_shared
+from pyro_truncated.training.together import is_shared_run, watched
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -86,6 +90,7 @@ def fit(
     checkpoint_seconds: float = 30.0,
     settings: Mapping[str, Any] | None = None,
     may_differ: Collection[str] = (),
+    batches: Batches | None = None,
     **kwargs: Any,
 ) -> Training:
     r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
@@ -101,6 +106,11 @@ def fit(
     optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``, callbacks and what else only this
     function sees may change. A destination that cannot be written to is refused before the first step; a checkpoint that cannot be
     written later (a full disk) is a :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried again.
+
+    Where several processes train on shards of the data (:func:`pyro_truncated.distributed.shard`), all of them call this function. The
+    first one decides when the run ends and when it is saved, and shows the bar; callbacks run on all of them, and what they return counts
+    on the first. An error of one of them ends all, with an error that names it. The checkpoint is then a small file with a folder
+    ``<name>.rows`` beside it, and any other number of processes, one too, can go on from it (and from that of one process).
 
     Example::
 
@@ -121,6 +131,7 @@ def fit(
         settings: what else must agree for a run to be continued.
         may_differ: parts that may be others than those of the run that is continued, see
             :func:`~pyro_truncated.training.checkpoint.load_checkpoint`.
+        batches: minibatches that the steps take one after the other, see :class:`pyro_truncated.distributed.Batches`.
         **kwargs: the model's keyword arguments.
 
     Returns:
@@ -132,6 +143,7 @@ def fit(
             what differs), or a callback does not return the same names at every step.
         OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
         RuntimeError: if another run is writing checkpoints there.
+        OtherProcessError: if another process of the run has failed.
     """
     if not isinstance(svi, SVI):
         raise TypeError(f"svi must be a pyro.infer.SVI; got {type(svi).__name__}")
@@ -143,16 +155,18 @@ def fit(
     if not isinstance(callbacks, Sequence) or not all(map(callable, callbacks)):
         raise TypeError(f"callbacks must be a sequence of functions of the training; got {callbacks!r}")
     _check_seconds(checkpoint_seconds)
-    training = Training(svi)
-    if checkpoint is None:
-        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance)
-        return training
-    path = Path(checkpoint)
-    run = describe_run(svi) | describe_arguments(args, kwargs)
-    with claimed(path):
-        if path.exists():
-            _resume(training, path, settings, run, may_differ, args, kwargs)
-        _run(training, args, kwargs, steps, callbacks, progress, patience, tolerance, _Saving(path, checkpoint_seconds, settings, run))
+    training, work = Training(svi), _Work(args, kwargs, batches)
+    with watched(getattr(svi, "guide", None), (args, kwargs)):
+        if checkpoint is None:
+            _run(training, work, steps, callbacks, progress, patience, tolerance)
+            return training
+        path, is_shared = Path(checkpoint), is_shared_run(svi.guide, (args, kwargs))
+        run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
+        with claimed(path) if not is_shared or world.rank() == 0 else contextlib.nullcontext():
+            if world.agree(path.exists()) if is_shared else path.exists():
+                _resume(training, path, settings, run, may_differ, args, kwargs)
+            saving = _Saving(path, checkpoint_seconds, settings, run, is_shared)
+            _run(training, work, steps, callbacks, progress, patience, tolerance, saving)
     return training
 
 
@@ -163,10 +177,24 @@ def _check_seconds(seconds: Any) -> None:
         raise ValueError(f"checkpoint_seconds must be a number of at least 0; got {seconds}")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What every step is given."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    batches: Batches | None
+
+    def step(self, svi: SVI, number: int) -> float:
+        """Takes one step; its loss."""
+        with contextlib.nullcontext() if self.batches is None else self.batches.at(number):
+            loss: Any = svi.step(*self.args, **self.kwargs)
+        return float(loss)
+
+
 def _run(
     training: Training,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    work: _Work,
     steps: int,
     callbacks: Sequence[Callback],
     progress: bool | None,
@@ -179,21 +207,23 @@ def _run(
             start(training)
     model, guide = getattr(training.svi, "model", None), getattr(training.svi, "guide", None)
     refuse_shadowed(model, guide, training=True)
-    with progress_bar(progress, total=steps, initial=training.steps, unit="step") as bar:
+    decided: Callable[[bool], bool] = world.agree if is_shared_run(guide, (work.args, work.kwargs)) else bool
+    shown = False if world.rank() and decided is not bool else progress
+    with progress_bar(shown, total=steps, initial=training.steps, unit="step") as bar:
         while training.steps < steps and not _has_ended(training, patience, tolerance):
             with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
-                _step(training, callbacks, args, kwargs)
+                _step(training, callbacks, work)
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)
             bar.update()
-            ended = training.steps >= steps or training.stopped_early or _has_ended(training, patience, tolerance)
+            training.stopped_early = decided(_has_ended(training, patience, tolerance))
+            ended = training.steps >= steps or training.stopped_early
             if saving is not None:
                 saving.after_step(training, ended)
 
 
-def _step(training: Training, callbacks: Sequence[Callback], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _step(training: Training, callbacks: Sequence[Callback], work: _Work) -> None:
     start = time.monotonic()
-    loss: Any = training.svi.step(*args, **kwargs)
-    training.record["free_energy"].append(-float(loss))
+    training.record["free_energy"].append(-work.step(training.svi, training.steps))
     training.seconds.append(time.monotonic() - start)
     for callback in callbacks:
         found = callback(training)
@@ -218,16 +248,23 @@ def _has_ended(training: Training, patience: int | None, tolerance: float) -> bo
 class _Saving:
     """Writes checkpoints every so often and at the end; one that cannot be written is a warning."""
 
-    def __init__(self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str]) -> None:
-        self.path, self.seconds, self.settings, self.run = path, seconds, settings, run
+    def __init__(
+        self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], is_shared: bool = False
+    ) -> None:
+        self.path, self.seconds, self.settings, self.run, self.is_shared = path, seconds, settings, run, is_shared
         self.saved = time.monotonic()
 
     def after_step(self, training: Training, ended: bool) -> None:
-        if not ended and time.monotonic() - self.saved < self.seconds:
+        is_due = ended or time.monotonic() - self.saved >= self.seconds
+        if not (world.agree(is_due) if self.is_shared else is_due):
             return
         history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
+        content: dict[str, Any] = {"history": history, "settings": self.settings, "run": self.run}
         try:
-            save_checkpoint(self.path, training.svi, history=history, settings=self.settings, run=self.run)
+            if self.is_shared:
+                save_shared(self.path, training.svi, training.steps, **content)
+            else:
+                save_checkpoint(self.path, training.svi, **content)
         except OSError as error:
             then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"
@@ -244,7 +281,7 @@ def _resume(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> None:
-    content = read_checkpoint(path, training.svi)
+    content = for_this_process(read_checkpoint(path, training.svi), path, training.svi, (args, kwargs))
     history = content["history"]
     if not isinstance(history, dict) or history.keys() != {"record", "seconds", "stopped_early"}:
         raise ValueError(f"{path} holds a checkpoint, but not one that fit wrote; its history has no record")

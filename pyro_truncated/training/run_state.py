@@ -12,6 +12,7 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.search.base import Search
 from pyro_truncated.utils.unique_names import relative_names
 
@@ -60,7 +61,8 @@ def remembered(svi: SVI) -> Callable[[], None]:
     parts = [(part, _snapshot(part)) for module in modules_of_run(svi).values() for part in module.modules()]
     tensors = [*loose_parameters(svi).values(), *(param for module in modules_of_run(svi).values() for param in module.parameters())]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
-    optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(svi.optim).items()}
+    optimizer = _innermost(svi.optim)
+    optim = {name: copy.copy(value) if isinstance(value, dict) else value for name, value in vars(optimizer).items()}
     generators = [(generator, generator.get_state()) for _, generator in generators_of(svi)]
     search, counts = search_of(svi), {name: getattr(elbo_of(svi), name) for name in _COUNTS if hasattr(elbo_of(svi), name)}
     learned = {} if search is None else search.state_dict()
@@ -72,7 +74,7 @@ def remembered(svi: SVI) -> Callable[[], None]:
         with torch.no_grad():
             for tensor, value in values:
                 tensor.copy_(value)
-        vars(svi.optim).update(optim)
+        vars(optimizer).update(optim)
         if search is not None:
             search.load_state_dict(learned)
         for generator, drawn in generators:
@@ -88,7 +90,12 @@ def _snapshot(module: torch.nn.Module) -> dict[str, Any]:
     return {**module.__dict__, "_buffers": buffers}
 
 
+def _innermost(optim: Any) -> Any:
+    return optim.optimizer if isinstance(optim, AllReduced) else optim
+
+
 def _set_optimizer(optim: Any, state: Any) -> None:
+    optim = _innermost(optim)
     if hasattr(optim, "optim_objs"):
         # Pyro hands a state to the optimisers that it makes for parameters it has not met yet, and to no others.
         optim.optim_objs.clear()

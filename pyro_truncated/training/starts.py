@@ -15,6 +15,7 @@ from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
 from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
@@ -75,7 +76,7 @@ class Run:
 
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it."""
-        return -float(self._svi.step(y)) / len(y)
+        return -float(self._svi.step(y)) / total_rows(y)
 
     def end(self) -> None:
         """Leaves the model to whoever trains it next."""

@@ -1,0 +1,37 @@
+"""Several processes that train one model, each on its rows of the data: the same free energies as one process.
+
+The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and on several machines::
+
+    distributed.start()
+    y = distributed.shard(np.load("y.npy", mmap_mode="r"))
+    model = BinarySparseCoding(D, H).initialize(y)
+    guide = AutoTruncated(model, num_states=64)
+    training = fit(SVI(model, guide, ClosedForm(model), Truncated_ELBO(search)), y, steps=200)
+"""
+
+from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.batches import Batches, RowBatch
+from pyro_truncated.distributed.launch import UnsharedDataWarning, start
+from pyro_truncated.distributed.shards import Portion, Shard, rows_at, shard, some_rows, sums_of, total_rows
+from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
+
+__all__ = [
+    "AllReduced",
+    "Batches",
+    "OtherProcessError",
+    "Portion",
+    "RowBatch",
+    "Shard",
+    "UnsharedDataWarning",
+    "add",
+    "agree",
+    "gather",
+    "rank",
+    "rows_at",
+    "shard",
+    "size",
+    "some_rows",
+    "start",
+    "sums_of",
+    "total_rows",
+]

@@ -1,0 +1,63 @@
+"""Gradient M-steps on several processes: an optimiser that sees the gradients of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pyro
+import torch
+from pyro.optim import PyroOptim
+from torch import Tensor
+
+from pyro_truncated.distributed import world
+from pyro_truncated.utils.representation import Described
+
+
+class AllReduced(Described, PyroOptim):
+    r"""An optimiser that takes its steps along the sum of all processes' gradients.
+
+    ``SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO(search))`` is the same run on one process and on many.
+    Losses are sums over data points, so that the gradient of all data is :math:`\sum_k \nabla L_k` (and no mean), in one message.
+    Parameters that started alike, with the first process's values, stay alike to the last bit. Without other processes it is the
+    optimiser alone.
+
+    Args:
+        optimizer: an optimiser of Pyro.
+        local: names in Pyro's parameter store of parameters that belong to the data points of a process (a row for each), which are left
+            to it. All others must have the same shapes on all processes.
+
+    Raises:
+        TypeError: if the optimiser is none of Pyro's.
+    """
+
+    def __init__(self, optimizer: PyroOptim, local: Collection[str] = ()) -> None:
+        if not isinstance(optimizer, PyroOptim):
+            raise TypeError(f"optimizer must be one of pyro.optim, such as Adam({{'lr': 0.01}}); got {type(optimizer).__name__}")
+        self.optimizer = optimizer
+        self.local = frozenset([local] if isinstance(local, str) else local)
+
+    def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
+        """Sums the gradients, in the order of the parameters' names, and takes the step."""
+        params = list(params)
+        with world.failing_together():
+            if world.is_shared():
+                self._sum(params)
+            self.optimizer(params, *args, **kwargs)
+
+    def _sum(self, params: list[Tensor]) -> None:
+        store = pyro.get_param_store()
+        # Sets of parameters have another order in every process.
+        named = {str(store.param_name(param)): param for param in params}
+        shared = [named[name] for name in sorted(named) if name not in self.local]
+        gradients = world.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
+        for param, gradient in zip(shared, gradients, strict=True):
+            param.grad = gradient
+
+    def get_state(self) -> dict[str, Any]:
+        """The optimiser's state."""
+        return self.optimizer.get_state()
+
+    def set_state(self, state_dict: dict[str, Any]) -> None:
+        """Restores the optimiser's state."""
+        self.optimizer.set_state(state_dict)

@@ -1,0 +1,78 @@
+"""What a process does that a launcher has started: it joins the others, and takes its share of the machine."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+from pyro_truncated.distributed.world import agree
+
+
+class UnsharedDataWarning(UserWarning):
+    """Several processes train, each on all data: as many models that know nothing of each other."""
+
+
+def start(timeout: float = 600.0) -> torch.device:
+    """Joins the processes that a launcher such as ``torchrun`` has started; does nothing where there is none.
+
+    It opens torch's default process group, unless that is open: ``nccl`` where every process of the machine has a GPU of its own, else
+    ``gloo``. Torch and numba get ``cores / processes on this machine`` threads (numba unless ``NUMBA_NUM_THREADS`` says otherwise), and
+    torch's global generator the state of the first process's, so that all draw alike. At the end of the program the group is closed.
+
+    Args:
+        timeout: seconds after which a process that waits for others gives up.
+
+    Returns:
+        The device of this process: its GPU, or the CPU.
+
+    Raises:
+        ValueError: if the timeout is not positive.
+    """
+    if not timeout > 0:
+        raise ValueError(f"timeout must be a positive number of seconds; got {timeout}")
+    if launched_processes() <= 1:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    number, local = int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), _on_this_machine()
+    has_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= local
+    device = torch.device("cuda", number) if has_gpus else torch.device("cpu")
+    if has_gpus:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if has_gpus else "gloo", timeout=datetime.timedelta(seconds=timeout))
+        atexit.register(_stop)
+    _share_cores(local)
+    torch.set_rng_state(agree(torch.get_rng_state()))
+    return device
+
+
+def launched_processes() -> int:
+    """How many processes the launcher says that it has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+def _on_this_machine() -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
+
+
+def _share_cores(processes: int) -> None:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, cores // processes)
+    torch.set_num_threads(threads)
+    if "NUMBA_NUM_THREADS" in os.environ:
+        return
+    if "numba" in sys.modules:
+        import numba
+
+        numba.set_num_threads(min(threads, numba.get_num_threads()))
+    else:
+        os.environ["NUMBA_NUM_THREADS"] = str(threads)
+
+
+def _stop() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

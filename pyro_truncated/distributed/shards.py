@@ -1,0 +1,222 @@
+"""The rows of the data that belong to a process, and which of all rows they are."""
+
+from __future__ import annotations
+
+import dataclasses
+import mmap
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from pyro_truncated.distributed import world
+from pyro_truncated.utils.arrays import as_tensors
+
+# Methods of a tensor that move it or change its type, but not its rows.
+_KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Portion:
+    """Successive data points among all.
+
+    Attributes:
+        first: position of the first of them.
+        size: how many they are.
+        total: how many there are in all processes.
+    """
+
+    first: int
+    size: int
+    total: int
+
+    @property
+    def is_part(self) -> bool:
+        """Whether other processes hold more."""
+        return self.size < self.total
+
+    def times(self, number: int) -> Portion:
+        """That of units of which every data point has so many."""
+        return Portion(self.first * number, self.size * number, self.total * number)
+
+
+class Shard(Tensor):
+    """A tensor of data, one row per data point, that knows which of all rows it holds; what is computed from it are plain tensors.
+
+    Attributes:
+        portion: the rows.
+        file: the memory map that they lie in, if they do.
+    """
+
+    portion: Portion
+    file: mmap.mmap | None
+
+    @classmethod
+    def of(cls, rows: Tensor, portion: Portion, file: mmap.mmap | None = None) -> Shard:
+        """The same memory, as a shard."""
+        made: Shard = rows.as_subclass(cls)
+        made.portion, made.file = portion, file
+        return made
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            value = func(*args, **(kwargs or {}))
+        is_kept = getattr(func, "__name__", "") in _KEEP_ROWS and args and isinstance(args[0], Shard) and isinstance(value, Tensor)
+        return Shard.of(value, args[0].portion) if is_kept else value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
+        return Shard.of(self.as_subclass(Tensor).__deepcopy__(memo), self.portion)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Shard.of, (self.as_subclass(Tensor), self.portion)
+
+
+def shard(array: Any, *, split: bool = True) -> Shard:
+    """The rows of the data that belong to this process, as a tensor that knows where they lie.
+
+    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays
+    and tensors nothing is copied, so that only rows which are used are ever read.
+
+    Args:
+        array: data with a row per data point: an array, a memory map, a tensor, or anything else that has a length and can be sliced, such
+            as arrays of xarray, zarr or HDF5, of which the slice is read.
+        split: ``False`` if every process has been given its own rows only, in the order of the processes.
+
+    Returns:
+        The rows.
+
+    Raises:
+        TypeError: if the data have no length or cannot be sliced.
+        ValueError: if the processes hold data of different lengths, or there are fewer data points than processes.
+    """
+    if not hasattr(array, "__len__") or not hasattr(array, "__getitem__"):
+        raise TypeError(f"data must have a row per data point, a length and slices; got {type(array).__name__}")
+    lengths = world.gather(len(array))
+    number = world.rank()
+    if split:
+        total = lengths[0]
+        if set(lengths) != {total}:
+            raise ValueError(f"every process must be given all data (or split=False and its own rows); their lengths are {lengths}")
+        first, last = number * total // world.size(), (number + 1) * total // world.size()
+        array = array if world.size() == 1 and isinstance(array, (np.ndarray, Tensor)) else array[first:last]
+    else:
+        total, first = sum(lengths), sum(lengths[:number])
+    portion = Portion(first, len(array), total)
+    if min(total, *lengths) < 1 or total < world.size():
+        raise ValueError(f"there must be at least one data point per process; got {total} for {world.size()} processes")
+    return Shard.of(_tensor(array), portion, _file_of(array))
+
+
+def _tensor(array: Any) -> Tensor:
+    if isinstance(array, Tensor):
+        return array.as_subclass(Tensor)
+    array = array if isinstance(array, np.ndarray) else np.asarray(array)
+    native = array.dtype.isnative and array.dtype.kind in "biuf" and all(stride >= 0 for stride in array.strides)
+    if not native:
+        array = np.ascontiguousarray(array.astype(array.dtype.newbyteorder("=")))
+    if array.dtype.kind not in "biuf":
+        raise TypeError(f"data must be numbers; got an array of type {array.dtype}")
+    with warnings.catch_warnings():
+        # Data are never written to.
+        warnings.filterwarnings("ignore", message="The given NumPy array is not writ")
+        return torch.from_numpy(array)
+
+
+def _file_of(array: Any) -> mmap.mmap | None:
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array if isinstance(array, mmap.mmap) else None
+
+
+def portion_of(arguments: Any) -> Portion | None:
+    """Which rows the shards among the arguments of a model hold, ``None`` if there are no shards.
+
+    Raises:
+        ValueError: if they are of different rows.
+    """
+    found = {leaf.portion for leaf in tree_leaves(arguments) if isinstance(leaf, Shard)}
+    if len(found) > 1:
+        raise ValueError(f"the model's arguments are shards of different rows: {sorted(map(str, found))}")
+    return next(iter(found), None)
+
+
+def total_rows(y: Any) -> int:
+    """The number of data points that all processes have."""
+    return y.portion.total if isinstance(y, Shard) else len(y)
+
+
+def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
+    """A function that adds up what the processes have computed from their shards of these data; it does nothing to what one has of all."""
+    return world.add if isinstance(y, Shard) and y.portion.is_part else list
+
+
+def rows_at(y: Tensor, positions: Tensor) -> Tensor:
+    """The data points at these positions among all, on every process: their owners send them.
+
+    Args:
+        y: data, or a shard of them.
+        positions: ``(n,)``, the same on every process.
+    """
+    if not isinstance(y, Shard) or not y.portion.is_part:
+        rows: Tensor = y.as_subclass(Tensor)[positions.to(y.device)]
+        return rows
+    portion, positions = y.portion, positions.to(y.device) - y.portion.first
+    is_mine = (positions >= 0) & (positions < portion.size)
+    rows = y.new_zeros(len(positions), *y.shape[1:])
+    rows[is_mine] = y[positions[is_mine]]
+    return world.add([rows])[0]
+
+
+def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
+    """All data points of all processes, in order, or so many of them drawn at random if they are more: the same on every process.
+
+    Args:
+        y: data, or a shard of them.
+        number: how many at most.
+        generator: source of randomness, which from now on is in the same state on every process.
+    """
+    total = total_rows(y)
+    if isinstance(y, Shard) and y.portion.is_part:
+        draw_alike(generator)
+    if total <= number:
+        return y if len(y) == total else whole(rows_at(y, torch.arange(total)))
+    return rows_at(y, _drawn(total, number, generator).sort().values)
+
+
+def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
+    """So many data points of all processes, or all if they are fewer, in random order, for every process to do the same with.
+
+    Args:
+        y: data, or a shard of them.
+        number: how many at most.
+        generator: source of randomness, which from now on is in the same state on every process.
+    """
+    if isinstance(y, Shard) and y.portion.is_part:
+        draw_alike(generator)
+    return whole(rows_at(y, _drawn(total_rows(y), number, generator)))
+
+
+def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor:
+    device = None if generator is None else generator.device
+    return torch.randperm(total, generator=generator, device=device)[:number]
+
+
+def draw_alike(generator: torch.Generator | None) -> None:
+    """Gives a generator (default: torch's global one) the state that it has in the first process."""
+    generator = torch.default_generator if generator is None else generator
+    generator.set_state(world.agree(generator.get_state()))
+
+
+def own_rows(values: Tensor, y: Tensor) -> Tensor:
+    """Of values ``(N, ...)`` of the data points of all processes those of the data that this one has."""
+    return values[y.portion.first : y.portion.first + y.portion.size] if isinstance(y, Shard) else values
+
+
+def whole(rows: Tensor) -> Shard:
+    """Data that every process holds whole, to do the same with them."""
+    return Shard.of(as_tensors(rows), Portion(0, len(rows), len(rows)))

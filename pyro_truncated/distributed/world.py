@@ -1,0 +1,212 @@
+"""Every message between processes: sums, what one says to all, what all say to all, and that one has failed.
+
+All of them go through torch's default process group, whoever has started it. Each begins with a header of eight numbers, by which processes
+notice at once that one of them has failed, or that they are not doing the same; a few numbers travel in the header itself.
+"""
+
+from __future__ import annotations
+
+import pickle
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+T = TypeVar("T")
+
+_FAILED, _ADD, _AGREE, _GATHER = range(4)
+_PAYLOAD = 4
+_is_watched: ContextVar[bool] = ContextVar("pyro_truncated_watched", default=False)
+
+
+class OtherProcessError(RuntimeError):
+    """Another process of the run has failed, so that this one cannot go on."""
+
+
+def is_shared() -> bool:
+    """Whether there is a process group of more than one process."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def rank() -> int:
+    """The number of this process, from zero; 0 without a process group."""
+    return dist.get_rank() if is_shared() else 0
+
+
+def size() -> int:
+    """The number of processes; 1 without a process group."""
+    return dist.get_world_size() if is_shared() else 1
+
+
+def add(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The sums over all processes, the same bits on each of them; one message in float64.
+
+    Args:
+        tensors: as many on every process. Shapes may differ where they broadcast: a matrix that is common to all dimensions, say, and
+            one for each of them.
+
+    Returns:
+        Sums in the types of the tensors; the tensors themselves where there is one process.
+
+    Raises:
+        OtherProcessError: if another process has failed.
+        ValueError: if the processes hold other shapes, which do not broadcast.
+    """
+    if not is_shared() or not tensors:
+        return list(tensors)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    flat = _flat(tensors)
+    is_small = flat.numel() <= _PAYLOAD
+    header = _exchange(_ADD, flat.numel(), _fingerprint(shapes), flat if is_small else None)
+    if bool((header[:, 1:3] != header[0, 1:3]).any()):
+        shapes = _common_shapes(gather(shapes))
+        flat = _flat([tensor.expand(shape) for tensor, shape in zip(tensors, shapes, strict=True)])
+        _all_reduce(flat)
+    elif is_small:
+        flat = header[:, 4 : 4 + flat.numel()].sum(0)
+    else:
+        _all_reduce(flat)
+    lengths = [torch.Size(shape).numel() for shape in shapes]
+    return [part.reshape(shape).to(tensor) for part, shape, tensor in zip(flat.split(lengths), shapes, tensors, strict=True)]
+
+
+def agree(value: T) -> T:
+    """What the first process holds, on every process; anything that can be pickled.
+
+    Raises:
+        OtherProcessError: if another process has failed.
+    """
+    if not is_shared():
+        return value
+    if isinstance(value, (bool, int, float)) and abs(value) < 2**53:
+        header = _exchange(_AGREE, 1, 0, torch.tensor([float(value)], dtype=torch.float64))
+        return type(value)(header[0, 4].item())
+    # What cannot be pickled fails here, before others wait for it.
+    packed = _packed(value) if rank() == 0 else torch.empty(0, dtype=torch.uint8)
+    header = _exchange(_AGREE, len(packed), 0)
+    message = torch.empty(int(header[0, 1]), dtype=torch.uint8) if rank() else packed
+    message = message.to(_device())
+    with _reaching():
+        dist.broadcast(message, src=0)
+    return value if rank() == 0 else _unpacked(message)
+
+
+def gather(value: T) -> list[T]:
+    """What every process holds, in their order, on every process; anything that can be pickled.
+
+    Raises:
+        OtherProcessError: if another process has failed.
+    """
+    if not is_shared():
+        return [value]
+    packed = _packed(value)
+    lengths = _exchange(_GATHER, len(packed), 0)[:, 1].long().tolist()
+    own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
+    messages = [torch.empty_like(own) for _ in lengths]
+    with _reaching():
+        dist.all_gather(messages, own)
+    return [_unpacked(message[:length]) for message, length in zip(messages, lengths, strict=True)]
+
+
+@contextmanager
+def failing_together() -> Iterator[None]:
+    """An error in here ends all processes, at their next message, with an error that names it; inner contexts leave it to the outermost.
+
+    Raises:
+        OtherProcessError: on the others.
+    """
+    if not is_shared() or _is_watched.get():
+        yield
+        return
+    token = _is_watched.set(True)
+    try:
+        yield
+    except OtherProcessError:
+        raise
+    except Exception as error:
+        # The others may have ended already.
+        with suppress(RuntimeError):
+            _exchange(_FAILED, 0, 0, error=error)
+        raise
+    finally:
+        _is_watched.reset(token)
+
+
+# --- the messages ---
+
+
+def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None = None, error: Exception | None = None) -> Tensor:
+    """The headers of all processes, ``(K, 8)``: verb, length, fingerprint, whether there is an error, and up to four numbers."""
+    own = torch.zeros(4 + _PAYLOAD, dtype=torch.float64)
+    own[:4] = torch.tensor([verb, length, fingerprint, error is not None])
+    if payload is not None:
+        own[4 : 4 + payload.numel()] = payload.cpu()
+    device = _device()
+    found = [torch.empty_like(own, device=device) for _ in range(size())]
+    with _reaching():
+        dist.all_gather(found, own.to(device))
+    header = torch.stack(found).cpu()
+    if bool(header[:, 3].any()):
+        messages: list[Any] = [None] * size()
+        with _reaching():
+            dist.all_gather_object(messages, None if error is None else f"{type(error).__name__}: {error}")
+        _raise_failed(messages)
+    if bool((header[:, 0] != verb).any()):
+        raise OtherProcessError(
+            "the processes of this run are no longer doing the same: each must take the same steps, in the same order, with the same model"
+        )
+    return header
+
+
+def _raise_failed(messages: list[str | None]) -> None:
+    told = [f"process {number} failed with {message}" for number, message in enumerate(messages) if message is not None]
+    raise OtherProcessError("; ".join(told))
+
+
+def _all_reduce(flat: Tensor) -> None:
+    with _reaching():
+        dist.all_reduce(flat)
+
+
+@contextmanager
+def _reaching() -> Iterator[None]:
+    """Says in words of ours that another process is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OtherProcessError(f"another process of this run has ended, or cannot be reached: {error}") from error
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+
+
+def _unpacked(message: Tensor) -> Any:
+    return pickle.loads(message.cpu().numpy().tobytes())
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().reshape(-1).to(_device(), torch.float64) for tensor in tensors])
+
+
+def _common_shapes(shapes: list[list[tuple[int, ...]]]) -> list[tuple[int, ...]]:
+    if len({len(own) for own in shapes}) > 1:
+        raise ValueError(f"the processes sum different numbers of tensors: {[len(own) for own in shapes]}")
+    try:
+        return [tuple(torch.broadcast_shapes(*column)) for column in zip(*shapes, strict=True)]
+    except RuntimeError as error:
+        differing = sorted({str(column) for column in zip(*shapes, strict=True) if len(set(column)) > 1})
+        raise ValueError(f"the processes sum tensors of different shapes: {', '.join(differing)}") from error
+
+
+def _fingerprint(shapes: Sequence[tuple[int, ...]]) -> int:
+    return zlib.crc32(repr(list(shapes)).encode())
+
+
+def _device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")

@@ -1,0 +1,228 @@
+"""What several processes do together beside steps: starting, learning, deciding, failing, and DistributedDataParallel."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import numba
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.optim import SGD
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, best_start, distributed, fit, learn
+from pyro_truncated.datasets import linear_bars
+from pyro_truncated.distributed import OtherProcessError, UnsharedDataWarning
+from pyro_truncated.models import BinarySparseCoding
+
+
+def data(number: int = 40) -> torch.Tensor:
+    return linear_bars(number, 3, mean_active=2.0, generator=torch.Generator().manual_seed(0)).data.double()
+
+
+def made(y: torch.Tensor, seed: int = 5) -> tuple[BinarySparseCoding, SVI]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    model = BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)
+    elbo = Truncated_ELBO(EvolutionarySearch(parents=3, children=2, generations=2))
+    return model, SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), elbo)
+
+
+def starts_differently() -> list[float]:
+    y = distributed.shard(data())
+    _, svi = made(y, seed=distributed.rank())
+    return [svi.step(y) for _ in range(4)]
+
+
+@pytest.mark.slow
+def test_processes_with_other_seeds_start_as_the_first_does(crew):
+    _, svi = made(data(), seed=0)
+    expected = [svi.step(data()) for _ in range(4)]
+    for found in crew.results(2, starts_differently):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+def chosen_starts() -> tuple[list[float], torch.Tensor]:
+    y = distributed.shard(data(60))
+    model, _ = made(y)
+    reached = best_start(model, y, EvolutionarySearch(3, 2), num_starts=2, num_data=20, steps=3, num_states=8)
+    return reached, model.weight.detach()
+
+
+@pytest.mark.slow
+def test_best_start_is_that_of_one_process(crew):
+    expected, weight = chosen_starts()
+    for reached, found in crew.results(3, chosen_starts):
+        assert reached == pytest.approx(expected, rel=1e-12)
+        torch.testing.assert_close(found, weight, rtol=1e-10, atol=1e-10)
+
+
+def learned(number: int) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    y = distributed.shard(data(number))
+    model = BinarySparseCoding(9, 6, dtype=torch.float64)
+    guide = learn(model, y, num_states=8, steps=4, starts=2, short_steps=4, tolerance=1e9, progress=False)
+    return guide.starts, model.weight.detach(), guide.marginals()["s"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [40, 1010])
+def test_learn_is_that_of_one_process(number, crew):
+    starts, weight, marginals = learned(number)
+    found = crew.results(2, learned, number)
+    for reached, own, _ in found:
+        assert reached == pytest.approx(starts, rel=1e-12)
+        torch.testing.assert_close(own, weight, rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(torch.cat([own for *_, own in found]), marginals, rtol=1e-6, atol=1e-6)
+
+
+# --- fit ---
+
+
+def fitted() -> tuple[Any, ...]:
+    y = distributed.shard(data())
+    _, svi = made(y)
+    calls = []
+
+    def stops(training):
+        calls.append(training.steps)
+        # Only the first one's word counts.
+        return training.steps == (3 if distributed.rank() == 0 else 2) or {}
+
+    training = fit(svi, y, steps=10, callbacks=[stops], batches=distributed.Batches(y, 10, block=4))
+    return training.record["free_energy"], training.stopped_early, calls
+
+
+@pytest.mark.slow
+def test_the_first_process_decides_when_a_run_ends(crew):
+    found = crew.results(3, fitted)
+    assert all(record == found[0][0] and early and calls == [1, 2, 3] for record, early, calls in found)
+
+
+def fails_in_the_middle() -> Any:
+    y = distributed.shard(data())
+    _, svi = made(y)
+
+    def breaks(training):
+        if distributed.rank() == 1 and training.steps == 2:
+            raise ZeroDivisionError("in the callback of one")
+
+    start = time.monotonic()
+    try:
+        return fit(svi, y, steps=10, callbacks=[breaks])
+    finally:
+        assert time.monotonic() - start < 30
+
+
+@pytest.mark.slow
+def test_an_error_of_one_process_ends_all(crew):
+    first, second = crew.run(2, fails_in_the_middle)
+    assert isinstance(second, ZeroDivisionError)
+    assert isinstance(first, OtherProcessError)
+    assert "process 1 failed with ZeroDivisionError: in the callback of one" in str(first)
+
+
+def impossible_data() -> Any:
+    y = data()
+    y[-1] = torch.inf
+    y = distributed.shard(y)
+    model = BinarySparseCoding(9, 6, dtype=torch.float64)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(EvolutionarySearch(3, 2)))
+    return svi.step(y)
+
+
+@pytest.mark.slow
+def test_data_that_one_process_refuses_are_refused_by_all(crew):
+    first, second = crew.run(2, impossible_data)
+    assert isinstance(second, ValueError)
+    assert isinstance(first, OtherProcessError)
+    assert "process 1 failed with ValueError: site 'y' observes" in str(first)
+
+
+# --- what is not shared ---
+
+
+def beside_others() -> Any:
+    y = distributed.shard(data())
+    model = BinarySparseCoding(9, 6, dtype=torch.float64)
+    guide = AutoGuideList(model)
+    guide.append(AutoNormal(pyro.poutine.block(model, hide=["s"])))
+    guide.append(AutoTruncated(model, num_states=8))
+    return SVI(model, guide, SGD({"lr": 1e-3}), Truncated_ELBO(EvolutionarySearch(3, 2))).step(y)
+
+
+@pytest.mark.slow
+def test_guides_beside_others_are_refused(crew):
+    for found in crew.run(2, beside_others):
+        assert isinstance(found, (NotImplementedError, OtherProcessError))
+        assert "one AutoTruncated; beside other guides train in one process" in str(found)
+
+
+def test_a_script_that_shares_nothing_is_warned(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _, svi = made(data())
+    with pytest.warns(UnsharedDataWarning, match="one of 2 processes, each of which trains a model of its own"):
+        svi.step(data())
+
+
+# --- DistributedDataParallel ---
+
+
+def by_gradients(is_parallel: bool) -> tuple[list[float], torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(5)
+    y = distributed.shard(data())
+    with pyro.settings.context(module_local_params=True):
+        model = BinarySparseCoding(9, 6, dtype=torch.float64, offset=False).initialize(y)
+        guide = AutoTruncated(model, 8)
+        guide.setup(y)
+        module = Truncated_ELBO(EvolutionarySearch(3, 2))(model, guide)
+        wrapped = torch.nn.parallel.DistributedDataParallel(module) if is_parallel else module
+        optimiser = torch.optim.SGD(wrapped.parameters(), lr=1e-4)
+        losses = []
+        for _ in range(5):
+            optimiser.zero_grad()
+            loss = wrapped(y)
+            loss.backward()
+            optimiser.step()
+            losses.append(float(loss.detach()))
+    return losses, model.weight.detach()
+
+
+@pytest.mark.slow
+def test_data_parallel_takes_the_steps_of_one_process(crew):
+    expected, weight = by_gradients(False)
+    for number in (2, 3):
+        for losses, found in crew.results(number, by_gradients, True):
+            assert losses == pytest.approx(expected, rel=1e-12)
+            torch.testing.assert_close(found, weight, rtol=1e-10, atol=1e-10)
+
+
+# --- the launcher ---
+
+
+def launched() -> tuple[str, int, str, int]:
+    os.environ.update(RANK=str(distributed.rank()), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(distributed.rank()))
+    threads = torch.get_num_threads()
+    try:
+        device = distributed.start()
+        return device.type, torch.get_num_threads(), repr(torch.get_rng_state()[:40].tolist()), numba.get_num_threads()
+    finally:
+        torch.set_num_threads(threads)
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK"):
+            del os.environ[name]
+
+
+@pytest.mark.slow
+def test_processes_take_their_share_of_the_machine_and_draw_alike(crew):
+    first, second = crew.results(2, launched)
+    share = max(1, len(os.sched_getaffinity(0)) // 2)
+    assert first == second
+    assert first[1] == share
+    assert first[3] <= max(share, 1)
