@@ -23,6 +23,7 @@ from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
+_TEMPERATURE = 20.0
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -45,7 +46,7 @@ def learn(
     steps: int = 100,
     starts: int = 8,
     short_steps: int | None = None,
-    temperature: float = 20.0,
+    temperature: float | None = None,
     tolerance: float = 0.05,
     lr: float = 0.02,
     generator: torch.Generator | None = None,
@@ -84,7 +85,8 @@ def learn(
         steps: training steps on all data after the best start.
         starts: the most starts.
         short_steps: steps of a start; default: 60 with closed-form M-steps, else half of ``steps``.
-        temperature: temperature that a start begins with.
+        temperature: temperature that a start begins with; default: 20, but 1 for mixtures, those models with a single discrete latent per
+            data point: the components that a high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same.
         lr: learning rate of gradient steps.
         generator: source of randomness of the starts; default: torch's global one.
@@ -114,13 +116,14 @@ def learn(
     y = as_tensors(y)
     is_all = total_rows(y) <= _SHORT_DATA
     part = some_rows(y, _SHORT_DATA) if is_all else drawn_rows(y, _SHORT_DATA, generator)
-    settings = Settings(search, num_states, lr)
+    settings = Settings(search, num_states, lr, spares_mixtures=temperature is None)
+    falling = cooling(_TEMPERATURE if temperature is None else temperature, short)
     reached: list[float] = []
     best = Start(-math.inf, {}, None)
     with undriven(model), progress_bar(progress, total=starts * short + steps) as bar:
         for number in range(starts):
             bar.set_description(f"start {number + 1}")
-            found = start(model, part, settings, cooling(temperature, short), short, number, generator)
+            found = start(model, part, settings, falling, short, number, generator)
             reached.append(found.free_energy)
             best = max(best, found, key=lambda one: one.free_energy)
             bar.update(short)

@@ -48,11 +48,12 @@ class ResizableModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all runs of a call have in common."""
+    """What all runs of a call have in common; ``spares_mixtures`` leaves the temperature of mixtures at one."""
 
     search: Search | None
     num_states: int
     lr: float = 0.02
+    spares_mixtures: bool = False
 
 
 class Run:
@@ -70,8 +71,8 @@ class Run:
         else:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(space, settings.num_states)
-            is_alone = self.guide is self.truncated
-            elbo = Truncated_ELBO(search, temperature=temperature if is_alone else 1.0)
+            is_spared = self.guide is not self.truncated or (settings.spares_mixtures and space.num_latents == 1)
+            elbo = Truncated_ELBO(search, temperature=1.0 if is_spared else temperature)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
 
     def step(self, y: Tensor) -> float:

@@ -213,6 +213,20 @@ def mixture(y):
         pyro.sample("y", dist.Normal(Vindex(loc)[..., z], 0.3), obs=y)
 
 
+def test_mixtures_are_not_annealed_unless_asked_for():
+    """Components that a high temperature has made equal stay equal: the free energy of a single component is all that is reached."""
+    y = torch.cat([torch.randn(40, 2, generator=generator(k), dtype=torch.float64) + 6 * k for k in range(3)])
+
+    def reached(**arguments):
+        model = GaussianMixture(2, 3, dtype=torch.float64)
+        return max(learn(model, y, starts=4, steps=20, progress=False, generator=generator(), **arguments).starts)
+
+    one = GaussianMixture(2, 1, dtype=torch.float64)
+    single = max(learn(one, y, starts=1, steps=2, progress=False, generator=generator()).starts)
+    assert reached() > single + 0.3
+    assert reached(temperature=20.0) < reached() + 1e-6
+
+
 @pytest.mark.slow
 def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts():
     y = torch.cat([torch.randn(50, generator=generator(k)) * 0.3 + 4 * k for k in range(3)])
