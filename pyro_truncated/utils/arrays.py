@@ -1,4 +1,4 @@
-"""NumPy arrays where tensors are expected: converted once, where they come in."""
+"""NumPy arrays, DataFrames and DataArrays where tensors are expected: converted once, where they come in."""
 
 from __future__ import annotations
 
@@ -10,27 +10,41 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.labelled import array_of, is_labelled
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def as_tensors(value: Any, like: Tensor | None = None) -> Any:
-    """The value with NumPy arrays in it, or in its lists, tuples and dictionaries, made tensors; anything else is as it was.
+    """The value with arrays in it, or in its lists, tuples and dictionaries, made tensors; anything else is as it was.
+
+    Arrays are NumPy's, and pandas' and xarray's of numbers.
 
     Args:
         value: any value.
         like: floating point arrays take its type, and all arrays its device; without it they keep their own type.
+
+    Raises:
+        TypeError: if an array of pandas or xarray holds something other than numbers.
     """
+    if is_labelled(value):
+        value = array_of(value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         tensor = torch.from_numpy(_torchable(value))
         if like is None:
             return tensor
         return tensor.to(device=like.device, dtype=like.dtype if tensor.is_floating_point() else None)
-    if isinstance(value, (list, tuple)) and any(isinstance(part, np.ndarray) for part in value):
+    if isinstance(value, (list, tuple)) and any(map(is_array, value)):
         return type(value)(as_tensors(part, like) for part in value)
-    if isinstance(value, Mapping) and any(isinstance(part, np.ndarray) for part in value.values()):
+    if isinstance(value, Mapping) and any(map(is_array, value.values())):
         return {name: as_tensors(part, like) for name, part in value.items()}
     return value
+
+
+def is_array(value: Any) -> bool:
+    """Whether a value is an array that :func:`as_tensors` makes a tensor."""
+    return isinstance(value, np.ndarray) or is_labelled(value)
 
 
 def _torchable(array: np.ndarray) -> np.ndarray:
@@ -40,7 +54,9 @@ def _torchable(array: np.ndarray) -> np.ndarray:
 
 
 def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
-    """Lets a method, or a function of a ``model``, take NumPy arrays for tensors; floating point ones take the type of its parameters.
+    """Lets a method, or a function of a ``model``, take NumPy arrays, DataFrames and DataArrays for tensors.
+
+    Floating point ones take the type of the parameters.
 
     Example:
         >>> import numpy as np
@@ -57,7 +73,7 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
         """The method with tensors in the place of arrays; called as it is where there are none."""
         if not any(_holds_array(value) for value in (*args[1:], *kwargs.values())):
             return method(*args, **kwargs)
-        like = _number_of(args[0] if args else kwargs.get("model"))
+        like = number_of(args[0] if args else kwargs.get("model"))
         taken = [as_tensors(value, like) for value in args[1:]]
         named = {name: as_tensors(value, like) for name, value in kwargs.items()}
         return method(*args[:1], *taken, **named)  # type: ignore[arg-type]
@@ -67,10 +83,10 @@ def takes_arrays(method: Callable[P, T]) -> Callable[P, T]:
 
 def _holds_array(value: Any) -> bool:
     parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else (value,)
-    return any(isinstance(part, np.ndarray) for part in parts)
+    return any(map(is_array, parts))
 
 
-def _number_of(module: Any) -> Tensor | None:
+def number_of(module: Any) -> Tensor | None:
     """A tensor of the type and device of a module's numbers."""
     # In its constructor a module has no parameters to ask for yet.
     is_made = isinstance(module, torch.nn.Module) and "_parameters" in vars(module)

@@ -10,6 +10,7 @@ import pyro
 import torch
 
 from pyro_truncated.diagnostics.arviz.chains import attributes_of, named_like, side_by_side
+from pyro_truncated.diagnostics.arviz.data_labels import without_labels
 from pyro_truncated.diagnostics.arviz.groups import Settings, groups_of
 from pyro_truncated.diagnostics.arviz.site_values import training_dataset
 from pyro_truncated.diagnostics.arviz.writer import Coords, Dims
@@ -71,7 +72,9 @@ def to_arviz(
     the model. Other latents that the guide does not cover are an error: they would come from the prior.
 
     Dimensions are named after the plates, variables after the sites; ``/`` becomes ``.``, and names that ArviZ or the group
-    ``truncated_posterior`` uses get an ending: the dimension ``draw_plate`` of a plate ``draw``.
+    ``truncated_posterior`` uses get an ending: the dimension ``draw_plate`` of a plate ``draw``. Data may be pandas' ``DataFrame`` and
+    ``Series`` and xarray's ``DataArray``: the names and labels of their rows are those of the plate, and of their columns those of the
+    event; what ``dims`` and ``coords`` say comes first. Axes without a name keep the default one.
 
     All draws are independent; they are dealt to four chains so that ArviZ's chain diagnostics, which have nothing to find, run. Parameters
     of the model are taken as they are. If the draws of no global latent differ (there is none, or ``AutoDelta`` holds it), whatever is made
@@ -95,7 +98,8 @@ def to_arviz(
             that knows best how its posterior becomes data (``SpikeSlabGPLVM``, ``SpikeSlabMRD``, or whatever is registered with
             :func:`~pyro_truncated.diagnostics.convert_owner`) leaves the work to it; of the options it gets ``num_samples``,
             ``num_chains`` and ``seed``. ``to_arviz(owner, *args)`` does the same.
-        *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data.
+        *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data. What
+            pandas and xarray made becomes tensors of the type of the model's parameters, else of the guide's, else of torch's default.
         num_samples: number of draws per chain.
         num_chains: number of chains, default 4; of several guides each is one chain.
         num_predictive: number of draws per chain in each of the four predictive groups; default ``num_samples``, as ``arviz.loo_pit`` needs
@@ -139,7 +143,10 @@ def to_arviz(
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     if not guides or len(models) != len(guides) or (stores is not None and len(stores) != len(guides)):
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
-    settings = Settings(num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget)
+    args, kwargs, labelled = without_labels(models[0], guides[0], args, kwargs)
+    settings = Settings(
+        num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget, labelled
+    )
     with _seeded(seed), torch.no_grad():
         chains = []
         for position, (one, its_model) in enumerate(zip(guides, models, strict=True)):

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xarray as xr
 
+from pyro_truncated.diagnostics.arviz.data_labels import LabelledTensor
 from pyro_truncated.diagnostics.arviz.drawn import Draws
 from pyro_truncated.diagnostics.arviz.draws import draw
 from pyro_truncated.diagnostics.arviz.predictive_draws import affordable, conditional_likelihoods, posterior_draws, prior_draws
@@ -39,6 +40,7 @@ class Settings:
     dims: Dims
     coords: Coords
     memory_budget: int
+    labelled: tuple[LabelledTensor, ...] = ()
 
 
 def groups_of(
@@ -47,7 +49,7 @@ def groups_of(
     """The groups of one guide, without empty ones."""
     draws = draw(model, guide, args, kwargs, settings.num_samples * settings.num_chains)
     arguments = _arguments(model, args, kwargs)
-    writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, list(arguments), settings.num_chains)
+    writer = Writer(draws, settings.dims, settings.coords, settings.memory_budget, arguments, settings.num_chains, settings.labelled)
     datasets = {"posterior": writer.posterior(), "sample_stats": writer.sample_stats(), "log_likelihood": writer.log_likelihood()}
     if settings.conditional_log_likelihood:
         datasets["log_likelihood_conditional"] = writer.log_likelihood_conditional(conditional_likelihoods(model, draws, args, kwargs))

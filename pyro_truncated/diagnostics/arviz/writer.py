@@ -10,6 +10,7 @@ import torch
 import xarray as xr
 from torch import Tensor
 
+from pyro_truncated.diagnostics.arviz.data_labels import DataLabels, LabelledTensor, Naming
 from pyro_truncated.diagnostics.arviz.drawn import Draws, States
 from pyro_truncated.diagnostics.arviz.roles import hidden_entries, is_computed, is_data, is_factor, is_latent
 from pyro_truncated.diagnostics.arviz.site_values import (
@@ -30,6 +31,7 @@ Coords = Mapping[str, Sequence[Any]]
 Variable = tuple[tuple[str, ...], np.ndarray]
 
 STATE, LATENT = "state", "latent"
+_VARIABLES = {"lp", "log_q", "log_weight", "states", "weights", "free_energy", "effective_states", "support_mass_bound", "activation_prob"}
 
 
 class Writer:
@@ -40,26 +42,39 @@ class Writer:
         dims: names of event dimensions by site, and of all dimensions by argument of the model.
         coords: coordinates by dimension.
         memory_budget: bytes that a single array may take.
-        arguments: names of the model's arguments, for which ``dims`` may be given, too.
+        arguments: the model's arguments by name, for which ``dims`` may be given, too.
         num_chains: chains that the draws are dealt to, one after the other.
+        labelled: what was labelled among the arguments; what ``dims`` and ``coords`` say comes first.
 
     Raises:
         ValueError: if ``dims`` names something unknown.
     """
 
     def __init__(
-        self, draws: Draws, dims: Dims, coords: Coords, memory_budget: int, arguments: Sequence[str] = (), num_chains: int = 1
+        self,
+        draws: Draws,
+        dims: Dims,
+        coords: Coords,
+        memory_budget: int,
+        arguments: Mapping[str, Any],
+        num_chains: int = 1,
+        labelled: tuple[LabelledTensor, ...] = (),
     ) -> None:
-        self.draws, self.dims, self.coords, self.memory_budget = draws, dims, coords, memory_budget
+        self.draws, self.dims, self.memory_budget = draws, dims, memory_budget
         self.nodes, self.num_chains = draws.nodes, num_chains
         self.reserved = {"chain", "draw"} | ({STATE, LATENT} if draws.states is not None else set())
+        self.labels = DataLabels()
+        self.labels = Naming(draws, {STATE, LATENT} | self.reserved | _VARIABLES, self.dimension, dims, set(coords)).of(labelled, arguments)
+        self.coords = {**self.labels.coords, **coords}
         self.datum, self.sizes = tuple(map(self.dimension, draws.plates)), tuple(draws.plates.values())
         unknown = set(dims) - set(self.nodes) - set(arguments)
         if unknown:
             raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
 
     def dimension(self, plate: str) -> str:
-        """Name of the dimension of a plate: its own, unless that means something else to ArviZ or here."""
+        """Name of the dimension of a plate: that of the data, or its own, unless that means something else to ArviZ or here."""
+        if plate in self.labels.plates:
+            return self.labels.plates[plate]
         return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
 
     def posterior(self) -> xr.Dataset:
@@ -169,7 +184,8 @@ class Writer:
                 raise ValueError(f"argument '{name}' has {value.dim()} dimensions; dims names {len(self.dims[name])}: {self.dims[name]}")
             return tuple(self.dims[name])
         leading = self.datum if self.datum and tuple(value.shape[: len(self.sizes)]) == self.sizes else ()
-        return (*leading, *(f"{name}_dim_{position}" for position in range(value.dim() - len(leading))))
+        rest = (f"{name}_dim_{position}" for position in range(value.dim() - len(leading)))
+        return (*leading, *self.labels.arguments.get(name, rest))
 
     def truncated_posterior(self, states: States) -> xr.Dataset:
         """The populations and exact expectations under them."""
@@ -220,7 +236,8 @@ class Writer:
         return (*names, *self._event_names(name, event_dim)), as_array(array)
 
     def _event_names(self, name: str, event_dim: int) -> tuple[str, ...]:
-        names = tuple(self.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)]))
+        default = self.labels.dims.get(name, [f"{variable_name(name)}_dim_{i}" for i in range(event_dim)])
+        names = tuple(self.dims.get(name, default))
         if len(names) != event_dim:
             raise ValueError(f"site '{name}' has {event_dim} event dimensions; dims names {len(names)}: {names}")
         return names
