@@ -85,7 +85,7 @@ def main(args: argparse.Namespace) -> None:
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(3, 8), {"truth": clean[wanted], **painted}.items(), strict=True):
         for axis, row, time in zip(axes, rows[shown], times[wanted][shown], strict=True):
-            axis.imshow(row.reshape(32, 32), cmap="gray", vmin=0, vmax=1)
+            axis.imshow(row.reshape(32, 32).numpy(), cmap="gray", vmin=0, vmax=1)
             axis.set(xticks=[], yticks=[], title=f"{time:.3g}" if name == "truth" else "")
         axes[0].set_ylabel(name.replace(" ", "\n", 1), fontsize=8)
     args.output.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed import some_rows
+from pyro_truncated import some_rows
 
 PRIOR_FLOOR = 1e-6
 # Where learning starts from is seen in so many data points.

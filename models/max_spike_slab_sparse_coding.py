@@ -11,8 +11,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, names_arguments, takes_arrays
-from pyro_truncated.distributed import sums_of
+from pyro_truncated import GibbsDraws, names_arguments, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary

@@ -9,6 +9,8 @@ from typing import Any
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.counts import check_count
 
+__all__ = ["TensorBoard", "WandB"]
+
 
 class _Curves:
     """Sends the last value of every recorded quantity every so many steps."""

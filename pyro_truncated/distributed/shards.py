@@ -151,7 +151,13 @@ def total_rows(y: Any) -> int:
 
 
 def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """A function that adds up what the processes have computed from their shards of these data; it does nothing to what one has of all."""
+    """A function that adds up what the processes have computed from their shards of these data; it does nothing to what one has of all.
+
+    Example:
+        >>> y = torch.arange(6.0).reshape(3, 2)
+        >>> sums_of(y)([y.sum(), y.square().sum()])
+        [tensor(15.), tensor(55.)]
+    """
     return world.add if isinstance(y, Shard) and y.portion.is_part else list
 
 
@@ -174,6 +180,10 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
 
 def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
     """All data points of all processes, in order, or so many of them drawn at random if they are more: the same on every process.
+
+    Example:
+        >>> some_rows(torch.arange(10.0), 3).shape
+        torch.Size([3])
 
     Args:
         y: data, or a shard of them.

@@ -23,6 +23,7 @@ from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.packed_scoring import PackedModel
+from pyro_truncated.utils.budget import memory_budget as within_budget
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
 
 _HERE = str(Path(__file__).parents[1])
@@ -110,7 +111,7 @@ def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bo
     """Whether the model itself, which is not run to score packed states, could be run on many of them at once, as Pyro's own ELBOs do."""
     if log_joint.layout.read:
         return False
-    with torch.no_grad(), spare_random_numbers(), isolated():
+    with torch.no_grad(), spare_random_numbers(), isolated(), within_budget(log_joint.memory_budget):
         words = _candidates(log_joint, 2)
         terms, most_dims = _terms(log_joint, words, "together")
         if isinstance(terms, Exception) or most_dims > log_joint.depth + 1:

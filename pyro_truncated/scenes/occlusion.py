@@ -93,7 +93,7 @@ class OccludedScene(TorchDistribution):
         self.scale, self.background_scale = (
             torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
         )
-        if validate_args is not False:
+        if self._validate_args if validate_args is None else validate_args:
             check_entries(finite, position=position, background=background)
             check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]

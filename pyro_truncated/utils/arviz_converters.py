@@ -16,6 +16,7 @@ def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
     Example:
         >>> class Mine:
         ...     posterior = {"x": [[1.0, 2.0]]}
+        >>> from pyro_truncated.diagnostics import convert_owner
         >>> @convert_owner.register
         ... def _(owner: Mine, y, **options):
         ...     return az.from_dict(posterior=owner.posterior)

@@ -323,7 +323,7 @@ def test_online_statistics_are_blended_at_the_default_step_size():
     closed_form = ClosedForm(model, minibatch="online")
     svi = SVI(model, AutoTruncated(model, num_states=20), closed_form, Truncated_ELBO(EvolutionarySearch(4, 3, 1)))
     collect, batches = closed_form.collect, []
-    closed_form.collect = lambda new, *rest: batches.append(dict(new)) or collect(new, *rest)
+    closed_form.collect = lambda new, *rest, **how: batches.append(dict(new)) or collect(new, *rest, **how)
     expected = None
     for step in range(6):
         svi.step(y, 50)

@@ -177,7 +177,8 @@ def test_target_activity_is_learned_from_the_posterior() -> None:
     search = EvolutionarySearch(2, mutation="sparseflips")
     words = space.pack(torch.tensor([[[1, 1, 1, 6], [0, 0, 0, 6]], [[1, 0, 0, 0], [0, 0, 1, 3]]]))
     population = Population(space, words, torch.tensor([[0.75, 0.25], [0.5, 0.5]]).log())
-    assert search._target(population) == pytest.approx((2.25 + 1) / 2)
+    batch = SearchBatch(population, lambda words: torch.zeros(words.shape[:2]))
+    assert search._target(batch) == pytest.approx((2.25 + 1) / 2)
 
 
 @pytest.mark.parametrize("options", [{"parents": 8}, {"crossover": True}, {"mutation": "sparseflips"}])
