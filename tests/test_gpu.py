@@ -60,6 +60,8 @@ class Place:
         return ops.use(self.kind)
 
 
+pytestmark = pytest.mark.slow
+
 HERE = Place("cpu", "compiled")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -84,6 +84,7 @@ def literal_texts() -> str:
     return "\n".join(texts)
 
 
+@pytest.mark.slow
 def test_the_messages_that_the_page_of_errors_quotes_are_in_the_library():
     quoted = re.findall(r"^## `(.*)`$", PAGES["docs/how-to/errors.md"], re.MULTILINE)
     assert len(quoted) > 15

@@ -58,6 +58,7 @@ def test_generated_images_have_a_falling_spectrum(generator: torch.Generator) ->
     assert all(later < earlier / 2 for earlier, later in itertools.pairwise(octaves))
 
 
+@pytest.mark.slow
 def test_image_patches_are_windows_of_the_images(generator: torch.Generator) -> None:
     images = [torch.arange(30.0).reshape(5, 6), 100 + torch.arange(12.0).reshape(3, 4)]
     patches = datasets.image_patches(images, 3, 500, generator)

@@ -145,6 +145,7 @@ def test_online_minibatches_learn(name):
     assert closed_form.statistics["num_data"] == pytest.approx(150)
 
 
+@pytest.mark.slow
 def test_gradients_reach_what_closed_form_reaches():
     model, y = problem("bsc")
     guide = AutoTruncated(model, num_states=256)

@@ -139,6 +139,7 @@ def test_workers_of_a_data_loader_may_call_kernels(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
 def test_a_run_that_is_killed_does_not_keep_others_waiting_for_its_progress_bar(tmp_path):
     done = run(TRAINING + KILLED_BAR, "1", folder=tmp_path, timeout=60)

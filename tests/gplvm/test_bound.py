@@ -218,6 +218,7 @@ def test_switch_update_is_the_coordinate_maximiser(num_observed, kernel):
     torch.testing.assert_close(odds[0, 0] - model.prior[0, 0].logit(), terms, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_updates_and_moves_never_lower_the_bound():
     for seed in range(5):
         model = random_model(8, (2, 3), 3, seed=seed)

@@ -140,6 +140,7 @@ def test_stock_elbo_estimates_the_bound(collapsed):
     assert abs(float(samples.mean() - model.bound(views).detach())) < 3.9 * float(samples.std()) / 10
 
 
+@pytest.mark.slow
 def test_contribution_of_new_points_is_the_growth_of_the_bound():
     model, views = labelled(num_data=6, names=("categorical",))
     for _ in range(100):

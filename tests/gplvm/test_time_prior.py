@@ -77,6 +77,7 @@ def test_without_correlations_it_is_the_model_of_independent_latents():
     torch.testing.assert_close(model.bound(views), other.bound(views), rtol=1e-9, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_observed", [(3,), (2, 2)])
 def test_bound_stays_below_the_exact_evidence(num_observed):
     for seed in range(2):
@@ -92,6 +93,7 @@ def test_bound_stays_below_the_exact_evidence(num_observed):
         assert gap < 20
 
 
+@pytest.mark.slow
 def test_stock_elbo_estimates_the_bound():
     model, views = random_model(4, (2, 2))
     elbo = Trace_ELBO(num_particles=1)

@@ -95,6 +95,7 @@ def test_weights_are_averages_over_draws(program, batch_size, y):
     assert_averages(guide[-1].weights(), guide, y)
 
 
+@pytest.mark.slow
 def test_everything_that_is_read_is_that_of_the_averaged_weights(y):
     guide = guide_of(model)
     step(model, guide, y)

@@ -103,6 +103,7 @@ def loc_and_scale(guide: AutoGuideList) -> tuple[Tensor, Tensor]:
     return guide[0].locs.loc.detach(), guide[0].scales.loc.detach()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [None, 4])
 def test_new_data_have_the_posterior_of_the_trained_list(batch_size):
     guide = trained(AutoNormal, batch_size)
@@ -137,6 +138,7 @@ def test_checks_of_new_data_are_those_of_the_trained_list():
     assert torch.allclose(torch.as_tensor(report.arrays()["log_evidence_exact"]), expected, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", [False, True])
 def test_predictions_of_new_data_use_the_trained_list(parallel):
     guide = trained(AutoNormal)
@@ -193,6 +195,7 @@ def test_a_function_of_the_data_comes_along():
     assert new.infer(NEW[:3], SEARCH, steps=1)(NEW[:3])["z"].shape == (3,)
 
 
+@pytest.mark.slow
 def test_the_guide_for_new_data_keeps_the_list_alive():
     guide = trained(AutoDelta)
     loc = guide[0].loc.detach().clone()

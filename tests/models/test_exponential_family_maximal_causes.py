@@ -157,6 +157,7 @@ def test_the_concentration_of_gamma_distributions_is_the_maximiser() -> None:
     assert values[1] > max(values[0], values[2])
 
 
+@pytest.mark.slow
 def test_minibatches_learn() -> None:
     y = generate(bars("poisson"), 600)
     model = ExponentialFamilyMaximalCauses(16, 8, dtype=D64).initialize(y, torch.Generator().manual_seed(0))

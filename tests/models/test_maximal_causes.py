@@ -38,6 +38,7 @@ def test_model_is_bernoulli_times_normal_of_the_maximum() -> None:
     torch.testing.assert_close(log_joint(model, y, states), prior + likelihood, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_steps_that_would_lower_the_free_energy_are_shortened(monkeypatch: pytest.MonkeyPatch) -> None:
     from pyro_truncated.models import dictionary
 

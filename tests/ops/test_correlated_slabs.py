@@ -85,6 +85,7 @@ def test_without_correlations_all_is_as_for_independent_slabs(kind: str, with_mi
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_latents", [1, 5, 70])
 @pytest.mark.parametrize("with_missing", [False, True])
 @pytest.mark.parametrize("per_datum", [False, True])

@@ -56,6 +56,7 @@ def test_searches_find_what_matters_without_looking_at_all() -> None:
     assert bounds["near"] <= bounds["all"] + 1e-6
 
 
+@pytest.mark.slow
 def test_em_on_minibatches_reaches_what_looking_at_all_reaches() -> None:
     truth, y = mixture(36, 3000)
     reached = {}

@@ -19,32 +19,31 @@ from pyro_truncated.sklearn import (
 QUICK: dict[str, Any] = {"n_components": 2, "max_iter": 2, "n_init": 1}
 ESTIMATORS = [
     TruncatedMixture(**QUICK),
-    SpikeSlabRegressor(),
-    SubsetGPRegressor(),
-]
-SLOW_ONES = [
-    SpikeSlabGPLVMTransformer(2, max_iter=3, n_inducing=5),
+    TruncatedMixture(**QUICK, covariance_type="tied"),
     SparseCoding(**QUICK),
     SparseCoding(**QUICK, family="gaussian", offset=False),
     SparseCoding(**QUICK, family="bernoulli", binarize=0.0),
-    TruncatedMixture(**QUICK, covariance_type="tied"),
+    SpikeSlabGPLVMTransformer(2, max_iter=3, n_inducing=5),
+    SpikeSlabRegressor(),
     SpikeSlabRegressor(prior="independent"),
+    SubsetGPRegressor(),
     SubsetGPRegressor(n_inducing=5, max_epochs=3, objective="pp"),
 ]
 
 
-def checks(estimators: list[Any], *marks: pytest.MarkDecorator) -> list[Any]:
+def checks(estimators: list[Any]) -> list[Any]:
     """Every check with its estimator, as what ``parametrize_with_checks`` would make of them."""
     found = []
     for estimator in estimators:
         for one, check in estimator_checks_generator(estimator):
             name = getattr(check, "func", check).__name__
-            found.append(pytest.param(one, check, marks=marks, id=f"{estimator!r:.60}-{name}"))
+            found.append(pytest.param(one, check, id=f"{estimator!r:.60}-{name}"))
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("estimator", "check"), [*checks(ESTIMATORS), *checks(SLOW_ONES, pytest.mark.slow)])
+@pytest.mark.parametrize(("estimator", "check"), checks(ESTIMATORS))
 def test_what_scikit_learn_asks_of_every_estimator(estimator, check):
     name = getattr(check, "func", check).__name__
     if name == "check_array_api_input" and not os.environ.get("SCIPY_ARRAY_API"):

@@ -77,6 +77,7 @@ def test_probabilities_of_binary_data_are_those_of_the_noisy_or():
     np.testing.assert_array_equal(SparseCoding(3, family="bernoulli", binarize=5.0, **QUICK).fit(bars(40)).components_, coder.components_)
 
 
+@pytest.mark.slow
 def test_the_dictionary_is_the_one_that_learn_finds():
     y = bars()
     coder = SparseCoding(6, family="gaussian", max_iter=10, n_init=2, n_states=20, random_state=1).fit(y)
@@ -119,6 +120,7 @@ def test_neither_pyro_nor_torch_notice():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_pipelines_grids_frames_and_pickles():
     frame = pd.DataFrame(bars(), columns=[f"pixel {d}" for d in range(9)])
     pipeline = make_pipeline(StandardScaler(), SparseCoding(**QUICK)).set_output(transform="pandas")

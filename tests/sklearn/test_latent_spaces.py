@@ -20,6 +20,7 @@ def plane(num: int = 40) -> np.ndarray:
     return generator.normal(size=(num, 2)) @ generator.normal(size=(2, 6)) + 0.05 * generator.normal(size=(num, 6)) + 3
 
 
+@pytest.mark.slow
 def test_as_many_dimensions_are_used_as_the_data_have_and_missing_entries_are_filled_in():
     y = plane()
     space = SpikeSlabGPLVMTransformer(4, kernel="linear", random_state=0).fit(y)
@@ -33,6 +34,7 @@ def test_as_many_dimensions_are_used_as_the_data_have_and_missing_entries_are_fi
     assert space.score(y) > space.score(y + 5)
 
 
+@pytest.mark.slow
 def test_it_is_the_librarys_model():
     y = plane(20)
     space = SpikeSlabGPLVMTransformer(2, n_inducing=8, max_iter=5, random_state=3).fit(y)

@@ -11,6 +11,7 @@ from sklearn.mixture import GaussianMixture
 from pyro_truncated.sklearn import TruncatedMixture
 
 
+@pytest.mark.slow
 def test_it_reaches_the_density_of_scikit_learns_mixture():
     X = load_iris().data
     ours = TruncatedMixture(3, random_state=0).fit(X)

@@ -27,6 +27,7 @@ def standardised(X: np.ndarray, y: np.ndarray) -> tuple[torch.Tensor, torch.Tens
     return torch.tensor((X - X.mean(0)) / X.std(0)), torch.tensor(y - y.mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_zellner", [True, False])
 def test_evidence_is_the_integral_over_coefficients_intercept_and_noise(is_zellner):
     """The flat intercept leaves the density of contrasts of the targets; given the noise they are Gaussian."""

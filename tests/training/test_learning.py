@@ -213,6 +213,7 @@ def mixture(y):
         pyro.sample("y", dist.Normal(Vindex(loc)[..., z], 0.3), obs=y)
 
 
+@pytest.mark.slow
 def test_mixtures_are_not_annealed_unless_asked_for():
     """Components that a high temperature has made equal stay equal: the free energy of a single component is all that is reached."""
     y = torch.cat([torch.randn(40, 2, generator=generator(k), dtype=torch.float64) + 6 * k for k in range(3)])

@@ -64,6 +64,7 @@ def leave_one_out(idata: Any, log_weight: np.ndarray) -> float:
     return float(np.logaddexp.reduce(weights + likelihood, axis=1).sum())
 
 
+@pytest.mark.slow
 def test_log_densities_weight_the_draws_to_the_evidence(idata: Any, y: Tensor) -> None:
     """Fails by chance once in 150 000 runs of other seeds: 4.5 standard errors of a mean."""
     evidence, _ = exact(y)
@@ -72,6 +73,7 @@ def test_log_densities_weight_the_draws_to_the_evidence(idata: Any, y: Tensor) -
     assert abs(weight.mean() - 1) < 4.5 * weight.std() / math.sqrt(weight.size)
 
 
+@pytest.mark.slow
 def test_log_densities_correct_leave_one_out_for_the_guide(idata: Any, y: Tensor) -> None:
     """The estimate's standard deviation is 0.037 over 200 seeds: five of them, and what no correction makes wrong by 1.0."""
     _, elpd = exact(y)

@@ -254,6 +254,7 @@ def test_global_latents_of_another_guide(data: Tensor, weight: Tensor) -> None:
     assert truncated.attrs["point_estimates_only"] == 0
 
 
+@pytest.mark.slow
 def test_local_latents_of_another_guide(data: Tensor, weight: Tensor) -> None:
     def model(y: Tensor, dependent: bool = False) -> None:
         with pyro.plate("data", len(y)):
@@ -397,6 +398,7 @@ def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> 
         to_arviz([model], [guide], data, num_chains=4)
 
 
+@pytest.mark.slow
 def test_netcdf_round_trip(model: Callable[..., None], data: Tensor, tmp_path: Path) -> None:
     idata = to_arviz(model, fitted(model, data), data, num_samples=5, seed=1, training={"loss": [2.0, 1.0]})
     idata.to_netcdf(tmp_path / "fit.nc")

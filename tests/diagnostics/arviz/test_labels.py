@@ -214,6 +214,7 @@ def test_masked_entries_are_no_data(generator):
     assert get_dataset(idata, "posterior")["z"].sizes["data"] == 4
 
 
+@pytest.mark.slow
 def test_names_that_arviz_or_files_cannot_have(generator, tmp_path):
     y = torch.randn(3, 2, generator=generator)
 

@@ -105,6 +105,7 @@ class TestExactChanges:
         assert bool((approximate[index] == -torch.inf).all())
 
 
+@pytest.mark.slow
 def test_factors_hold_after_thousands_of_swaps():
     problem, index, K = problem_and_index(lengthscale=0.7)
     factors = ExchangeFactors(problem, 24, index)
