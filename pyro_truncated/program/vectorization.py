@@ -108,9 +108,14 @@ def find_scoring(log_joint: LogJoint) -> tuple[Scoring, bool]:
 
 
 def _takes_what_it_scores_packed(log_joint: LogJoint, packed: PackedModel) -> bool:
-    """Whether the model itself, which is not run to score packed states, could be run on many of them at once, as Pyro's own ELBOs do."""
+    """Whether the model itself, which is not run to score packed states, could be run on many of them at once, as Pyro's own ELBOs do.
+
+    Where two states of every data point would not fit into the memory budget, it is taken for granted.
+    """
     if log_joint.layout.read:
         return False
+    if log_joint.candidates_per_run() < 2:
+        return True
     with torch.no_grad(), spare_random_numbers(), isolated(), within_budget(log_joint.memory_budget):
         words = _candidates(log_joint, 2)
         terms, most_dims = _terms(log_joint, words, "together")
