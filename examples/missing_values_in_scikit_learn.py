@@ -38,7 +38,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--components", type=int, default=32, help="dictionary elements")
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", help="not used: there is no picture")
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:

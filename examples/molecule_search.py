@@ -11,7 +11,6 @@ of random strings.
 
 import argparse
 import importlib.util
-from pathlib import Path
 
 import torch
 
@@ -100,7 +99,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=30, help="molecules measured before the search")
     parser.add_argument("--steps", type=int, default=30, help="molecules picked one after the other")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="has no meaning here: nothing is written")
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:

@@ -7,7 +7,6 @@ free energy never decreases, with missing data too.
 """
 
 import argparse
-from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -94,7 +93,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--states", type=int, default=40)
     parser.add_argument("--iterations", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("report"), help="not used: this example prints its results")
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:

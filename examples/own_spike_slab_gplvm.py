@@ -8,7 +8,6 @@ with an active set is the likelihood; kernel and noise are learned. With ``--elb
 
 import argparse
 import time
-from pathlib import Path
 
 import pyro
 import pyro.distributions as dist
@@ -84,7 +83,6 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--elbo", choices=["truncated", "stock"], default="truncated", help="stock: Pyro's TraceEnum_ELBO")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=Path("report"), help="not used: this example prints its results")
     parser.add_argument("--smoke", action="store_true", help="tiny settings: does it run at all?")
     args = parser.parse_args(arguments)
     if args.smoke:

@@ -6,6 +6,7 @@ import math
 
 from torch import Tensor
 
+from pyro_truncated.ops.quadratic import pair_energy
 from pyro_truncated.utils.missing import without_missing
 
 
@@ -23,6 +24,17 @@ def log_density_of_noise(value: Tensor, precision: Tensor) -> Tensor:
     normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
     normalizer = normalizers.sum() if is_observed is None else is_observed.double() @ normalizers
     return (normalizer - 0.5 * rows.square() @ precision).unsqueeze(-1)
+
+
+def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int) -> Tensor:
+    """Values ``(N, C)`` of a linear function of the states with coefficients ``linear (N, H)``, such as prior logits.
+
+    Raises:
+        ValueError: if the coefficients have another shape.
+    """
+    if linear.shape != (num_data, num_latents):
+        raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
+    return pair_energy(words, linear.double(), linear.new_zeros(num_latents, num_latents))
 
 
 def data_gradients(

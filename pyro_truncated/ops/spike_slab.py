@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.quadratic import pair_energy
-from pyro_truncated.ops.slab_terms import data_gradients, log_density_of_noise, slab_terms
+from pyro_truncated.ops.slab_terms import data_gradients, linear_energy, log_density_of_noise, slab_terms
 from pyro_truncated.ops.words import check_likelihood, check_weights
 from pyro_truncated.utils.budget import rows_per_block
 
@@ -54,12 +53,7 @@ def spike_slab_log_prob(
     """
     _check(words, value, weight, precision, slab_mean, slab_deviation)
     out: Tensor = _SpikeSlabLogProb.apply(words, value, weight, precision, slab_mean, slab_deviation)  # type: ignore[no-untyped-call]
-    if linear is None:
-        return out
-    num_latents = weight.shape[1]
-    if linear.shape != (len(value), num_latents):
-        raise ValueError(f"linear must have shape (N, H) = {(len(value), num_latents)}; got {tuple(linear.shape)}")
-    return out + pair_energy(words, linear.double(), linear.new_zeros(num_latents, num_latents))
+    return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
 
 
 def spike_slab_moments(

@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from tests.distributed.crew import Crew
-from tests.distributed.runs import Run, losses
-from tests.distributed.test_equality import SPREAD
+from tests.distributed.runs import SPREAD, Run, losses
 from tests.models.configurations import CONFIGURATIONS
 
 NUMBERS = (2, 3, 4)

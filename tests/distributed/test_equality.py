@@ -5,11 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.runs import Run, losses
-from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
+from tests.distributed.runs import SPREAD, Run, losses
+from tests.models.configurations import CONFIGURATIONS
 
-# Those that choose their M-step where the data are at hand refuse shards.
-SPREAD = [name for name in CLOSED_FORM if not name.startswith("SpikeSlabSparseCoding-full")]
 SHORT = [
     *(Run(name, missing=row.takes_missing) for name, row in CONFIGURATIONS.items() if row.is_closed_form and "-" not in name),
     *(Run(name, num_data=40) for name in SPREAD if name.endswith(("-offset", "-full", "-tied", "-leak"))),
