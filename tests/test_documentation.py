@@ -261,7 +261,20 @@ def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeyp
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session).failed == 0
 
 
-SHOWN = ("", ".models", ".search", ".datasets", ".testing", ".em", ".scenes", ".restoration", ".training")
+SHOWN = (
+    "",
+    ".models",
+    ".search",
+    ".datasets",
+    ".testing",
+    ".em",
+    ".scenes",
+    ".restoration",
+    ".training",
+    ".distributed",
+    ".sklearn",
+    ".callbacks",
+)
 
 
 @pytest.mark.parametrize("face", SHOWN)

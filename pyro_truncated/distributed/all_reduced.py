@@ -22,6 +22,12 @@ class AllReduced(Described, PyroOptim):
     Parameters that started alike, with the first process's values, stay alike to the last bit. Without other processes it is the
     optimiser alone.
 
+    Example:
+        >>> model = BinarySparseCoding(9, 4)
+        >>> guide = AutoTruncated(model, num_states=8)
+        >>> svi = SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO())
+        >>> loss = svi.step(shard(torch.randn(10, 9)))
+
     Args:
         optimizer: an optimiser of Pyro.
         local: names in Pyro's parameter store of parameters that belong to the data points of a process (a row for each), which are left

@@ -22,6 +22,11 @@ _current: ContextVar[RowBatch | None] = ContextVar("pyro_truncated_batch", defau
 class RowBatch:
     """A minibatch: within it, the data plate of a model that is called with all data takes these rows.
 
+    Example:
+        >>> batch: RowBatch = next(iter(Batches(torch.randn(10, 4), 5, block=1)))
+        >>> len(batch.rows), batch.scale
+        (5, 2.0)
+
     Attributes:
         rows: positions ``(n,)`` among the data points of this process; the first one, where none of the minibatch is here.
         num_rows: number of data points of this process.

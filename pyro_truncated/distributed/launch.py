@@ -14,7 +14,12 @@ from pyro_truncated.distributed.world import agree
 
 
 class UnsharedDataWarning(UserWarning):
-    """Several processes train, each on all data: as many models that know nothing of each other."""
+    """Several processes train, each on all data: as many models that know nothing of each other.
+
+    Example:
+        >>> device = start()
+        >>> warnings.simplefilter("error", UnsharedDataWarning)  # stop rather than train several times what shard() has not split
+    """
 
 
 def start(timeout: float = 600.0) -> torch.device:
@@ -23,6 +28,11 @@ def start(timeout: float = 600.0) -> torch.device:
     It opens torch's default process group, unless that is open: ``nccl`` where every process of the machine has a GPU of its own, else
     ``gloo``. Torch and numba get ``cores / processes on this machine`` threads (numba unless ``NUMBA_NUM_THREADS`` says otherwise), and
     torch's global generator the state of the first process's, so that all draw alike. At the end of the program the group is closed.
+
+    Example:
+        >>> device = start()  # alone, and under torchrun --nproc_per_node=4 script.py
+        >>> rank(), size()
+        (0, 1)
 
     Args:
         timeout: seconds after which a process that waits for others gives up.

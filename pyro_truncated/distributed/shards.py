@@ -24,6 +24,10 @@ _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "conti
 class Portion:
     """Successive data points among all.
 
+    Example:
+        >>> Portion(first=0, size=6, total=10).is_part
+        True
+
     Attributes:
         first: position of the first of them.
         size: how many they are.
@@ -46,6 +50,13 @@ class Portion:
 
 class Shard(Tensor):
     """A tensor of data, one row per data point, that knows which of all rows it holds; what is computed from it are plain tensors.
+
+    Example:
+        >>> y: Shard = shard(torch.randn(10, 4))
+        >>> y.portion
+        Portion(first=0, size=10, total=10)
+        >>> type(y + 1) is torch.Tensor
+        True
 
     Attributes:
         portion: the rows.
@@ -81,6 +92,13 @@ def shard(array: Any, *, split: bool = True) -> Shard:
 
     Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays
     and tensors nothing is copied, so that only rows which are used are ever read.
+
+    Example:
+        >>> import numpy as np
+        >>> np.save("y.npy", np.ones((10, 4)))
+        >>> y = shard(np.load("y.npy", mmap_mode="r"))  # on two processes five rows each
+        >>> y.shape
+        torch.Size([10, 4])
 
     Args:
         array: data with a row per data point: an array, a memory map, a tensor, or anything else that has a length and can be sliced, such
@@ -146,7 +164,12 @@ def portion_of(arguments: Any) -> Portion | None:
 
 
 def total_rows(y: Any) -> int:
-    """The number of data points that all processes have."""
+    """The number of data points that all processes have.
+
+    Example:
+        >>> total_rows(shard(torch.randn(10, 4)))  # on any number of processes
+        10
+    """
     return y.portion.total if isinstance(y, Shard) else len(y)
 
 
@@ -163,6 +186,10 @@ def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 def rows_at(y: Tensor, positions: Tensor) -> Tensor:
     """The data points at these positions among all, on every process: their owners send them.
+
+    Example:
+        >>> rows_at(shard(torch.arange(10)), torch.tensor([7, 2]))
+        tensor([7, 2])
 
     Args:
         y: data, or a shard of them.

@@ -25,7 +25,14 @@ _is_watched: ContextVar[bool] = ContextVar("pyro_truncated_watched", default=Fal
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run has failed, so that this one cannot go on."""
+    """Another process of the run has failed, so that this one cannot go on.
+
+    Example:
+        >>> try:  # what a process can do before it goes
+        ...     total = add([torch.ones(3)])
+        ... except OtherProcessError as error:
+        ...     print(f"process {rank()} stops: {error}")
+    """
 
 
 def is_shared() -> bool:
@@ -34,17 +41,32 @@ def is_shared() -> bool:
 
 
 def rank() -> int:
-    """The number of this process, from zero; 0 without a process group."""
+    """The number of this process, from zero; 0 without a process group.
+
+    Example:
+        >>> rank()  # the last of four says 3
+        0
+    """
     return dist.get_rank() if is_shared() else 0
 
 
 def size() -> int:
-    """The number of processes; 1 without a process group."""
+    """The number of processes; 1 without a process group.
+
+    Example:
+        >>> size()  # under torchrun --nproc_per_node=4 it is 4
+        1
+    """
     return dist.get_world_size() if is_shared() else 1
 
 
 def add(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The sums over all processes, the same bits on each of them; one message in float64.
+
+    Example:
+        >>> (total,) = add([torch.tensor(2.0)])
+        >>> total == 2.0 * size()
+        tensor(True)
 
     Args:
         tensors: as many on every process. Shapes may differ where they broadcast: a matrix that is common to all dimensions, say, and
@@ -78,6 +100,9 @@ def add(tensors: Sequence[Tensor]) -> list[Tensor]:
 def agree(value: T) -> T:
     """What the first process holds, on every process; anything that can be pickled.
 
+    Example:
+        >>> seed = agree(torch.seed())  # the same on all processes
+
     Raises:
         OtherProcessError: if another process has failed.
     """
@@ -98,6 +123,10 @@ def agree(value: T) -> T:
 
 def gather(value: T) -> list[T]:
     """What every process holds, in their order, on every process; anything that can be pickled.
+
+    Example:
+        >>> gather(f"I am {rank()}")
+        ['I am 0']
 
     Raises:
         OtherProcessError: if another process has failed.
