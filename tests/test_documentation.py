@@ -274,6 +274,7 @@ SHOWN = (
     ".distributed",
     ".sklearn",
     ".callbacks",
+    ".distributions",
 )
 
 

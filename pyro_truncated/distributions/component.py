@@ -13,6 +13,12 @@ class Component(Categorical):
     """A ``Categorical`` whose cost does not depend on the number of values, for data points that share their probabilities.
 
     What a plate expands is neither copied when it is drawn from nor when its logarithm is taken.
+
+    Example:
+        >>> with pyro.plate("data", 1000):
+        ...     k = pyro.sample("k", Component(torch.full((50,), 0.02)))
+        >>> k.shape
+        torch.Size([1000])
     """
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Component:

@@ -29,6 +29,12 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
 
     Entries of an observation that are NaN are missing and contribute nothing.
 
+    Example:
+        >>> b, weight = torch.tensor([1.0, 1.0, 0.0]), torch.randn(4, 3)
+        >>> y = CorrelatedSlabSuperposition(b, weight, scale=0.5, slab_mean=1.0, slab_scale_tril=torch.eye(3))
+        >>> y.slab_posterior(y.sample()).mean.shape
+        torch.Size([3])
+
     Args:
         states: indicators :math:`b`, ``(*batch, H)``, zeros and ones.
         weight: dictionary :math:`W`, ``(D, H)``, or with batch dimensions in front.

@@ -25,6 +25,11 @@ class FamilyMaximum(Superposition):
     A subclass gives the natural parameter :math:`\eta`, the log partition function :math:`A`, both functions of the mean that grow with it,
     and the base measure. Entries of an observation that are NaN are missing and contribute nothing.
 
+    Example:
+        >>> counts: FamilyMaximum = PoissonMaximum(torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 9.0]]), 1.0)
+        >>> counts.natural(counts.mean) == torch.tensor([3.0]).log()
+        tensor([True])
+
     Args:
         states: binary states ``(*batch, H)``.
         weight: means :math:`W`, ``(D, H)``, or with batch dimensions in front.
@@ -158,7 +163,12 @@ def _positive(**others: constraints.Constraint) -> dict[str, constraints.Constra
 
 
 class PoissonMaximum(FamilyMaximum):
-    r"""Counts: a :class:`FamilyMaximum` with :math:`\eta = \log m` and :math:`A = m`."""
+    r"""Counts: a :class:`FamilyMaximum` with :math:`\eta = \log m` and :math:`A = m`.
+
+    Example:
+        >>> PoissonMaximum(torch.tensor([1.0, 1.0]), torch.tensor([[2.0, 7.0], [0.5, 0.1]]), background=1.0).mean
+        tensor([7., 1.])
+    """
 
     arg_constraints = _positive()
     support = constraints.independent(or_missing(constraints.nonnegative_integer), 1)
@@ -180,7 +190,12 @@ class PoissonMaximum(FamilyMaximum):
 
 
 class BernoulliMaximum(FamilyMaximum):
-    r"""Binary data: a :class:`FamilyMaximum` with :math:`\eta = \mathrm{logit}\, m` and :math:`A = -\log(1 - m)`."""
+    r"""Binary data: a :class:`FamilyMaximum` with :math:`\eta = \mathrm{logit}\, m` and :math:`A = -\log(1 - m)`.
+
+    Example:
+        >>> BernoulliMaximum(torch.tensor([1.0, 0.0]), torch.tensor([[0.75, 0.9]]), 0.1).log_prob(torch.ones(1)).exp()
+        tensor(0.7500)
+    """
 
     arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
         "states": constraints.independent(constraints.boolean, 1),
@@ -206,7 +221,12 @@ class BernoulliMaximum(FamilyMaximum):
 
 
 class ExponentialMaximum(FamilyMaximum):
-    r"""Waiting times: a :class:`FamilyMaximum` with :math:`\eta = -1 / m` and :math:`A = \log m`."""
+    r"""Waiting times: a :class:`FamilyMaximum` with :math:`\eta = -1 / m` and :math:`A = \log m`.
+
+    Example:
+        >>> ExponentialMaximum(torch.tensor([0.0, 1.0]), torch.tensor([[2.0, 4.0]]), background=1.0).variance
+        tensor([16.])
+    """
 
     arg_constraints = _positive()
     support = constraints.independent(or_missing(constraints.nonnegative), 1)
@@ -231,6 +251,10 @@ class GammaMaximum(FamilyMaximum):
     r"""Positive data whose deviation is :math:`m / \sqrt k`: a :class:`FamilyMaximum` of gammas of one concentration :math:`k`.
 
     :math:`\eta = -k / m`, :math:`A = k \log m`, and :math:`\log h(y) = k \log k - \log \Gamma(k) + (k - 1) \log y`.
+
+    Example:
+        >>> GammaMaximum(torch.tensor([0.0, 1.0]), torch.tensor([[2.0, 4.0]]), background=1.0, concentration=16.0).variance
+        tensor([1.])
 
     Args:
         states: binary states ``(*batch, H)``.

@@ -48,6 +48,12 @@ class ActiveSetGaussianProcess(TorchDistribution):
     Entries of an observation that are NaN are missing and contribute nothing. Active data points should be complete: outputs with
     different missing rows need Cholesky factors of their own.
 
+    Example:
+        >>> kernel, z = pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2)
+        >>> x = ActiveSetGaussianProcess(z, kernel, noise=0.1, num_active=4, num_outputs=3)
+        >>> x.log_prob(x.sample()).shape
+        torch.Size([10])
+
     Args:
         latents: ``(*batch, B, Q)``; batch dimensions are those of parallel draws.
         kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
@@ -177,6 +183,12 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
     so that :math:`\log q(f) - \log p(f) = \log \mathcal N(y_A; f_A, \tau^2) - \log \mathcal N(y_A; 0, K_{AA} + (\varepsilon + \tau^2) I)`.
     The width :math:`\tau` is shared, which keeps the covariance the same for all outputs: two Cholesky factors serve them all.
 
+    Example:
+        >>> kernel, z = pyro.contrib.gp.kernels.RBF(2), torch.randn(10, 2)
+        >>> f = ActiveSetPosterior(z, kernel, noise=1e-3, num_active=4, targets=torch.randn(4, 3), width=0.5)
+        >>> f.rsample().shape
+        torch.Size([10, 3])
+
     Args:
         latents: ``(*batch, B, Q)``, active set first.
         kernel: the model's kernel.
@@ -238,63 +250,3 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         identity = torch.eye(self.num_active, dtype=step.dtype, device=step.device)
         moved = (self._matrix + self.noise.reshape(()) * identity) @ step
         return self.loc + draw + torch.cat([moved, self._cross.mT @ step], -2)
-
-
-class GivenActiveSet(TorchDistribution):
-    r"""Observations given an active set that is held fixed: :math:`p(x_n \mid x_A, z_n)`, independent over data points.
-
-    Use it where latents of single data points vary on their own, as under :class:`~pyro_truncated.AutoTruncated` or any parallel
-    enumeration: given the active set every state of a data point has a density of its own. Entries that are NaN are missing.
-
-    Args:
-        active_set: the posterior given the active points.
-        latents: ``(*batch, Q)``.
-        loc: mean of the outputs, a scalar or ``(D,)``, if the active set holds deviations from it.
-        validate_args: whether to check parameters and values.
-    """
-
-    arg_constraints = {"latents": constraints.independent(constraints.real, 1), "loc": constraints.real}  # noqa: RUF012
-    support = constraints.independent(or_missing(constraints.real), 1)
-    has_rsample = True
-
-    def __init__(self, active_set: ActiveSet, latents: Tensor, *, loc: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
-        self.active_set, self.latents = active_set, latents
-        self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
-        deviation, variance = active_set.predict(latents)
-        self._mean, self._variance = deviation + self.loc, variance
-        super().__init__(latents.shape[:-1], deviation.shape[-1:], validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> GivenActiveSet:
-        """The same distribution over a larger batch; the distribution itself if the shape is its own."""
-        batch_shape = torch.Size(batch_shape)
-        if batch_shape == self.batch_shape:
-            return self
-        new: GivenActiveSet = self._get_checked_instance(GivenActiveSet, _instance)  # type: ignore[no-untyped-call]
-        new.active_set, new.loc = self.active_set, self.loc
-        new.latents = self.latents.expand(batch_shape + self.latents.shape[-1:])
-        new._mean = self._mean.expand(batch_shape + self._mean.shape[-1:])
-        new._variance = self._variance.expand(batch_shape + self._variance.shape[-1:])
-        super(GivenActiveSet, new).__init__(batch_shape, self.event_shape, validate_args=False)
-        new._validate_args = self._validate_args
-        return new
-
-    @property
-    def mean(self) -> Tensor:
-        """Predictive mean ``(*batch, D)``."""
-        return self._mean
-
-    @property
-    def variance(self) -> Tensor:
-        """Predictive variance of the observations ``(*batch, D)``."""
-        return self._variance.expand(self.batch_shape + self.event_shape)
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities ``(*batch,)`` of observations ``(*batch, D)`` over their observed entries."""
-        if self._validate_args:
-            self._validate_sample(value)
-        return conditional_log_prob(value, self._mean, self._variance)
-
-    def rsample(self, sample_shape: Any = ()) -> Tensor:
-        """Draws observations, independent over data points and outputs."""
-        shape = torch.Size(sample_shape) + self.batch_shape + self.event_shape
-        return self._mean + self._variance.sqrt() * torch.randn(shape, dtype=self._mean.dtype, device=self._mean.device)
