@@ -52,6 +52,9 @@ def split_weights(batch_size: int, num_active: int, num_data: int, like: Tensor 
 class Split:
     """A minibatch, active set first.
 
+    .. note:: Where a minibatch is all data in another order, Pyro's plate takes no subsample of parameters, as those of ``AutoNormal``, and
+        they would belong to other data points: index what belongs to data points by ``indices`` yourself, or take smaller minibatches.
+
     Example:
         >>> split = Split(torch.tensor([4, 2, 7, 1]), 2)
         >>> split.active.tolist(), split.rest.tolist()

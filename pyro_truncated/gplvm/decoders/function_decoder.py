@@ -115,8 +115,9 @@ class SASFunctionDecoder(SASDecoder):
         """The approximate posterior of latents and functions of a minibatch."""
         split = self._split(split)
         self._check_points(x[split.indices])
+        loc, scale = self._latents_of(x, split)
         with self._plate(split):
-            z = self._sample_latents(x, split)
+            z = self._sample_latents(loc, scale)
             targets = self.sites(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 

@@ -201,14 +201,18 @@ class SASModel(UniqueModule):
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of the latents of the same minibatch."""
         split = self._split(split)
+        loc, scale = self._latents_of(x, split)
         with self._plate(split):
-            self._sample_latents(x, split)
+            self._sample_latents(loc, scale)
 
-    def _sample_latents(self, x: Tensor, split: Split) -> Tensor:
-        if self.encoder is None:
-            loc, scale = self.z_loc, self.z_scale if self.bayesian else None
-        else:
-            loc, scale = self._encode(x[split.indices], x[split.active])
+    def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
+        """Means and standard deviations of q(z) of a minibatch; to be called before its plate opens."""
+        if self.encoder is not None:
+            return self._encode(x[split.indices], x[split.active])
+        # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
+        return self.z_loc[split.indices], self.z_scale[split.indices] if self.bayesian else None
+
+    def _sample_latents(self, loc: Tensor, scale: Tensor | None) -> Tensor:
         posterior = dist.Delta(loc, event_dim=1) if scale is None else dist.Normal(loc, scale).to_event(1)
         z: Tensor = pyro.sample("z", posterior)
         return z
