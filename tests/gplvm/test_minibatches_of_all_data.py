@@ -5,8 +5,7 @@ from __future__ import annotations
 import pyro
 import pytest
 import torch
-from pyro.infer import SVI, Trace_ELBO
-from pyro.optim import Adam
+from pyro.infer import Trace_ELBO
 
 from pyro_truncated.gp import ActiveSet, Split
 from pyro_truncated.gplvm import SASDecoder, SASFunctionDecoder
@@ -46,11 +45,31 @@ def test_two_signals_in_forty_points_are_no_noise(generator):
     """The noise is .05 per feature, of signals of variance one."""
     signals, mixing = torch.randn(60, 2, generator=generator), torch.randn(2, 6, generator=generator)
     x, new = (signals @ mixing + 0.05 * torch.randn(60, 6, generator=generator) + 3).double().tensor_split([40])
-    pyro.set_rng_seed(0)
-    decoder = SASDecoder(40, 6).double().initialize(x)
-    svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(0.02, 0.02)), Trace_ELBO())
-    for _ in range(300):
-        svi.step(x)
+    decoder = SASDecoder(40, 6).double().fit(x, epochs=300, generator=generator)
     assert float(decoder.noise_variance.detach()) < 0.01
-    found, _ = decoder.condition_(x).predict(decoder.infer(new))
+    found, _ = decoder.predict(decoder.infer(new))
     assert float((found - new).square().mean()) < 0.02
+
+
+def test_a_fit_is_reproduced_by_its_generator_and_takes_gaps(generator):
+    x = torch.randn(12, 3, generator=generator)
+    x[2, 1] = torch.nan
+    first, second = (SASDecoder(12, 3, num_active=3, batch_size=6) for _ in "ab")
+    for decoder in (first, second):
+        decoder.fit(x, epochs=4, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(first.latents(x), second.latents(x), rtol=0, atol=0)
+    assert bool(first.predict(first.infer(x))[0].isfinite().all())
+
+
+def test_decoders_with_an_encoder_or_an_observation_distribution_fit(generator):
+    x = torch.rand(12, 3, generator=generator).round()
+    encoded = SASDecoder(12, 3, encoder=torch.nn.Linear(3, 2)).fit(x, epochs=2)
+    assert encoded.predict(encoded.encode(x))[0].shape == x.shape
+    functions = SASFunctionDecoder(12, 3, lambda f: pyro.distributions.Bernoulli(logits=f).to_event(1), bayesian=True).fit(x, epochs=2)
+    assert functions.infer(x).shape == (12, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"learning_rate": 0.0}, {"learning_rate": float("nan")}])
+def test_a_fit_refuses(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SASDecoder(4, 2).fit(torch.randn(4, 2), **wrong)

@@ -14,14 +14,13 @@ from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
 from pyro_truncated.gp.active_sets.splits import Choose, least_variance
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, checksum, is_same, keep_points
-from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, log_joint, maximize_latents
-from pyro_truncated.gplvm.decoders.sas_model import SASModel
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.gplvm.decoders.latents import maximize_latents
+from pyro_truncated.gplvm.decoders.sas_training import SASTraining
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
 
-class SASDecoder(SASModel):
+class SASDecoder(SASTraining):
     r"""Gaussian process latent variable model trained with stochastic active sets.
 
     Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian
@@ -45,16 +44,15 @@ class SASDecoder(SASModel):
 
         from pyro_truncated.gp import UniformSplits
 
-        pyro.clear_param_store()
-        decoder = SASDecoder(len(x), x.shape[1], num_active=200, batch_size=1000).initialize(x)
-        svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(1e-2)), Trace_ELBO())
+        decoder = SASDecoder(len(x), x.shape[1]).initialize(x)
+        svi = SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(0.03, 0.06)), Trace_ELBO())
         splits = UniformSplits(len(x), 1000, 200)
         for epoch in range(100):
             if epoch < 60 and epoch % 2:
                 decoder.relocate_(x)
             for split in splits.epoch(epoch):
                 svi.step(x, split)
-        decoder.condition_(x)
+        decoder.condition_(x)  # decoder.fit(x) is all of this, with a learning rate that falls
         mean, variance = decoder.predict(decoder.infer(x_new))
 
     Args:
@@ -76,73 +74,6 @@ class SASDecoder(SASModel):
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
-
-    _kept: KeptPoints | None = None
-
-    @names_arguments
-    @takes_arrays
-    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
-        """Starts from the data; see :meth:`SASModel.initialize`."""
-        self._kept = None
-        return super().initialize(x, steps, latents=latents)
-
-    @takes_arrays
-    def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
-        r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
-
-        Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
-
-        .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
-
-        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains; a
-        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
-        principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
-
-        Args:
-            x: the training data ``(N, D)``.
-            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
-            generator: source of the random active set.
-
-        Returns:
-            The share of data points that moved.
-
-        Raises:
-            ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
-        """
-        self._check_data(x)
-        if self.encoder is not None:
-            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
-        num_active = check_count("num_active", num_active)
-        self._kept = None
-        device = None if generator is None else generator.device
-        order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
-        # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[x.flatten(1).isnan().any(1)[order].byte().argsort(stable=True)]
-        active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
-        with torch.no_grad():
-            z = self.z_loc.detach().clone()
-            posterior = self._given(x[active], z[active])
-            moved = 0
-            for rows in others.split(5000):
-                there = self._best_candidates(posterior, x[rows], 1)[0]
-                better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
-                z[rows[better]] = there[better]
-                moved += int(better.sum())
-            self.z_loc = z
-        return moved / len(x)
-
-    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        """The posterior given data points at their latents; it predicts deviations from ``loc``."""
-        return ActiveSet(self.kernel, self.noise_variance.detach(), latents, x - self.loc)
-
-    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
-        """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
-        return log_joint(posterior, x - self.loc, latents)
-
-    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
-        """Of up to 2000 latents of the posterior, the ``num`` that explain each data point best, ``(num, M, Q)``."""
-        candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
-        return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
     @takes_arrays
     def encode(self, x: Tensor) -> Tensor:
