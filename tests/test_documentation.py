@@ -147,6 +147,11 @@ def botorch_models() -> dict[str, Any]:
     return {**names, "regression": regression, "y": y, "fingerprints": torch.arange(1000), "X": X, "Y": (Y - Y.mean()) / Y.std()}
 
 
+def with_gpytorch() -> dict[str, Any]:
+    pytest.importorskip("gpytorch")
+    return {"X": torch.randn(30, 2), "y": torch.randn(30)}
+
+
 def trained_decoder() -> dict[str, Any]:
     x = torch.randn(30, 4)
     return {"decoder": pyro_truncated.SASDecoder(30, 4).initialize(x), "x": x, "x_new": torch.randn(3, 4)}
@@ -201,6 +206,7 @@ DATA: dict[str, Callable[[], dict[str, Any]]] = {
     "BinaryVAE": lambda: {"model": models.BinaryVAE(4, 5), "y": torch.randn(10, 4)},
     "CandidateLatents": trained_decoder,
     "Batches": lambda: {**training(), "itertools": itertools, "distributed": pyro_truncated.distributed},
+    "GPyTorchKernel": with_gpytorch,
     "GatedDecoder": gated,
     "InducingSubset": molecules,
     "MaxSpikeSlabSparseCoding 1": lambda: {"model": models.MaxSpikeSlabSparseCoding(4, 5), "y": torch.randn(10, 4)},
@@ -275,6 +281,8 @@ SHOWN = (
     ".sklearn",
     ".callbacks",
     ".distributions",
+    ".gp",
+    ".gplvm",
 )
 
 

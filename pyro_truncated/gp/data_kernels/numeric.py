@@ -105,6 +105,13 @@ class PyroKernel(InputKernel):
 class GPyTorchKernel(InputKernel):
     """A GPyTorch kernel on training inputs. It is only ever called, so GPyTorch need not be installed to import this.
 
+    Example::
+
+        import gpytorch
+
+        kernel = GPyTorchKernel(gpytorch.kernels.MaternKernel(), X)
+        model = SubsetGPRegression(kernel, y, num_inducing=10)
+
     Args:
         kernel: a ``gpytorch.kernels.Kernel`` without batch dimensions; used, not copied.
         inputs: training inputs ``(n, D)``.

@@ -35,6 +35,11 @@ class LeaveOneOutRegression:
     vanishes away from the pivots unless ``fitc`` adds it to the noise. Pivots are the inputs of largest variance given those before, or
     those that an exchange search finds to explain the targets of :meth:`fit` best.
 
+    Example:
+        >>> regression = LeaveOneOutRegression(torch.linspace(0.0, 6.0, 30).unsqueeze(-1), "rbf")
+        >>> likelihood = regression.fit(regression.inputs.sin())
+        >>> means, variances = regression.loo(regression.inputs.sin())
+
     Args:
         inputs: ``(N, D)``, finite.
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` (both and a constant), or any kernel of :mod:`pyro.contrib.gp.kernels` for
@@ -88,11 +93,8 @@ class LeaveOneOutRegression:
         spread = (inputs.double() - self._centre).square().mean().sqrt()
         self._spread = spread if bool(spread > 0) else torch.ones_like(spread)
         self.inputs = self.standardize(inputs)
-        self.rank = rank
-        self.fitc = fitc
-        self.tolerance = tolerance
-        self.pivots = pivots
-        self.generator = generator
+        self.rank, self.fitc, self.tolerance = rank, fitc, tolerance
+        self.pivots, self.generator = pivots, generator
         self._chosen: Tensor | None = None
         self.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
@@ -293,6 +295,7 @@ class LeaveOneOutRegression:
 
     def _checked(self, targets: Tensor) -> Tensor:
         if targets.dim() != 2 or len(targets) != len(self.inputs) or not bool(targets.isfinite().all()):
-            expected = f"({len(self.inputs)}, P)"
-            raise ValueError(f"targets must be finite and of shape {expected}, one row per input; got shape {tuple(targets.shape)}")
+            raise ValueError(
+                f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got shape {tuple(targets.shape)}"
+            )
         return targets.detach().double()

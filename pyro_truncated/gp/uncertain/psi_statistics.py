@@ -53,6 +53,12 @@ def psi_statistics(
 
     A kernel is added by registering a function of its type with :data:`closed_form`.
 
+    Example:
+        >>> inputs = SpikeSlabInputs(torch.randn(5, 2), torch.full((5, 2), 0.1))
+        >>> kernel, inducing = pyro.contrib.gp.kernels.RBF(2), torch.randn(3, 2)
+        >>> psi_statistics(kernel, inputs, inducing, per_datum=True).psi2.shape
+        torch.Size([5, 3, 3])
+
     Args:
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels`.
         inputs: distributions of the inputs.

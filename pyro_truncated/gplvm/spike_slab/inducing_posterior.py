@@ -70,6 +70,12 @@ class Observations:
 class InducingPosterior:
     r"""Gaussian posterior of whitened inducing variables: :math:`u_d = L v_d`, :math:`L L^\top = K_{uu}`, :math:`q(v_d) = N(m_d, S_d)`.
 
+    Example:
+        >>> model = SpikeSlabGPLVM(12, 3, num_latents=2, num_inducing=5)
+        >>> posterior: InducingPosterior = model.inducing_posterior(torch.randn(12, 3))[0]
+        >>> posterior.mean.shape
+        torch.Size([5, 3])
+
     Attributes:
         cholesky: :math:`L`, ``(M, M)``.
         mean: means :math:`m_d`, ``(M, D)``.

@@ -51,6 +51,13 @@ class Marginals(NamedTuple):
 class TimePrior(UniqueModule):
     """Gaussian processes over time for the latents of a model, one for each dimension, of variance one.
 
+    Example:
+        >>> times = torch.arange(12.0)
+        >>> model = SpikeSlabGPLVM(12, 3, num_latents=2, time_prior=TimePrior(times, "matern"))
+        >>> loc, scale = model.time_prior.at(torch.tensor([12.0, 13.0]))  # the latents of days to come
+        >>> loc.shape
+        torch.Size([2, 2])
+
     Args:
         times: time stamps ``(N,)``, in any order and spacing.
         kernel: ``"rbf"``, ``"matern"`` (3/2), ``"ou"`` (Ornstein-Uhlenbeck, Matern 1/2), or ``"periodic"``.
