@@ -281,6 +281,9 @@ SHOWN = (
     ".sklearn",
     ".callbacks",
     ".distributions",
+    ".diagnostics",
+    ".guide",
+    ".states",
     ".gp",
     ".gplvm",
 )

@@ -3,27 +3,24 @@
 from pyro_truncated.diagnostics.arviz.convert import to_arviz
 from pyro_truncated.diagnostics.pages.idata_plots import (
     plot_activations,
-    plot_comparison,
     plot_covered_mass,
     plot_effective_states,
-    plot_forest,
     plot_gap,
-    plot_loo_pit,
     plot_marginals,
+    plot_restarts,
+)
+from pyro_truncated.diagnostics.pages.prediction_plots import (
+    plot_comparison,
+    plot_forest,
+    plot_loo_pit,
     plot_pareto_k,
     plot_predictive_check,
-    plot_restarts,
 )
 from pyro_truncated.diagnostics.pages.verdict import Verdict, diagnose
 from pyro_truncated.diagnostics.prediction.alignment import RestartComparison, compare_restarts, match_latents
 from pyro_truncated.diagnostics.prediction.calibration import Calibration, simulation_based_calibration
-from pyro_truncated.diagnostics.prediction.cross_validation import (
-    CrossValidation,
-    compare_models,
-    cross_validate,
-    loo_pit,
-    predictive_p_values,
-)
+from pyro_truncated.diagnostics.prediction.cross_validation import CrossValidation, compare_models, cross_validate
+from pyro_truncated.diagnostics.prediction.predictive_checks import loo_pit, predictive_p_values
 from pyro_truncated.diagnostics.truncation.coverage import Growth, covered_mass, effective_states, population_growth
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration

@@ -1,9 +1,7 @@
-"""Pictures of a converted posterior; each function draws into the axes it is given and returns them."""
+"""Pictures of training and of the truncation; each function draws into the axes it is given and returns them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,15 +10,24 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator
 
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
-from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS
-from pyro_truncated.diagnostics.prediction.cross_validation import cross_validate, loo_pit, observed_name
+from pyro_truncated.diagnostics.pages.tensor_plots import ACCENT, COLOUR, GAPS, tidy
 from pyro_truncated.diagnostics.truncation.findings import COVERED_LIMIT
-from pyro_truncated.utils import arviz_compat as compat
-from pyro_truncated.utils.arviz_compat import get_dataset, group_names
+from pyro_truncated.utils.arviz_compat import get_dataset
 
 
 def plot_restarts(idata: Any, ax: Axes) -> Axes:
-    """Free energy over the steps of training, one curve per restart, the best in colour."""
+    """Free energy over the steps of training, one curve per restart, the best in colour.
+
+    Example:
+        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
+        >>> model = BinarySparseCoding(9, 6).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=16)
+        >>> training = fit(SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch())), y, steps=5, progress=False)
+        >>> idata = to_arviz(model, guide, y, training=training.record, num_samples=25)
+        >>> from matplotlib.figure import Figure
+        >>> ax = Figure().subplots()
+        >>> ax = plot_restarts(idata, ax)
+    """
     curves = get_dataset(idata, "training")["free_energy"].values
     ends = np.array([next(iter(curve[np.isfinite(curve)][::-1]), -np.inf) for curve in curves])
     steps = np.arange(1, curves.shape[1] + 1)
@@ -36,7 +43,7 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
     if len(curves) > 1:
         handles, labels = ax.get_legend_handles_labels()
         ax.legend(handles[::-1][:6], labels[::-1][:6], frameon=False, fontsize=8)
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
@@ -62,7 +69,7 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
     ax.plot(np.arange(len(shown)), values[shown], "o", color=ACCENT, markersize=4)
     ax.text(0.98, 0.04, "\n".join(["least covered", *lines]), transform=ax.transAxes, ha="right", va="bottom", fontsize=8)
     ax.set(xlabel="data points, least covered first", ylabel="covered mass, at most", ylim=(min(0.0, values.min()), 1.03))
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_effective_states(idata: Any, ax: Axes) -> Axes:
@@ -83,7 +90,7 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
     ax.axvline(kept, color=ACCENT, linestyle=":", label=f"{kept} kept")
     ax.set(xlabel="effective number of states", ylabel="data points")
     ax.legend(frameon=False)
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_gap(idata: Any, ax: Axes) -> Axes:
@@ -120,7 +127,7 @@ def plot_gap(idata: Any, ax: Axes) -> Axes:
     ax.axhline(0, color="black", linewidth=0.8)
     ax.set(xlabel="data points, in order of the gap", ylabel="log evidence - bound, nats")
     ax.legend(frameon=False)
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_activations(idata: Any, ax: Axes) -> Axes:
@@ -160,125 +167,6 @@ def plot_marginals(idata: Any, ax: Axes, *, rows: int = 40) -> Axes:
     return ax
 
 
-def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predictive", name: str | None = None, draws: int = 30) -> Axes:
-    """Distribution of all observed values beside those of drawn data sets (``arviz.plot_ppc``).
-
-    Args:
-        idata: from :func:`~pyro_truncated.to_arviz`.
-        ax: where to draw.
-        group: predictive group.
-        name: observed site; needed if there are several.
-        draws: number of data sets.
-    """
-    compat.draw_predictive_check(idata, group, name or observed_name(idata, group), ax, draws)
-    return _tidy(ax)
-
-
-def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
-    """Tail indices of PSIS-LOO on the marginal likelihood (``arviz.plot_khat``); above 0.7 a data point is too influential for it."""
-    compat.draw_pareto_k(cross_validate(idata, var_name=var_name).pareto_k, ax)
-    return _tidy(ax)
-
-
-def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Sequence[int] | None = None, level: float = 0.05) -> Axes:
-    """Distribution functions of the leave-one-out transforms of each feature, less the uniform's.
-
-    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``; it is wide enough for all
-    features shown together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S: predictions too narrow or too wide; a bow: biased.
-    Where observations are missing, the band drawn is that of the feature seen least often; each curve in colour left its own.
-
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
-        ...     ax = plot_loo_pit(idata, ax)
-    """
-    transforms = loo_pit(idata, name=name)
-    chosen = list(features) if features is not None else list(range(transforms.shape[1]))
-    seen = [column[np.isfinite(column)] for column in transforms[:, chosen].T]
-    seen = [np.sort(column) for column in seen if len(column)]
-    grid = np.linspace(0, 1, 201)
-    bands = [math.sqrt(math.log(2 * len(seen) / level) / (2 * len(column))) for column in seen]
-    ax.fill_between(grid, -max(bands), max(bands), color=GAPS, alpha=0.4, linewidth=0, label=f"uniform, {1 - level:.0%}")
-    for column, band in zip(seen, bands, strict=True):
-        curve = np.searchsorted(column, grid, side="right") / len(column) - grid
-        is_outside = np.abs(curve).max() > band
-        ax.plot(grid, curve, color=ACCENT if is_outside else COLOUR, linewidth=1.0, alpha=0.8)
-    ax.set(xlabel="leave-one-out PIT", ylabel="ECDF - uniform")
-    ax.legend(frameon=False, loc="upper right")
-    return _tidy(ax)
-
-
-def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None, most: int = 30) -> Axes:
-    """Intervals of global latents (weights, scales) from their draws (``arviz.plot_forest``).
-
-    Args:
-        idata: from :func:`~pyro_truncated.to_arviz`.
-        ax: where to draw.
-        var_names: variables of ``posterior``; default: those of no data point.
-        most: entries shown of each variable.
-
-    Raises:
-        ValueError: if there is nothing to show.
-    """
-    names = list(var_names) if var_names is not None else global_names(idata)
-    if not names:
-        raise ValueError("the posterior has no global latents; parameters are point estimates, which have no intervals")
-    data = get_dataset(idata, "posterior")[names]
-    parts = {}
-    for name, variable in data.data_vars.items():
-        inner = [dim for dim in variable.dims if dim not in ("chain", "draw")]
-        entry = f"{name}_entry"
-        parts[name] = variable.stack({entry: inner}).isel({entry: slice(0, most)}).drop_vars([entry, *inner]) if inner else variable
-    compat.draw_forest(data.drop_dims([dim for dim in data.dims if dim not in ("chain", "draw")]).assign(parts), ax)
-    return _tidy(ax)
-
-
-def global_names(idata: Any) -> list[str]:
-    """Latents that belong to no data point, and what is computed from them, without discrete ones."""
-    data = get_dataset(idata, "posterior")
-    plates = set(_data_dims(idata))
-    return [
-        str(name)
-        for name, variable in data.data_vars.items()
-        if not plates & set(variable.dims) and np.issubdtype(variable.dtype, np.floating)
-    ]
-
-
-def _data_dims(idata: Any) -> list[Any]:
-    """Names of the dimensions along which the data points lie."""
-    groups = group_names(idata)
-    if "truncated_posterior" in groups:
-        return [dim for dim in get_dataset(idata, "truncated_posterior")["free_energy"].dims if dim != "chain"]
-    local = str(get_dataset(idata, "posterior").attrs.get("latents_of_data_points", ""))
-    names = [name for name in local.split(", ") if name in get_dataset(idata, "posterior")]
-    return [dim for name in names for dim in get_dataset(idata, "posterior")[name].dims if dim not in ("chain", "draw")]
-
-
-def plot_comparison(table: Any, ax: Axes) -> Axes:
-    """Models by expected log predictive density (``arviz.plot_compare``), from :func:`~pyro_truncated.diagnostics.compare_models`.
-
-    Example:
-        >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
-        >>> model = BinarySparseCoding(9, 6).initialize(y)
-        >>> guide = AutoTruncated(model, num_states=16).infer(y, ExhaustiveSearch(), steps=1)
-        >>> idata = to_arviz(model, guide, y, num_samples=25)
-        >>> smaller = BinarySparseCoding(9, 3).initialize(y)
-        >>> other = to_arviz(smaller, AutoTruncated(smaller, 8).infer(y, ExhaustiveSearch(), steps=1), y, num_samples=25)
-        >>> with warnings.catch_warnings(action="ignore"):  # parameters are point estimates
-        ...     table = compare_models({"six": idata, "three": other})
-        >>> from matplotlib.figure import Figure
-        >>> ax = Figure().subplots()
-        >>> ax = plot_comparison(table, ax)
-    """
-    compat.draw_comparison(table, ax)
-    return _tidy(ax)
-
-
 def _names(values: Any) -> list[str]:
     """Labels of the entries by their coordinates."""
     labels = []
@@ -286,8 +174,3 @@ def _names(values: Any) -> list[str]:
         parts = [str(values[dim].values[i]) if dim in values.coords else str(i) for dim, i in zip(values.dims, position, strict=True)]
         labels.append(f"{', '.join(map(str, values.dims))} {', '.join(parts)}" if parts else "all data")
     return labels
-
-
-def _tidy(ax: Axes) -> Axes:
-    ax.spines[["top", "right"]].set_visible(False)
-    return ax

@@ -77,7 +77,7 @@ def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str |
         ax.set_ylim(late.min() - 0.15 * np.ptp(late), late.max() + 0.1 * np.ptp(late))
     ax.set_xlabel("iteration")
     ax.set_ylabel("free energy")
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
@@ -91,7 +91,7 @@ def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
     ax.set_xlabel("active latents per data point")
     ax.set_ylabel("data points")
     ax.legend(frameon=False)
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
@@ -100,7 +100,7 @@ def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
     ax.bar(np.arange(len(usage)), usage, width=1.0, color=COLOUR)
     ax.set_xlabel("latent, most active first")
     ax.set_ylabel("share of data points")
-    return _tidy(ax)
+    return tidy(ax)
 
 
 def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None) -> Axes:
@@ -137,6 +137,7 @@ def plot_decompositions(
     return _show(ax, picture, (-1.0, 1.0))
 
 
-def _tidy(ax: Axes) -> Axes:
+def tidy(ax: Axes) -> Axes:
+    """The axes without a frame on top and to the right."""
     ax.spines[["top", "right"]].set_visible(False)
     return ax

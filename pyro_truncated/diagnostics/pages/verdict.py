@@ -13,16 +13,11 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from pyro_truncated.diagnostics.pages import idata_plots as figures
+from pyro_truncated.diagnostics.pages import prediction_plots as predictions
 from pyro_truncated.diagnostics.pages import tensor_plots as plots
 from pyro_truncated.diagnostics.pages.html_page import Section, write_page
-from pyro_truncated.diagnostics.prediction.cross_validation import (
-    STATISTICS,
-    CrossValidation,
-    cross_validate,
-    loo_pit,
-    new_data_group,
-    predictive_p_values,
-)
+from pyro_truncated.diagnostics.prediction.cross_validation import CrossValidation, cross_validate
+from pyro_truncated.diagnostics.prediction.predictive_checks import STATISTICS, loo_pit, new_data_group, predictive_p_values
 from pyro_truncated.diagnostics.truncation import findings as trust
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
 from pyro_truncated.utils.arviz_compat import get_dataset, group_names, pareto_shapes
@@ -34,6 +29,17 @@ _EXTREME = 0.005
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """What :func:`diagnose` found.
+
+    Example:
+        >>> y = linear_bars(20, 4, mean_active=2.0).data
+        >>> model = BinarySparseCoding(16, 8).initialize(y)
+        >>> guide = AutoTruncated(model, num_states=256).infer(y, ExhaustiveSearch(), steps=1)
+        >>> idata = to_arviz(model, guide, y, num_samples=25)
+        >>> verdict: Verdict = diagnose(idata, warn=False)
+        Nothing speaks against this truncated posterior.
+        ...
+        >>> verdict.is_trusted
+        True
 
     Attributes:
         findings: what is wrong with the truncation or the guide, and what to change.
@@ -232,8 +238,8 @@ def _sections(idata: Any, groups: set[str], weight: Tensor | None, image_shape: 
     if weight is not None:
         text = "What each latent adds to an observation; grey is zero."
         sections.append(_section("Dictionary", text, lambda _, ax: plots.plot_dictionary(weight, ax, shape=image_shape), idata))
-    if figures.global_names(idata):
-        sections.append(_section("Weights", "Intervals of the global latents.", figures.plot_forest, idata))
+    if predictions.global_names(idata):
+        sections.append(_section("Weights", "Intervals of the global latents.", predictions.plot_forest, idata))
     return sections + _sections_on_predictions(idata, groups)
 
 
@@ -269,7 +275,7 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
         return sections
     if not validation.is_plug_in:
         text = "Tail indices of leave-one-out cross-validation on the marginal likelihood; above 0.7 it cannot be relied on."
-        sections.append(_section("Influential data points", text, figures.plot_pareto_k, idata))
+        sections.append(_section("Influential data points", text, predictions.plot_pareto_k, idata))
     unseen = new_data_group(idata)
     if unseen is not None and len(get_dataset(idata, unseen).data_vars) == 1:
         features = loo_pit(idata).shape[1]
@@ -280,11 +286,11 @@ def _sections_on_predictions(idata: Any, groups: set[str]) -> list[Section]:
 
 
 def _predictive_plot(group: str) -> Callable[[Any, Axes], Any]:
-    return lambda idata, ax: figures.plot_predictive_check(idata, ax, group=group)
+    return lambda idata, ax: predictions.plot_predictive_check(idata, ax, group=group)
 
 
 def _pit_plot(features: int) -> Callable[[Any, Axes], Any]:
-    return lambda idata, ax: figures.plot_loo_pit(idata, ax, features=range(features))
+    return lambda idata, ax: predictions.plot_loo_pit(idata, ax, features=range(features))
 
 
 def _section(title: str, text: str, draw: Callable[[Any, Axes], Any], idata: Any, table: Sequence[Sequence[Any]] = ()) -> Section:

@@ -295,7 +295,5 @@ class LeaveOneOutRegression:
 
     def _checked(self, targets: Tensor) -> Tensor:
         if targets.dim() != 2 or len(targets) != len(self.inputs) or not bool(targets.isfinite().all()):
-            raise ValueError(
-                f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got shape {tuple(targets.shape)}"
-            )
+            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(targets.shape)}")
         return targets.detach().double()

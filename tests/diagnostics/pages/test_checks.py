@@ -14,8 +14,8 @@ from pyro import poutine
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch
+from pyro_truncated import diagnostics as pictures
 from pyro_truncated.diagnostics import TruncationWarning, check_truncation, compare_with_enumeration, covered_mass, diagnose, to_arviz
-from pyro_truncated.diagnostics.pages import idata_plots as pictures
 from pyro_truncated.utils.arviz_compat import get_dataset, make_idata
 
 
