@@ -65,7 +65,7 @@ def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
 def in_blocks(
     function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size, numbers_each: int | None = None
 ) -> Tensor:
-    """Evaluates ``function(states, value) -> batch_shape`` on slices of the leading batch dimension, under a memory budget.
+    """Evaluates ``function(states, value) -> batch_shape`` on slices of the largest batch dimension, under a memory budget.
 
     Intermediate results of a slice are recomputed for its gradient instead of being kept.
 
@@ -81,10 +81,12 @@ def in_blocks(
     """
     numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
     num_blocks = -(-8 * batch_shape.numel() * numbers_each // current_budget())
-    if num_blocks <= 1:
+    if num_blocks <= 1 or not batch_shape:
         return function(states, value)
     states = states.expand(batch_shape + states.shape[-1:])
     value = value.expand(batch_shape + value.shape[-1:])
-    pieces = zip(states.tensor_split(num_blocks), value.tensor_split(num_blocks), strict=True)
-    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces if len(piece[0])]
-    return torch.cat(results)
+    dim = max(range(len(batch_shape)), key=lambda i: batch_shape[i])
+    num_blocks = min(num_blocks, batch_shape[dim])
+    pieces = zip(states.tensor_split(num_blocks, dim), value.tensor_split(num_blocks, dim), strict=True)
+    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.cat(results, dim)

@@ -105,6 +105,26 @@ def test_slabs_that_are_off_keep_their_prior() -> None:
     torch.testing.assert_close(posterior.covariance_matrix, deviation.square().diag().expand_as(posterior.covariance_matrix))
 
 
+def test_one_state_of_many_data_points_is_cut_into_blocks_too() -> None:
+    # A dimension of size one in front, as where a guide scores one state of every data point.
+    evaluated = []
+
+    class Watched(SpikeSlabSuperposition):
+        def _log_prob(self, states: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            evaluated.append(states.shape)
+            return super()._log_prob(states, value)
+
+    generator = torch.Generator().manual_seed(0)
+    states = torch.randint(2, (1, NUM_DATA, NUM_LATENTS), generator=generator).double()
+    weight, value = (torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((5, NUM_LATENTS), (NUM_DATA, 5)))
+    likelihood = Watched(states, weight, 0.5, 1.0, 0.3)
+    whole = likelihood.log_prob(value)
+    with memory_budget(2 * 8 * 4 * NUM_LATENTS**2):
+        torch.testing.assert_close(likelihood.log_prob(value), whole)
+    assert evaluated[0] == states.shape
+    assert all(shape[1] <= 2 for shape in evaluated[1:])
+
+
 def test_values_and_gradients_in_blocks() -> None:
     states, parameters, value = draw()
     results = []
