@@ -10,9 +10,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, takes_arrays
+from pyro_truncated import Population, check_observable, sums_of, takes_arrays
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, random_rows
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
@@ -76,6 +76,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     statistics_depend_on_parameters = True
     # The step is chosen where the data are at hand, for all of a batch at once.
     statistics_are_additive = False
+    statistics_span_processes = True
 
     weight: Tensor
     prior: Tensor
@@ -121,9 +122,10 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(_SUPPORTS[self.family]))
-        rows = random_rows(y.double(), self.num_latents, generator)
+        y = first_rows(y, generator).double()
+        rows = random_rows(y, self.num_latents, generator)
         noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(rows)
-        mean = y.double().nanmean(0).nan_to_num(0.0)
+        mean = y.nanmean(0).nan_to_num(0.0)
         floor = 0.05 * mean.mean().clamp(min=WEIGHT_FLOOR * _unit(y))
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()
         self.background = self._within(0.5 * mean, floor).to(self.background)
@@ -160,8 +162,10 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             return explained(means, rows[:, dimensions])["errors"]
 
         statistics = explained(means, rows)
-        statistics["won"] = statistics["wins"] * self._within(_average(statistics), 0.0)
-        claims: dict[str, Tensor] = best_claims(means, statistics, errors_of)
+        total = sums_of(y)
+        won, wins = total([statistics["won"], statistics["wins"]])
+        statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
+        claims: dict[str, Tensor] = best_claims(means, statistics, errors_of, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims
@@ -198,11 +202,6 @@ def _unit(y: Tensor) -> Tensor:
     seen = y[~y.isnan()].double()
     unit: Tensor = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
     return unit
-
-
-def _average(statistics: dict[str, Tensor]) -> Tensor:
-    average: Tensor = statistics["won"] / statistics["wins"].clamp(min=NEVER_SEEN)
-    return average
 
 
 def _best_concentration(excess: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import pyro.distributions as dist
@@ -14,6 +15,8 @@ from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabS
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs
 
 Statistics = dict[str, Tensor]
+# Of what every process has computed from its data: the sums.
+Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 
 _FIRST_VARIANCE = 0.5
@@ -34,8 +37,19 @@ class SlabPrior(Protocol):
     def distribution(self, mean: Tensor, scale: Tensor) -> dist.TorchDistribution:
         """The prior itself, over vectors of slabs."""
 
-    def statistics(self, likelihood: Likelihood, population: Population, y: Tensor, temperature: float) -> Statistics:
-        """The statistics of the likelihood, with what :meth:`best` needs."""
+    def statistics(
+        self, likelihood: Likelihood, population: Population, y: Tensor, temperature: float, total: Total, positions: Tensor
+    ) -> Statistics:
+        """The statistics of the likelihood, with what :meth:`best` needs.
+
+        Args:
+            likelihood: under the parameters as they are.
+            population: truncated posteriors.
+            y: what the likelihood is of, a row for each data point or for those of the population.
+            temperature: temperature of the posteriors over the indicators.
+            total: sums over the data of all processes.
+            positions: those of the population's data points ``(n,)`` among the data of all processes.
+        """
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and scale, in float64, that the statistics ask for."""
@@ -65,7 +79,9 @@ class IndependentSlabs:
         prior: dist.TorchDistribution = dist.Normal(mean, scale).to_event(1)
         return prior
 
-    def statistics(self, likelihood: SpikeSlabSuperposition, population: Population, y: Tensor, temperature: float) -> Statistics:
+    def statistics(
+        self, likelihood: SpikeSlabSuperposition, population: Population, y: Tensor, temperature: float, total: Total, positions: Tensor
+    ) -> Statistics:
         """See :class:`SlabPrior`."""
         return likelihood.statistics(population, y, temperature)
 
@@ -114,26 +130,37 @@ class CorrelatedSlabs:
         """See :class:`SlabPrior`."""
         return dist.MultivariateNormal(mean, scale_tril=scale)
 
-    def statistics(self, likelihood: CorrelatedSlabSuperposition, population: Population, y: Tensor, temperature: float) -> Statistics:
+    def statistics(
+        self,
+        likelihood: CorrelatedSlabSuperposition,
+        population: Population,
+        y: Tensor,
+        temperature: float,
+        total: Total,
+        positions: Tensor,
+    ) -> Statistics:
         """See :class:`SlabPrior`. The step is chosen here, where the data are at hand to compare it with others."""
         statistics = likelihood.statistics(population, y, temperature)
         mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
-        means, covariances = _candidates(statistics, mean, root @ root.mT)
+        names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
+        sums = dict(zip(names, total([statistics[name] for name in names]), strict=True))
+        means, covariances = _candidates(sums, mean, root @ root.mT)
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> int:
-            gains = likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)
+            gains = total([likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)])[0]
             return int(gains.nan_to_num(-torch.inf).argmax())
 
-        if len(population) > _TRIAL:
+        if sums["num_data"] > _TRIAL:
             # A few of the data points nominate a long step, all decide whether it is taken.
-            nominees = [0, 1 + best(means[1:], covariances[1:], _every(population, -(-len(population) // _TRIAL)))]
+            few = positions % -(-int(sums["num_data"]) // _TRIAL) == 0
+            nominees = [0, 1 + best(means[1:], covariances[1:], _part(population, few))]
             means, covariances = means[nominees], covariances[nominees]
         chosen = best(means, covariances, population)
-        for name in ("slab_slope", "slab_curvature", "state_pairs"):
+        for name in names[:3]:
             del statistics[name]
-        total = statistics["num_data"]
         # Averages over batches of what each asks for are a covariance again.
-        return {**statistics, "slab_means": total * means[chosen], "slab_covariances": total * covariances[chosen]}
+        claims = {"slab_means": means[chosen], "slab_covariances": covariances[chosen]}
+        return statistics | {name: statistics["num_data"] * claim for name, claim in claims.items()}
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """See :class:`SlabPrior`."""
@@ -184,10 +211,11 @@ def _per(total: Tensor, count: Tensor) -> Tensor:
     return torch.where(count > NEVER_SEEN, total / count, 0.0)
 
 
-def _every(population: Population, step: int) -> Population:
-    """Each so-manieth data point of a population."""
-    indices = torch.arange(len(population)) if population.indices is None else population.indices
-    return Population(population.space, population.words[::step], population.log_joint[::step], indices[::step])
+def _part(population: Population, chosen: Tensor) -> Population:
+    """The chosen data points ``(N,)`` of a population."""
+    where = chosen.nonzero().squeeze(-1)
+    indices = where if population.indices is None else population.indices[where]
+    return Population(population.space, population.words[where], population.log_joint[where], indices)
 
 
 def _floored(covariance: Tensor, power: Tensor) -> Tensor:

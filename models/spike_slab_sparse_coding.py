@@ -11,7 +11,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, names_arguments, takes_arrays
+from pyro_truncated import Population, names_arguments, positions_of, sums_of, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
@@ -66,6 +66,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
 
     # The slabs' posterior moments are those under the parameters at the time.
     statistics_depend_on_parameters = True
+    statistics_span_processes = True
 
     latent_parameters = ("weight", "prior", "slab_mean")
 
@@ -147,10 +148,11 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
             covariance ``slab_means`` and ``slab_covariances``, the number of data points times the mean ``(H,)`` and the covariance
             ``(H, H)`` that these data ask for, in the place of ``coefficient_squares``.
         """
+        shared = sums_of(y), positions_of(y, population.indices)
         population, y = self._above_center(population, check_data(y, self.num_observed))
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
-        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature)
+        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature, *shared)
         return statistics
 
     @torch.no_grad()

@@ -4,7 +4,7 @@ import importlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.distributed.shards import some_rows, sums_of
+from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
 from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
@@ -75,6 +75,7 @@ __all__ = [
     "fit_restarts",
     "learn",
     "names_arguments",
+    "positions_of",
     "some_rows",
     "sums_of",
     "takes_arrays",

@@ -12,7 +12,7 @@ The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and
 from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.distributed.batches import Batches, RowBatch
 from pyro_truncated.distributed.launch import UnsharedDataWarning, start
-from pyro_truncated.distributed.shards import Portion, Shard, rows_at, shard, some_rows, sums_of, total_rows
+from pyro_truncated.distributed.shards import Portion, Shard, positions_of, rows_at, shard, some_rows, sums_of, total_rows
 from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "add",
     "agree",
     "gather",
+    "positions_of",
     "rank",
     "rows_at",
     "shard",

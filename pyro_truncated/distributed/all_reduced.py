@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import pyro
 import torch
@@ -12,6 +13,14 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.utils.representation import Described
+
+# SVI shows its optimiser to nobody.
+_made: WeakSet[AllReduced] = WeakSet()
+
+
+def local_names() -> frozenset[str]:
+    """Names of the parameters that are left to every process."""
+    return frozenset().union(*(optimizer.local for optimizer in _made))
 
 
 class AllReduced(Described, PyroOptim):
@@ -42,6 +51,7 @@ class AllReduced(Described, PyroOptim):
             raise TypeError(f"optimizer must be one of pyro.optim, such as Adam({{'lr': 0.01}}); got {type(optimizer).__name__}")
         self.optimizer = optimizer
         self.local = frozenset([local] if isinstance(local, str) else local)
+        _made.add(self)
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """Sums the gradients, in the order of the parameters' names, and takes the step."""

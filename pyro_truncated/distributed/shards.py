@@ -151,6 +151,17 @@ def _file_of(array: Any) -> mmap.mmap | None:
     return array if isinstance(array, mmap.mmap) else None
 
 
+def refuse_part(y: Any, why: str) -> None:
+    """Refuses shards of data of which other processes hold the rest.
+
+    Raises:
+        NotImplementedError: saying why.
+    """
+    portion = portion_of(y)
+    if portion is not None and portion.is_part:
+        raise NotImplementedError(f"{why}; pass the whole data in one process")
+
+
 def portion_of(arguments: Any) -> Portion | None:
     """Which rows the shards among the arguments of a model hold, ``None`` if there are no shards.
 
@@ -171,6 +182,21 @@ def total_rows(y: Any) -> int:
         10
     """
     return y.portion.total if isinstance(y, Shard) else len(y)
+
+
+def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
+    """Positions ``(n,)`` of data points among those of all processes.
+
+    Example:
+        >>> positions_of(torch.zeros(3, 2))
+        tensor([0, 1, 2])
+
+    Args:
+        y: data, or a shard of them.
+        indices: which of these; default: all.
+    """
+    first = y.portion.first if isinstance(y, Shard) else 0
+    return first + (torch.arange(len(y)) if indices is None else indices.cpu())
 
 
 def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:

@@ -1,4 +1,4 @@
-"""Every message between processes: sums, what one says to all, what all say to all, and that one has failed.
+"""Every message between processes: sums, what one says to all, what all say to all or to one, and that one has failed.
 
 All of them go through torch's default process group, whoever has started it. Each begins with a header of eight numbers, by which processes
 notice at once that one of them has failed, or that they are not doing the same; a few numbers travel in the header itself.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-_FAILED, _ADD, _AGREE, _GATHER = range(4)
+_FAILED, _ADD, _AGREE, _GATHER, _COLLECT = range(5)
 _PAYLOAD = 4
 _is_watched: ContextVar[bool] = ContextVar("pyro_truncated_watched", default=False)
 
@@ -140,6 +140,23 @@ def gather(value: T) -> list[T]:
     with _reaching():
         dist.all_gather(messages, own)
     return [_unpacked(message[:length]) for message, length in zip(messages, lengths, strict=True)]
+
+
+def collect(value: T) -> list[T] | None:
+    """What every process holds, in their order, on the first process; ``None`` on the others. Anything that can be pickled.
+
+    Raises:
+        OtherProcessError: if another process has failed.
+    """
+    if not is_shared():
+        return [value]
+    packed = _packed(value)
+    lengths = _exchange(_COLLECT, len(packed), 0)[:, 1].long().tolist()
+    own = torch.nn.functional.pad(packed, (0, max(lengths) - len(packed))).to(_device())
+    messages = [torch.empty_like(own) for _ in lengths] if rank() == 0 else None
+    with _reaching():
+        dist.gather(own, messages)
+    return None if messages is None else [_unpacked(message[:length]) for message, length in zip(messages, lengths, strict=True)]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -66,8 +65,8 @@ class ClosedForm(Described, PyroOptim):
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
-    Where several processes train, each on its shard of the data (see :func:`pyro_truncated.distributed.shard`), each streams the statistics
-    of its own data points, and the M-step takes the sum of all: one message per step, whose size does not depend on the number of data.
+    Where several processes train, each on its shard of the data (see :func:`pyro_truncated.distributed.shard`), what a step changes in the
+    statistics is added up, and all stream the sums: one message per step, whose size does not depend on the number of data.
 
     The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
 
@@ -114,7 +113,6 @@ class ClosedForm(Described, PyroOptim):
         self.visited: Tensor | None = None
         self.num_steps = 0
         self._pending = False
-        self._is_part = False
         self.drive()
 
     @staticmethod
@@ -163,7 +161,7 @@ class ClosedForm(Described, PyroOptim):
             indices: the batch's data points, ``None`` for all.
             num_data: number of data points in all, of this process.
             scale: number of data points that each one of the batch stands for in online streaming; default: all divided by the batch.
-            is_part: whether other processes collect those of other data points.
+            is_part: whether other processes collect those of other data points, which are added.
 
         Raises:
             RuntimeError: if the statistics of the last step were never used, because another optimiser is driving SVI.
@@ -176,13 +174,14 @@ class ClosedForm(Described, PyroOptim):
             )
         if indices is not None and self.minibatch == "incremental" and len(indices.unique()) < len(indices):
             raise ValueError("a data point occurs twice in the minibatch; draw without replacement, or use minibatch='online'")
-        self._pending, self._is_part = True, is_part
+        self._pending = True
+        total = summed if is_part else dict
         if indices is None:
-            self.statistics = dict(new)
+            self.statistics = total(new)
         elif self.minibatch == "online":
-            self._blend(new, num_data / len(indices) if scale is None else scale)
+            self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
-            self._replace(new, old)
+            self._add(total(new if old is None else {name: value - old[name] for name, value in new.items()}))
         if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
@@ -193,12 +192,9 @@ class ClosedForm(Described, PyroOptim):
         old = self.statistics or {}
         self.statistics = {name: rate * scale * value + ((1 - rate) * old[name] if old else 0.0) for name, value in new.items()}
 
-    def _replace(self, new: Statistics, old: Statistics | None) -> None:
+    def _add(self, change: Statistics) -> None:
         total = self.statistics
-        for name, value in new.items():
-            value = value if old is None else value - old[name]
-            new[name] = value if total is None else total[name] + value
-        self.statistics = new
+        self.statistics = change if total is None else {name: total[name] + value for name, value in change.items()}
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
         """The M-step; called by SVI in the place of a gradient step."""
@@ -206,8 +202,8 @@ class ClosedForm(Described, PyroOptim):
             raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
         self._pending = False
         self.num_steps += 1
-        with torch.no_grad(), world.failing_together() if self._is_part else nullcontext():
-            self.model.maximize(_summed(self.statistics) if self._is_part else self.statistics)
+        with torch.no_grad():
+            self.model.maximize(self.statistics)
 
     def release(self) -> None:
         """Gives the model back to gradient training."""
@@ -228,7 +224,7 @@ class ClosedForm(Described, PyroOptim):
         self._pending = False
 
 
-def _summed(statistics: Statistics) -> Statistics:
+def summed(statistics: Statistics) -> Statistics:
     """The sums over all processes."""
     names = sorted(statistics)
     return dict(zip(names, world.add([statistics[name] for name in names]), strict=True))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,12 +13,16 @@ from pyro.infer.enum import get_importance_trace
 from pyro.util import warn_if_nan
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import portion_of
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.alike import start_as_first
+from pyro_truncated.distributed.shards import draw_alike, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.ops import draw_seed
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 class GibbsEM(ELBO):
@@ -29,6 +35,8 @@ class GibbsEM(ELBO):
 
     The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
     bound of anything, but serves to watch convergence.
+
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), which then train as one with all data would.
 
     Example:
         >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
@@ -74,10 +82,11 @@ class GibbsEM(ELBO):
         self.batch_size = batch_size
         self.generator = generator
         self.num_steps = 0
+        self._known_guide: Any = None
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Minus the mean log joint of the draws as they are; nothing changes."""
-        return -float(model.expected_log_joint(_checked(guide, model).draws(), y))
+        return -_total(model.expected_log_joint(_checked(guide, model).draws(), y), y)
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """One E-step; returns minus the mean log joint of its draws and hands the statistics to the closed-form M-step.
@@ -89,28 +98,53 @@ class GibbsEM(ELBO):
         if closed_form is None:
             raise TypeError("GibbsEM needs ClosedForm(model) as the optimiser; to train by gradients use an AutoTruncated guide")
         portion = portion_of(y)
-        if portion is not None and portion.is_part:
-            raise NotImplementedError("GibbsEM trains in one process; its draws of a shard of the data would not be those of all data")
-        indices = self._subsample(y)
+        is_part = portion is not None and portion.is_part
+        with world.failing_together() if is_part else nullcontext():
+            if is_part and self._known_guide is not guide:
+                start_as_first(model, guide, self.search)
+                draw_alike(self.generator)
+            self._known_guide = guide
+            return self._step(closed_form, _checked(guide, model), y, is_part)
+
+    def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
+        indices, scale = self._subsample(y)
         temperature = temperature_at(self.temperature, self.num_steps)
         budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
-        draws = _checked(guide, model).update_(self.search, y, indices, generator=self.generator, **budget)
+        with _keyed(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
+            draws = guide.update_(self.search, y, indices, generator=generator, **budget)
         self.num_steps += 1
-        share = 1.0 if indices is None else len(indices) / len(y)
-        loss = -float(model.expected_log_joint(draws, y)) / share
+        loss = -_total(guide.model.expected_log_joint(draws, y), y) * scale
         warn_if_nan(loss, "loss")  # type: ignore[call-overload]
-        closed_form.collect(model.sufficient_statistics(draws, y), None, indices, len(y))
+        statistics = guide.model.sufficient_statistics(draws, y)
+        closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
         return loss
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
 
-    def _subsample(self, y: Tensor) -> Tensor | None:
-        if self.batch_size is None or self.batch_size >= len(y):
-            return None
+    def _subsample(self, y: Tensor) -> tuple[Tensor | None, float]:
+        """Which of the data points here are in the minibatch of all processes, ``None`` for all; and how many each of it stands for."""
+        total = total_rows(y)
+        if self.batch_size is None or self.batch_size >= total:
+            return None, 1.0
         device = None if self.generator is None else self.generator.device
-        chosen = torch.randperm(len(y), generator=self.generator, device=device)[: self.batch_size]
-        return chosen.sort().values.to(y.device)
+        chosen = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
+        first = int(positions_of(y)[0])
+        return chosen[(chosen >= first) & (chosen < first + len(y))] - first, total / self.batch_size
+
+
+@contextmanager
+def _keyed(generator: torch.Generator | None) -> Iterator[None]:
+    """Takes one random number on every process, whatever those with data points draw after it."""
+    seed = draw_seed(generator)
+    with spare_random_numbers():
+        torch.manual_seed(seed)
+        yield
+
+
+def _total(value: Tensor, y: Tensor) -> float:
+    """The sum over all processes of what each has computed of its data."""
+    return float(sums_of(y)([value])[0])
 
 
 def _checked(guide: Any, model: Any) -> GibbsGuide:

@@ -13,6 +13,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed.shards import portion_of, positions_of
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
@@ -182,11 +183,17 @@ class GibbsGuide(PyroModule):
         """
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
-        batch = self._batch(y[rows], rows, indices, is_new)
+        batch = self._batch(y, rows, indices, is_new)
+        if search.learns and portion_of(y) is not None:
+            search.meet(batch)
+            batch = dataclasses.replace(batch, is_met=True)
         selected = search.select(batch)
         last = GibbsDraws(self.selected[rows], self._in_units(rows)[:, -1:], self.probabilities[rows]).spread(self.model.num_latents)
         arguments: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "generator": generator}
-        coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
+        coefficients, chances = last.new_zeros(0, sweeps, search.num_selected), last.new_zeros(0, search.num_selected)
+        # Of a minibatch of several processes, this one may have no data point.
+        if len(selected):
+            coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
         if not bool(coefficients.isfinite().all() and chances.isfinite().all()):
             raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
         self.unit[rows] = self.model.unit
@@ -217,10 +224,18 @@ class GibbsGuide(PyroModule):
         return coefficients
 
     def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None, is_new: bool) -> SearchBatch:
-        space = StateSpace([2] * self.model.num_latents)
+        space, portion = StateSpace([2] * self.model.num_latents), portion_of(y)
         words = space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
         population = Population(space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
-        return SearchBatch(population, _SingletonScore(self.model, y, space), {"y": y}, self.probabilities[rows].clone(), is_new)
+        return SearchBatch(
+            population,
+            _SingletonScore(self.model, y[rows], space),
+            {"y": y[rows]},
+            self.probabilities[rows].clone(),
+            is_new,
+            first_position=0 if portion is None else portion.first,
+            is_spread=portion is not None and portion.is_part,
+        )
 
     def _prepare(self, y: Tensor, num_selected: int, num_draws: int, is_whole: bool, generator: torch.Generator | None) -> None:
         size, started = len(y), "selected" in self._buffers
@@ -245,7 +260,7 @@ class GibbsGuide(PyroModule):
         else:
             selected = torch.arange(num_selected, device=device).repeat(size, 1)
             coefficients = torch.zeros(shape, **options)
-            start = ops.uniform(torch.arange(size, device=device), (num_latents,), generator=generator)
+            start = ops.uniform(positions_of(y).to(device), (num_latents,), generator=generator)
             self.register_buffer("probabilities", start)
             self.register_buffer("unit", self.model.unit.to(**options).repeat(size, 1))
         self.register_buffer("selected", selected)
@@ -272,6 +287,8 @@ class _SingletonScore:
         self.model, self.y, self.space = model, y, space
 
     def __call__(self, words: Tensor) -> Tensor:
+        if not len(words):
+            return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
         states = self.space.unpack(words)
         if bool((states.sum(-1, dtype=torch.int64) > 1).any()):
             raise NotImplementedError(f"{type(self.model).__name__} scores only states with at most one active latent")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
@@ -125,6 +125,10 @@ class Batch:
         random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states)
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
+        keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
+        if search.learns and store.portion is not None:
+            keys["is_met"] = True
+            search.meet(self._all_at_once(observations, {**keys, "random": random.again()}))
         if self.is_idle:
             return store.take(self.indices)
         with poutine.block(), memory_budget(self.scorer.memory_budget):
@@ -134,13 +138,17 @@ class Batch:
                 score = self.scorer.scorer(rows)
                 known = Population(store.space, words, score(words), self._positions(rows))
                 shown = {name: value[rows] for name, value in observations.items()}
-                keys: dict[str, Any] = {"first_position": store.first_position, "random": random.again()}
-                batch = SearchBatch(known, score, shown, is_new=is_new, mean_active=mean_active, **keys)
+                batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
                 with ops.together():
                     found = search.improve(batch, steps)
                 store.keep_(found.log_joint, where, found.words)
         store.revision += 1
         return store.take(self.indices)
+
+    def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
+        population = self.rescored()
+        shown = {name: value[: len(population)] for name, value in observations.items()}
+        return SearchBatch(population, self.scorer.score, shown, **keys)
 
     def _mean_active(self) -> Tensor:
         """Mean probabilities ``(L,)`` that latents are active, over the data points of all processes in the batch, before the search."""

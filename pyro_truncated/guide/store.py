@@ -13,6 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion
 from pyro_truncated.guide.given_states import Init, flaw, given_population
+from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion, saved_portion
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
@@ -62,6 +63,7 @@ class PopulationStore(torch.nn.Module):
         self.first_position = 0
         self.seen = SeenData()
         self._space: StateSpace | None = None
+        self._loaded: Portion | None = None  # which data points populations were loaded of
         # As of which revision the stored log joints of which data points are averages over draws of other guides.
         self._averages: tuple[int, Tensor] | None = None
 
@@ -107,8 +109,7 @@ class PopulationStore(torch.nn.Module):
             self.seed = world.agree(self.seed)
         if not self.is_filled:
             self._create(layout, init, device)
-        problem = self._problem(self.words, self.cardinalities, layout.space)
-        if problem is not None:
+        if problem := other_rows(self._loaded, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
         self._space = layout.space
 
@@ -148,17 +149,17 @@ class PopulationStore(torch.nn.Module):
         if self.is_filled:
             self.seed_()
             destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches], device="cpu")
+            save_portion(self.portion, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         saved = {name: state_dict.get(prefix + name) for name in self.STORED}
-        problem = self.mismatch(state_dict, prefix) or flaw(**saved)
-        if problem is not None:
-            error_msgs = args[-1]
-            error_msgs.append(problem)
+        if problem := self.mismatch(state_dict, prefix) or flaw(**saved):
+            args[-1].append(problem)
             return
         if prefix + _STREAM in state_dict:
             self.seed, self.num_searches = state_dict[prefix + _STREAM].tolist()
-            state_dict = {name: value for name, value in state_dict.items() if name != prefix + _STREAM}
+        self._loaded = saved_portion(state_dict, prefix)
+        state_dict = {name: value for name, value in state_dict.items() if name not in (prefix + _STREAM, prefix + PORTION)}
         strict, missing_keys = args[1], args[2]
         missing = [prefix + name for name, value in saved.items() if value is None and name not in self._buffers]
         if strict and len(missing) < len(saved):
@@ -178,7 +179,8 @@ class PopulationStore(torch.nn.Module):
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
         """Why populations that were saved do not fit here; of a guide that has not seen its model, as far as can be told."""
-        return self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
+        other = other_rows(saved_portion(state_dict, prefix), self.portion)
+        return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
     def _problem(self, words: Tensor | None, cardinalities: Tensor | None, space: StateSpace | None) -> str | None:
         if words is not None and words.shape[1] != self.num_states and not self._holds_all(words, cardinalities):

@@ -25,6 +25,16 @@ class AffinitySearch(Search):
 
     affinity: Any
 
+    @property
+    def learns(self) -> bool:
+        """Whether the affinity does."""
+        return hasattr(self.affinity, "meet")
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Lets the affinity learn."""
+        if self.learns:
+            self.affinity.meet(batch)
+
     def forget(self) -> None:
         """Lets the affinity forget what it has learned of data."""
         forget(self.affinity)

@@ -41,6 +41,8 @@ class SearchBatch:
             others are in the batch. Without it, seeds come from the search's own generator or torch's global one.
         mean_active: mean probability that a latent is active, ``(L,)``, over all data points that are searched at a time, those in other
             blocks and processes too, for searches that take it.
+        is_spread: whether other processes search other data points at the same time.
+        is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
     """
 
     population: Population
@@ -51,6 +53,8 @@ class SearchBatch:
     first_position: int = 0
     random: ops.Stream | None = None
     mean_active: Tensor | None = None
+    is_spread: bool = False
+    is_met: bool = False
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -122,6 +126,17 @@ class Search(Described, Stateful, abc.ABC):
         """Whether the search asks for :meth:`SearchBatch.activity`."""
         return False
 
+    @property
+    def learns(self) -> bool:
+        """Whether the search learns from data, by :meth:`meet`."""
+        return False
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from shards of data, once for all that are searched at a time; all processes call it, also those that have none of them.
+
+        Searches that learn from whole data do so where they propose.
+        """
+
     @abc.abstractmethod
     def propose(self, batch: SearchBatch) -> Population:
         """Candidate states of every data point with their log joints, ``(N, C)``; repetitions are allowed."""
@@ -182,6 +197,16 @@ class CombinedSearch(Search):
     def takes_activity(self) -> bool:
         """Whether one of the searches does."""
         return any(search.takes_activity for search in self.searches)
+
+    @property
+    def learns(self) -> bool:
+        """Whether one of the searches does."""
+        return any(search.learns for search in self.searches)
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Those that learn meet the data."""
+        for search in self.searches:
+            search.meet(batch)
 
     def propose(self, batch: SearchBatch) -> Population:
         """All proposals side by side."""

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity
+from pyro_truncated.search.met_data import MetData, rows_of
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.search.spread_regression import MOST_ROWS, SpreadRegression, rows_of_all, spread
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
+
+T = TypeVar("T")
 
 
 class RegressionAffinity(LearnedAffinity[Tensor]):
@@ -26,6 +31,10 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     Regression targets are the marginals :math:`\sum_s q_n(s) [s_h = 1]` of the populations as a batch brings them, with one Gaussian
     process per latent (per value, where latents have several) and one kernel for all. The affinity is the leave-one-out mean:
     a prediction that knew the data point's own marginals would select again whatever was selected before.
+
+    Of data that are spread over processes (:func:`pyro_truncated.distributed.shard`) it learns what it would of all in one, at the first
+    step of a search. With a rank each process has its rows of one low-rank factor, whose kernel and pivots are chosen from up to 20 000
+    random data points, and sums of ``Q (Q + P)`` numbers travel; without one, all inputs and marginals do.
 
     The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set.
 
@@ -49,7 +58,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         ValueError: if an argument is out of range.
     """
 
-    _memory: _Memory | None
+    _memory: MetData | None
 
     @names_arguments
     def __init__(
@@ -81,19 +90,44 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Forgets all data, and what was fitted to them."""
         super().forget()
         self._memory = None
+        self._spread: SpreadRegression | None = None
         self._trained_on = torch.zeros(0, dtype=torch.int64)
-        self._last_fit = 0
+        self._num_trained = self._last_fit = 0
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from shards of data; what it has learned is the same on all processes, but for what it remembers of their data points."""
+        data, everyone = self._data_of(batch), world.gather if batch.is_spread else _alone
+        if batch.is_new and self.regression is not None and not self._is_of_new_data:
+            return
+        if self.regression is not None and not all(everyone(self._knows(data, batch))):
+            self.forget()
+        self._is_of_new_data = batch.is_new
+        rows = self._store(data, batch)
+        assert self._memory is not None
+        visit = max(everyone(int(self._memory.visits[rows].amax()) if len(rows) else 0))
+        self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
+        if self._spread is not None:
+            self._spread.take(self._memory.marginals[self._trained_on])
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._memory is not None and self._memory.holds(data, _num_options(batch), batch.population.indices)
 
     def _learn(self, data: Tensor, batch: SearchBatch) -> Tensor:
+        rows = self._store(data, batch)
+        assert self._memory is not None
+        self._train(int(self._memory.visits[rows].max()), ops.draw_seed(batch.source(self.generator)), batch)
+        return self._predict(data, rows)
+
+    def _store(self, data: Tensor, batch: SearchBatch) -> Tensor:
         marginals = _marginals(batch)
         if self._memory is None:
-            self._memory = _Memory.like(data, marginals)
-        rows = self._memory.store(data, marginals, batch.population.indices)
-        self._train(int(self._memory.visits[rows].max()), ops.draw_seed(batch.source(self.generator)))
-        return self._predict(data, rows)
+            self._memory = MetData.like(data, marginals)
+        return self._memory.store(data, marginals, batch.population.indices)
+
+    def _predict_met(self, data: Tensor, batch: SearchBatch) -> Tensor:
+        if batch.is_new and not self._is_of_new_data:
+            return self._predict_new(data)
+        return self._predict(data, rows_of(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:
         return self._predict(data, data.new_full((len(data),), -1, dtype=torch.int64))
@@ -104,8 +138,9 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return {**met, "centre": self._centre, "trained_on": self._trained_on, "last_fit": self._last_fit}
 
     def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
-        self._memory = _Memory(*(memory[name].clone() for name in ("inputs", "marginals", "visits")))
+        self._memory = MetData(*(memory[name].clone() for name in ("inputs", "marginals", "visits")))
         self._centre, self._trained_on, self._last_fit = memory["centre"], memory["trained_on"], memory["last_fit"]
+        self._num_trained = len(self._trained_on)
         filled = _filled(self._memory.inputs[self._trained_on], self._centre)
         return LeaveOneOutRegression(filled, self.kernel, self.rank, pivots=self.pivots)
 
@@ -119,7 +154,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             if indices is None and len(self.inputs) != size:
                 raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
             return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
-        parts = [value.reshape(size, -1).double() for value in batch.observations.values() if len(value) == size]
+        parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
         if not parts:
             raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
         return torch.cat(parts, 1)
@@ -131,22 +166,27 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             raise ValueError(f"inputs must return a matrix of {size} rows, one per data point of the batch; got {got}")
         return inputs.detach().double()
 
-    def _train(self, visit: int, seed: int) -> None:
+    def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
         """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
+        number = sum(world.gather(len(met))) if batch.is_spread else len(met)
         due = self.regression is None or visit - self._last_fit >= self.refit_every
-        if not due and len(met) < 2 * len(self._trained_on):
+        if not due and number < 2 * self._num_trained:
             return
-        inputs = self._memory.inputs[met]
+        inputs, marginals = self._memory.inputs[met], self._memory.marginals[met]
+        if batch.is_spread:
+            sample = seed, None if self.rank is None else MOST_ROWS
+            inputs, marginals = (rows_of_all(values, batch.first_position + met, *sample) for values in (inputs, marginals))
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
         filled = _filled(inputs, self._centre)
         self.regression = LeaveOneOutRegression(filled, kernel, self.rank, noise=noise, pivots=self.pivots, generator=generator)
-        few = torch.randperm(len(met), generator=generator)[: self.max_fit].to(met.device)
-        self.regression.fit(self._memory.marginals[met], self.fit_steps, rows=few)
-        self._trained_on, self._last_fit = met, visit
+        few = torch.randperm(len(inputs), generator=generator)[: self.max_fit].to(met.device)
+        self.regression.fit(marginals, self.fit_steps, rows=few)
+        self._trained_on, self._num_trained, self._last_fit = met, number, visit
+        self._spread = spread(self.regression, _filled(self._memory.inputs[met], self._centre)) if batch.is_spread else None
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others (-1)."""
@@ -157,10 +197,12 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         place = place[rows]
         inside, targets = place >= 0, self._memory.marginals[self._trained_on]
         means = targets.new_empty(len(rows), targets.shape[1])
+        spread = self._spread
         if bool(inside.any()):
-            means[inside] = self.regression.loo(targets, place[inside])[0]
+            means[inside] = self.regression.loo(targets, place[inside])[0] if spread is None else spread.loo(place[inside])
         if not bool(inside.all()):
-            means[~inside] = self.regression.predict(_filled(inputs[~inside], self._centre), targets)[0]
+            new = _filled(inputs[~inside], self._centre)
+            means[~inside] = self.regression.predict(new, targets)[0] if spread is None else spread.predict(new)
         return means
 
 
@@ -218,45 +260,6 @@ class GPSelect(Preselection):
         super().__init__(affinity, num_selected, max_active=max_active, explore=explore, merge=merge, generator=generator)
 
 
-class _Memory:
-    """Inputs and latest marginals of the data points met so far, by their position in the full data set."""
-
-    def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
-        self.inputs, self.marginals, self.visits = inputs, marginals, visits
-
-    @classmethod
-    def like(cls, inputs: Tensor, marginals: Tensor) -> _Memory:
-        """An empty memory for data points of the kind."""
-        return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
-
-    def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
-        """Whether a batch is of the data remembered: those of its rows that were met before are as they were."""
-        is_larger = indices is None and len(self.visits) > len(inputs)
-        sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
-        if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
-            return False
-        rows = _rows_of(inputs, indices)
-        met = (rows < len(self.visits)).nonzero().squeeze(-1)
-        met = met[self.visits[rows[met]] > 0]
-        known, given = self.inputs[rows[met]].nan_to_num(nan=math.inf), inputs[met].nan_to_num(nan=math.inf)
-        return torch.equal(known, given)
-
-    def store(self, inputs: Tensor, marginals: Tensor, indices: Tensor | None) -> Tensor:
-        """Takes in a batch; returns where its rows are."""
-        rows = _rows_of(inputs, indices)
-        self._grow(int(rows.max()) + 1 if len(rows) else 0)
-        self.inputs[rows], self.marginals[rows] = inputs, marginals
-        self.visits[rows] += 1
-        return rows
-
-    def _grow(self, size: int) -> None:
-        more = size - len(self.visits)
-        if more > 0:
-            self.inputs = torch.cat([self.inputs, self.inputs.new_zeros(more, self.inputs.shape[1])])
-            self.marginals = torch.cat([self.marginals, self.marginals.new_zeros(more, self.marginals.shape[1])])
-            self.visits = torch.cat([self.visits, self.visits.new_zeros(more)])
-
-
 def _marginals(batch: SearchBatch) -> Tensor:
     """Posterior probabilities ``(N, P)`` of the options of a preselection, in float64."""
     if batch.marginals is not None:
@@ -270,8 +273,9 @@ def _num_options(batch: SearchBatch) -> int:
     return len(options_of(batch.space)) if batch.marginals is None else batch.marginals.shape[1]
 
 
-def _rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
-    return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
+def _alone(value: T) -> list[T]:
+    """What every process says, where there is one."""
+    return [value]
 
 
 def _filled(inputs: Tensor, centre: Tensor) -> Tensor:

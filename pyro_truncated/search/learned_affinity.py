@@ -40,6 +40,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             ValueError: if the inputs are not those of the batch's data points, or there are none.
         """
         data = self._data_of(batch)
+        if batch.is_met:
+            return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
         if (batch.is_new and knows) or not self._can_learn_from(batch):
             return self._predict_new(data)
@@ -47,6 +49,14 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             self.forget()
         self._is_of_new_data = batch.is_new
         return self._learn(data, batch)
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from shards of data, see :meth:`.Search.meet`.
+
+        Raises:
+            NotImplementedError: unless what learns knows how to bring several processes' data together.
+        """
+        raise NotImplementedError(f"{type(self).__name__} learns from the data of one process; these are shards: train it on whole data")
 
     def forget(self) -> None:
         """Forgets all data, and what was fitted to them; a kernel that was given keeps its parameters."""
@@ -84,6 +94,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     @abc.abstractmethod
     def _learn(self, data: Tensor, batch: SearchBatch) -> T:
         """Takes in a batch, fits if it is due, and predicts each data point from the others."""
+
+    def _predict_met(self, data: Tensor, batch: SearchBatch) -> T:
+        """Predicts data points that it has met."""
+        return self._predict_new(data)
 
     @abc.abstractmethod
     def _predict_new(self, data: Tensor) -> T:

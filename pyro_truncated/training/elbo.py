@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import pyro.poutine as poutine
@@ -24,6 +25,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
 from pyro_truncated.training.em_step import EMStep
+from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_draws, shared_out
 from pyro_truncated.training.together import averaged_by_others, start_alike, total, watched
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
@@ -48,7 +50,8 @@ class Truncated_ELBO(Described, ELBO):
     Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`): losses are then those of all data, on every
     process, and every process must ask for them. Gradients are those of a process's own data, which
     :class:`~pyro_truncated.distributed.AllReduced` adds up; those of the module ``elbo(model, guide)`` are as many times larger as there
-    are processes, because ``DistributedDataParallel``, which takes their mean, then has the gradient of the whole loss.
+    are processes, because ``DistributedDataParallel``, which takes their mean, then has the gradient of the whole loss. Of what belongs
+    to no data point, such as latents that other guides sample, each process takes an equal share.
 
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
@@ -92,6 +95,7 @@ class Truncated_ELBO(Described, ELBO):
         self._others = BesideOthers(**kwargs)
         self._em_step = EMStep()
         self._known_guide: Any = None
+        self._num_looks = 0
 
     def __call__(self, model: torch.nn.Module, guide: torch.nn.Module) -> ELBOModule:
         """The module of model and guide: its parameters are theirs, and calling it returns :meth:`differentiable_loss`.
@@ -110,11 +114,11 @@ class Truncated_ELBO(Described, ELBO):
         call = Call(model, args, kwargs)
         if _stands_alone(call, guide):
             with suppress(AllObservedError), torch.no_grad(), poutine.block(), watched(guide, (args, kwargs)):
-                return total(guide, _checked(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles))))
+                return total([guide], _checked(-float(guide.batch_of(*args, **kwargs).mean_free_energy(self.num_particles))))
             with pyros_own():
                 return self._others.stock_loss(call, guide)
-        with pyros_own():
-            return _checked(self._others.loss(call, guide))
+        with watched(guide, (args, kwargs)), self._beside_others(call, guide):
+            return total(self._others.parts(call, guide), _checked(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Minus the free energy as a differentiable tensor: what the module ``Truncated_ELBO(search)(model, guide)`` returns when called.
@@ -127,11 +131,11 @@ class Truncated_ELBO(Described, ELBO):
                 batch = self._searched(call, guide) if torch.is_grad_enabled() else guide.batch_of(*args, **kwargs)
                 loss = -batch.mean_free_energy(self.num_particles)
                 warn_if_nan(loss, "loss")
-                return averaged_by_others(guide, loss)
+                return averaged_by_others([guide], loss)
             with pyros_own():
                 return self._others.stock_differentiable_loss(call, guide)
-        with pyros_own(), self._searching(call, guide) if torch.is_grad_enabled() else nullcontext():
-            return self._others.differentiable_loss(call, guide)
+        with watched(guide, (args, kwargs)), self._beside_others(call, guide, searches=torch.is_grad_enabled()):
+            return averaged_by_others(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
         """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
@@ -142,15 +146,15 @@ class Truncated_ELBO(Described, ELBO):
     def _loss_and_grads(self, call: Call, guide: Any) -> float:
         closed_form = ClosedForm.driving(call.model)
         if closed_form is not None:
-            return total(guide, _checked(self._closed_form_step(closed_form, call, guide)))
+            return total([guide], _checked(self._closed_form_step(closed_form, call, guide)))
         if _stands_alone(call, guide):
             temperature = self._temperature()
             with suppress(AllObservedError):
-                return total(guide, _checked(self._searched(call, guide).backward_(temperature, self.num_particles)))
+                return total([guide], _checked(self._searched(call, guide).backward_(temperature, self.num_particles)))
             with pyros_own():
                 return self._others.stock_loss_and_grads(call, guide)
-        with pyros_own(), self._searching(call, guide):
-            return _checked(self._others.loss_and_grads(call, guide))
+        with self._beside_others(call, guide, searches=True):
+            return total(self._others.parts(call, guide), _checked(self._others.loss_and_grads(call, guide)))
 
     def _searched(self, call: Call, guide: Any) -> Batch:
         """The batch of a guide that stands alone, after a search if one is due."""
@@ -176,6 +180,18 @@ class Truncated_ELBO(Described, ELBO):
     def _improve(self, batch: Batch) -> Population:
         return batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()
 
+    @contextmanager
+    def _beside_others(self, call: Call, guide: Any, *, searches: bool = False) -> Iterator[None]:
+        """What surrounds the loss of a guide beside others."""
+        self._num_looks -= not searches
+        with (
+            pyros_own(),
+            drawing_alike(call, guide, self.num_evaluations if searches else self._num_looks),
+            self._searching(call, guide) if searches else nullcontext(),
+            shared_out(self._others.parts(call, guide)),
+        ):
+            yield
+
     def _searching(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
         """Lets the truncated part of a guide search when it next runs: for the very minibatch and draws of other latents the loss is of."""
         if self._temperature() != 1.0:
@@ -183,8 +199,11 @@ class Truncated_ELBO(Described, ELBO):
         with spare_random_numbers():
             if self._known_guide is not guide:
                 refuse_shadowed(call.model, guide)
-            if not self._others.parts(call, guide):
+            parts = self._others.parts(call, guide)
+            if not parts:
                 raise TypeError("Truncated_ELBO needs a guide with an AutoTruncated part; for other guides use Pyro's own ELBOs")
+            if self._known_guide is not guide:
+                refuse_local_draws(parts, call.of(guide))
             self._meet(call, guide)
             self._others.prepare(call, guide)
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()

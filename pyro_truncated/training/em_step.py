@@ -8,7 +8,8 @@ from typing import Any
 import pyro.poutine as poutine
 import torch
 
-from pyro_truncated.em.closed_form import ClosedForm, Statistics
+from pyro_truncated.distributed import world
+from pyro_truncated.em.closed_form import ClosedForm, Statistics, summed
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.ops import together
 from pyro_truncated.program.call import Call
@@ -43,10 +44,8 @@ class EMStep:
         if store.is_part:
             _refuse_local_steps(closed_form.model)
         with poutine.block(), memory_budget(scorer.memory_budget):
-            if self._revision is not None and self._revision != store.revision and closed_form.visited is not None:
-                # Somebody else scored or searched: what will be subtracted must be what is in the sums.
-                visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
-                closed_form.statistics = _statistics(closed_form, store.population(visited), temperature, call)
+            # Somebody else scored or searched: what will be subtracted is not what is in the sums.
+            is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
             previous = closed_form.previous(store.take(batch.indices), scorer.full_size)
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
@@ -55,7 +54,16 @@ class EMStep:
             self._revision = store.revision
             new = _statistics(closed_form, population, temperature, call)
             closed_form.collect(new, old, batch.indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            if closed_form.visited is not None and batch.indices is not None and _anywhere(is_stale, store.is_part):
+                visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
+                anew = _statistics(closed_form, store.population(visited), temperature, call)
+                closed_form.statistics = summed(anew) if store.is_part else anew
             return -float(batch.scale * population.free_energy().sum() + batch.outside())
+
+
+def _anywhere(condition: bool, is_part: bool) -> bool:
+    """Whether it holds in one of the processes that train together."""
+    return bool(world.add([torch.tensor(float(condition))])[0]) if is_part else condition
 
 
 def _refuse_local_steps(model: Any) -> None:

@@ -26,7 +26,7 @@ from pyro_truncated.training.checkpoint import (
 from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.training.refusals import refuse_other_runs
-from pyro_truncated.training.shared_checkpoint import for_this_process, save_shared
+from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
 from pyro_truncated.training.together import is_shared_run, watched
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
@@ -161,6 +161,8 @@ def fit(
             _run(training, work, steps, callbacks, progress, patience, tolerance)
             return training
         path, is_shared = Path(checkpoint), is_shared_run(svi.guide, (args, kwargs))
+        if is_shared:
+            refuse_unsaved(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
         with claimed(path) if not is_shared or world.rank() == 0 else contextlib.nullcontext():
             if world.agree(path.exists()) if is_shared else path.exists():

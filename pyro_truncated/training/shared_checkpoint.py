@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pyro.infer import SVI
 from torch import Tensor
 
@@ -15,16 +14,36 @@ from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
 from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
+from pyro_truncated.training.run_state import search_of
 
 # Where the content of a checkpoint has a row per data point, and under what name it is kept.
 _POPULATIONS = {"words": "populations.words", "log_joint": "populations.log_joint"}
+
+
+def refuse_unsaved(svi: SVI) -> None:
+    """Refuses checkpoints that would not hold what every process has.
+
+    Raises:
+        NotImplementedError: saying what they would not.
+    """
+    if not isinstance(svi.guide, AutoTruncated) or svi.guide.siblings is not None:
+        raise NotImplementedError(
+            f"checkpoints of several processes hold the populations of a guide that is one AutoTruncated; this one is "
+            f"{type(svi.guide).__name__}: train without a checkpoint, or in one process"
+        )
+    search = search_of(svi)
+    if search is not None and search.learns:
+        raise NotImplementedError(
+            f"checkpoints of several processes do not hold what {type(search).__name__} has learned of the data points of each: train "
+            "without a checkpoint, or in one process"
+        )
 
 
 def save_shared(path: Path, svi: SVI, number: int, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str]) -> None:
     """Writes a checkpoint of a run of several processes, all of which call this.
 
     Each writes the populations of its own data points into a folder beside the file; then the first one writes the file, which says where
-    they are and appears under its name last. Statistics of closed-form M-steps are summed.
+    they are and appears under its name last.
 
     Args:
         path: the file.
@@ -42,13 +61,10 @@ def save_shared(path: Path, svi: SVI, number: int, *, history: Any, settings: Ma
     assert portion is not None
     content = content_of(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
+    modules["guide"].pop("populations.portion", None)
     rows: dict[str, Tensor] = {short: modules["guide"].pop(name) for short, name in _POPULATIONS.items()}
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
-    statistics = optim.get("statistics")
-    if isinstance(statistics, dict):
-        names = sorted(statistics)
-        optim["statistics"] = dict(zip(names, world.add([statistics[name] for name in names]), strict=True))
     folder = folder_of(path) / str(number)
     written = _by_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
@@ -96,9 +112,6 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     modules["guide"] |= {name: rows[short] for short, name in _POPULATIONS.items()}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
-    if isinstance(optim.get("statistics"), dict) and portion.first > 0:
-        # The sum over the processes is what counts.
-        optim["statistics"] = {name: torch.zeros_like(value) for name, value in optim["statistics"].items()}
     return {name: value for name, value in content.items() if name != "rows"} | {"modules": modules, "optim": optim}
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import pyro
 import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.alike import start_as_first
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes
-from pyro_truncated.distributed.shards import draw_alike, portion_of
+from pyro_truncated.distributed.shards import portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 
@@ -32,16 +33,19 @@ def watched(guide: Any, arguments: Any) -> AbstractContextManager[None]:
     return world.failing_together() if is_shared_run(guide, arguments) else nullcontext()
 
 
-def total(guide: Any, loss: float) -> float:
+def are_shared(parts: Sequence[AutoTruncated]) -> bool:
+    """Whether other processes hold the populations of other data points of these truncated parts of a guide."""
+    return any(part.populations.is_part for part in parts)
+
+
+def total(parts: Sequence[AutoTruncated], loss: float) -> float:
     """The sum of the losses of all processes, where they hold parts of the data."""
-    if not guide.populations.is_part:
-        return loss
-    return float(world.add([torch.tensor(loss, dtype=torch.float64)])[0])
+    return float(world.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
 
 
-def averaged_by_others(guide: Any, loss: Tensor) -> Tensor:
+def averaged_by_others(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
     """The total loss, whose gradient, averaged over the processes as ``DistributedDataParallel`` does, is that of the total loss."""
-    if not guide.populations.is_part:
+    if not are_shared(parts):
         return loss
     own = world.size() * loss
     return own + (world.add([loss.detach()])[0] - own.detach())
@@ -50,15 +54,11 @@ def averaged_by_others(guide: Any, loss: Tensor) -> Tensor:
 def start_alike(call: Call, guide: Any, elbo: Any) -> None:
     """Before the first step: all processes take the first one's parameters, buffers of the model, generators and searches.
 
-    Raises:
-        NotImplementedError: if shards of data meet a guide that is not one AutoTruncated.
-
     Warns:
         UnsharedDataWarning: if each of several processes trains on data that are no shard.
     """
     portion = portion_of((call.args, dict(call.kwargs)))
-    is_alone = isinstance(guide, AutoTruncated) and guide.siblings is None
-    if is_alone:
+    if isinstance(guide, AutoTruncated) and guide.siblings is None:
         portion = guide.populations.portion
     if portion is None and launched_processes() > 1:
         warnings.warn(
@@ -67,19 +67,5 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
             UnsharedDataWarning,
             stacklevel=6,
         )
-    if portion is None or not portion.is_part:
-        return
-    if not is_alone:
-        raise NotImplementedError("shards of data need a guide that is one AutoTruncated; beside other guides train in one process")
-    _take_from_first(call, elbo)
-
-
-@torch.no_grad()
-def _take_from_first(call: Call, elbo: Any) -> None:
-    held = dict(pyro.get_param_store().named_parameters())
-    if isinstance(call.model, torch.nn.Module):
-        held |= dict(call.model.named_parameters()) | dict(call.model.named_buffers())
-    for (_, tensor), value in zip(sorted(held.items()), world.agree([tensor.detach() for _, tensor in sorted(held.items())]), strict=True):
-        tensor.copy_(value)
-    elbo.search.load_state_dict(world.agree(elbo.search.state_dict()))
-    draw_alike(None)
+    if portion is not None and portion.is_part:
+        start_as_first(call.model, guide, elbo.search)

@@ -12,10 +12,7 @@ from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, distributed
 from pyro_truncated.search import ConditionalSearch
-from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
-
-# Those that choose their M-step where the data are at hand refuse shards.
-SPREAD = [name for name in CLOSED_FORM if not name.startswith("SpikeSlabSparseCoding-full")]
+from tests.models.configurations import CONFIGURATIONS
 
 
 @dataclasses.dataclass(frozen=True)

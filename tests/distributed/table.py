@@ -10,15 +10,15 @@ from pathlib import Path
 import torch
 
 from tests.distributed.crew import Crew
-from tests.distributed.runs import SPREAD, Run, losses
-from tests.models.configurations import CONFIGURATIONS
+from tests.distributed.runs import Run, losses
+from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
 
 NUMBERS = (2, 3, 4)
 
 
 def runs() -> Iterator[Run]:
     """All data, minibatches and gradients; entries are missing where the model takes that."""
-    for name in SPREAD:
+    for name in CLOSED_FORM:
         missing = CONFIGURATIONS[name].takes_missing
         dependent = getattr(CONFIGURATIONS[name].make(torch.float64), "statistics_depend_on_parameters", False)
         yield Run(name, missing=missing, num_data=40, steps=100)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.distributed.runs import SPREAD, Run, losses
-from tests.models.configurations import CONFIGURATIONS
+from tests.distributed.runs import Run, losses
+from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
 
 SHORT = [
     *(Run(name, missing=row.takes_missing) for name, row in CONFIGURATIONS.items() if row.is_closed_form and "-" not in name),
-    *(Run(name, num_data=40) for name in SPREAD if name.endswith(("-offset", "-full", "-tied", "-leak"))),
+    *(Run(name, num_data=40) for name in CLOSED_FORM if name.endswith(("-offset", "-full", "-tied", "-leak"))),
+    *(Run(name, missing=True) for name in CLOSED_FORM if name.startswith("ExponentialFamily")),
     Run("BinarySparseCoding-offset", missing=True, minibatch="incremental", steps=9),
     Run("GaussianMixture-diag", minibatch="incremental", num_data=40, steps=9),
     Run("MaximalCauses", missing=True, minibatch="online", steps=9),
     Run("NoisyOr", minibatch="online", steps=9),
+    Run("SpikeSlabSparseCoding-offset", missing=True, minibatch="online", steps=9),
+    Run("SpikeSlabSparseCoding-full", minibatch="online", steps=9),
+    Run("SpikeSlabSparseCoding-full-offset", num_data=2010, steps=3),
+    Run("ExponentialFamilyMaximalCauses-bernoulli", missing=True, minibatch="online", steps=9),
     Run("BinarySparseCoding", mutation="sparseflips"),
     Run("NoisyOr", mutation="sparseflips"),
     Run("BinarySparseCoding-offset", missing=True, driver="gradient"),

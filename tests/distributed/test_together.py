@@ -8,13 +8,26 @@ from typing import Any
 
 import numba
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
-from pyro.optim import SGD
+from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, best_start, distributed, fit, learn
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    GPSelect,
+    SASDecoder,
+    SpikeSlabGPLVM,
+    Truncated_ELBO,
+    best_start,
+    distributed,
+    fit,
+    learn,
+)
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.distributed import OtherProcessError, UnsharedDataWarning
 from pyro_truncated.models import BinarySparseCoding
@@ -144,23 +157,133 @@ def test_data_that_one_process_refuses_are_refused_by_all(crew):
     assert "process 1 failed with ValueError: site 'y' observes" in str(first)
 
 
-# --- what is not shared ---
+# --- guides beside others ---
 
 
-def beside_others() -> Any:
-    y = distributed.shard(data())
-    model = BinarySparseCoding(9, 6, dtype=torch.float64)
-    guide = AutoGuideList(model)
-    guide.append(AutoNormal(pyro.poutine.block(model, hide=["s"])))
-    guide.append(AutoTruncated(model, num_states=8))
-    return SVI(model, guide, SGD({"lr": 1e-3}), Truncated_ELBO(EvolutionarySearch(3, 2))).step(y)
+def rows_with_weights(y: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    with pyro.plate("features", y.shape[1]):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3).double(), 1.0).to_event(1))
+    prior = pyro.sample("prior", dist.Beta(torch.ones(3).double(), 3.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        loudness = 1.0 if scale is None else pyro.sample("loudness", dist.LogNormal(scale, 1.0)).unsqueeze(-1)
+        s = pyro.sample("s", dist.Bernoulli(prior).to_event(1))
+        pyro.sample("y", dist.Normal(loudness * (weight * s.unsqueeze(-2)).sum(-1), 0.5).to_event(1), obs=y)
+
+
+def list_of_guides() -> SVI:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(4)
+    guide = AutoGuideList(rows_with_weights)
+    guide.append(AutoNormal(pyro.poutine.block(rows_with_weights, hide=["s"])))
+    guide.append(AutoTruncated(rows_with_weights, num_states=4))
+    driver = distributed.AllReduced(Adam({"lr": 0.05}))
+    return SVI(rows_with_weights, guide, driver, Truncated_ELBO(EvolutionarySearch(3, 2)))
+
+
+def beside_others() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    y = distributed.shard(data(17))
+    svi = list_of_guides()
+    losses = [svi.step(y) for _ in range(4)] + [svi.evaluate_loss(y) for _ in range(2)]
+    return losses, {name: value.detach() for name, value in pyro.get_param_store().items()}, svi.guide[1].words
 
 
 @pytest.mark.slow
-def test_guides_beside_others_are_refused(crew):
-    for found in crew.run(2, beside_others):
+def test_guides_beside_others_are_trained_as_by_one_process(crew):
+    losses, parameters, words = beside_others()
+    # Draws differ from loss to loss.
+    assert len(set(losses)) == len(losses)
+    for number in (2, 3):
+        ranks = crew.results(number, beside_others)
+        for found, held, _ in ranks:
+            assert found == pytest.approx(losses, rel=1e-12)
+            for name, value in parameters.items():
+                torch.testing.assert_close(held[name], value, rtol=1e-9, atol=1e-9)
+                assert torch.equal(held[name], ranks[0][1][name])
+        assert torch.equal(torch.cat([own for *_, own in ranks]), words)
+
+
+def beside_local_draws() -> float:
+    y = distributed.shard(data(17))
+    return list_of_guides().step(y, torch.zeros(()).double())
+
+
+@pytest.mark.slow
+def test_guides_that_draw_for_every_data_point_are_refused(crew):
+    for found in crew.run(2, beside_local_draws):
         assert isinstance(found, (NotImplementedError, OtherProcessError))
-        assert "one AutoTruncated; beside other guides train in one process" in str(found)
+        assert "other guides sample ['loudness_unconstrained', 'loudness'] for every data point" in str(found)
+
+
+# --- what is not shared ---
+
+
+def test_what_needs_whole_data_refuses_shards_by_name():
+    y = distributed.Shard.of(data(10), distributed.Portion(0, 10, 20))
+    decoder = SASDecoder(10, 9, num_active=3, batch_size=6)
+    with pytest.raises(NotImplementedError, match="SASDecoder conditions minibatches on active sets of all data"):
+        decoder.initialize(y)
+    with pytest.raises(NotImplementedError, match="SpikeSlabGPLVM has inducing variables that all data share"):
+        SpikeSlabGPLVM(10, 9, num_latents=2).bound(y)
+
+
+def unsaved(name: str) -> Any:
+    y = distributed.shard(data())
+    svi = list_of_guides() if name == "list" else made(y)[1]
+    svi.loss = Truncated_ELBO(GPSelect(2)) if name == "learned" else svi.loss
+    return fit(svi, y, steps=1, checkpoint=f"{name}.pt", progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "why"), [("list", "this one is AutoGuideList"), ("learned", "do not hold what GPSelect has learned")])
+def test_checkpoints_that_would_lose_something_are_refused(name, why, crew):
+    for found in crew.run(2, unsaved, name):
+        assert isinstance(found, (NotImplementedError, OtherProcessError))
+        assert why in str(found)
+
+
+def test_populations_of_other_rows_are_refused():
+    states = []
+    for first in (0, 10):
+        _, svi = made(y := distributed.Shard.of(data(10), distributed.Portion(first, 10, 20)))
+        svi.guide.setup(y)
+        states.append(svi.guide.state_dict())
+        fresh = AutoTruncated(svi.model, num_states=8)
+        fresh.load_state_dict(states[0])
+        if first == 0:
+            fresh.setup(y)
+        else:
+            with pytest.raises(ValueError, match=r"are those of data points 0 \.\. 9 of 20, here are 10 \.\. 19 of 20"):
+                fresh.setup(y)
+            with pytest.raises(RuntimeError, match=r"are those of data points 0 \.\. 9 of 20"):
+                svi.guide.load_state_dict(states[0])
+
+
+def with_local_parameters() -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    y = distributed.shard(data(7))
+
+    def model(y: torch.Tensor) -> None:
+        weight = pyro.param("weight", lambda: torch.linspace(-1, 1, 27).reshape(9, 3).double())
+        loudness = pyro.param("loudness", lambda: distributed.positions_of(y).double() / 7 + 0.5)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.3).double()).to_event(1))
+            pyro.sample("y", dist.Normal(loudness.unsqueeze(-1) * (s @ weight.mT), 1.0).to_event(1), obs=y)
+
+    driver = distributed.AllReduced(Adam({"lr": 0.05}), local=["loudness"])
+    svi = SVI(model, AutoTruncated(model, num_states=4), driver, Truncated_ELBO(EvolutionarySearch(2, 2)))
+    losses = [svi.step(y) for _ in range(3)]
+    return losses, pyro.param("weight").detach(), pyro.param("loudness").detach()
+
+
+@pytest.mark.slow
+def test_parameters_of_data_points_stay_with_their_process(crew):
+    losses, weight, loudness = with_local_parameters()
+    found = crew.results(2, with_local_parameters)
+    for own, held, _ in found:
+        assert own == pytest.approx(losses, rel=1e-12)
+        torch.testing.assert_close(held, weight, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat([own for *_, own in found]), loudness, rtol=1e-10, atol=1e-10)
 
 
 def test_a_script_that_shares_nothing_is_warned(monkeypatch):

@@ -14,9 +14,12 @@ from pyro_truncated.diagnostics.arviz.data_labels import without_labels
 from pyro_truncated.diagnostics.arviz.groups import Settings, groups_of
 from pyro_truncated.diagnostics.arviz.site_values import training_dataset
 from pyro_truncated.diagnostics.arviz.writer import Coords, Dims
+from pyro_truncated.diagnostics.truncation.gathered import gathered, is_spread
+from pyro_truncated.distributed import world
 from pyro_truncated.utils.arviz_compat import make_idata
 from pyro_truncated.utils.arviz_converters import convert_owner, has_converter
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 def to_arviz(
@@ -84,6 +87,9 @@ def to_arviz(
     Several guides (restarts) become chains, each with its own ``truncated_posterior`` along the dimension ``chain``. Latents of restarts
     come in any order: align them first (:func:`~pyro_truncated.diagnostics.compare_restarts`), or compare only what does not depend on it.
 
+    Where the data are spread over processes (:func:`pyro_truncated.distributed.shard`), all of them must call this. The first one brings
+    the populations together and converts the whole; the others get ``None``.
+
     Example::
 
         svi = SVI(model, AutoNormal(model), Adam({"lr": 0.01}), Trace_ELBO())  # or AutoTruncated and Truncated_ELBO, or a list of both
@@ -127,6 +133,11 @@ def to_arviz(
         ValueError: if the model subsamples, latents have no distribution but their prior, the guide has several ``AutoTruncated`` parts,
             guides do not go together, or dims or coords do not fit.
     """
+    if is_spread(args, kwargs):
+        options: dict[str, Any] = {"num_samples": num_samples, "num_chains": num_chains, "num_predictive": num_predictive, "seed": seed}
+        options |= {"dims": dims, "coords": coords, "training": training, "checks": checks, "stores": stores}
+        options |= {"conditional_log_likelihood": conditional_log_likelihood, "memory_budget": memory_budget}
+        return _of_all_processes(model, guide, args, kwargs, options)
     several = isinstance(guide, list | tuple)
     num_chains, num_predictive = _counts(num_samples, num_chains, num_predictive, several)
     owner, data = (model, (guide, *args)) if has_converter(model) else (getattr(guide, "__self__", None), args)
@@ -164,6 +175,19 @@ def to_arviz(
         datasets["training"] = training_dataset(training)
     attrs = attributes_of(guides, datasets, seed)
     return make_idata(**{name: data.assign_attrs(attrs) for name, data in datasets.items()})
+
+
+def _of_all_processes(model: Any, guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: dict[str, Any]) -> Any:
+    several = isinstance(guide, list | tuple)
+    # The others draw nothing meanwhile.
+    with spare_random_numbers():
+        with world.failing_together():
+            found = [gathered(one, args, kwargs) for one in (guide if several else [guide])]
+        every = [one for one in found if one is not None]
+        if not every:
+            return None
+        guides = [one.guide for one in every]
+        return to_arviz(model, guides if several else guides[0], *every[0].args, **every[0].kwargs, **options)
 
 
 def _counts(num_samples: int, num_chains: int | None, num_predictive: int | None, several: bool) -> tuple[int, int]:

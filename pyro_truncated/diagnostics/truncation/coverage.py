@@ -162,7 +162,7 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     steps = check_count("steps", steps)
     if search is not None and not isinstance(search, Search):
         raise TypeError(f"search must be a Search; got {type(search).__name__}")
-    _, log_joint, population = scored_populations(guide, args, kwargs)
+    part, log_joint, population = scored_populations(guide, args, kwargs)
     search = search or AutomaticSearch()
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
@@ -172,7 +172,8 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
         shown = {name: value[rows] for name, value in observations.items()}
         # A search that has learned from its training data keeps what it knows.
-        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, random=random.again())
+        keys: dict[str, Any] = {"first_position": part.populations.first_position, "random": random.again()}
+        batch = SearchBatch(known, log_joint.scorer(rows), shown, is_new=True, **keys)
         spare = batch.scored(initial_population(known.space, len(known), size, batch.random, known.words.device, rows=batch.positions))
         small = search.improve(batch, steps)
         large = search.improve(dataclasses.replace(batch, population=known.merge(spare, size)), steps)

@@ -15,8 +15,11 @@ from pyro_truncated.diagnostics.truncation.coverage import Growth, certificate, 
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
+from pyro_truncated.diagnostics.truncation.gathered import gathered, is_spread
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
+from pyro_truncated.distributed import world
 from pyro_truncated.search import Search
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 _ENUMERATED = 2**12
 
@@ -132,7 +135,9 @@ def check_truncation(
 
     It runs :func:`covered_mass`, :func:`population_growth`, :func:`effective_states`, :func:`estimate_evidence` and, in spaces of up to
     4096 states, :func:`compare_with_enumeration`. Nothing is trained, and the populations stay as they are. For large data choose a part
-    of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``.
+    of them: ``check_truncation(guide.infer(y[:200], search), y[:200])``. Where data are spread over processes
+    (:func:`pyro_truncated.distributed.shard`), all must ask; the first one brings the populations together and checks all, and all get the
+    same report.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -158,6 +163,9 @@ def check_truncation(
     Warns:
         TruncationWarning: saying what is wrong and what to change.
     """
+    if is_spread(args, kwargs):
+        settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
+        return _of_all_processes(guide, args, kwargs, settings)
     _, log_joint, population = scored_populations(guide, args, kwargs)
     report = TruncationReport(
         num_states=population.num_states,
@@ -173,6 +181,15 @@ def check_truncation(
     if warn:
         warn_of(report.findings)
     return report
+
+
+def _of_all_processes(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: dict[str, Any]) -> TruncationReport:
+    with world.failing_together(), spare_random_numbers():
+        every = gathered(guide, args, kwargs)
+        report = None if every is None else check_truncation(every.guide, *every.args, **every.kwargs, **settings)
+        found = world.agree(report)
+    assert found is not None
+    return found
 
 
 def _quiet_evidence(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> Evidence:

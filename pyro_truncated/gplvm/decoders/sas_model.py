@@ -15,6 +15,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 from pyro_truncated.gp.data_kernels.validity import check_kernel
@@ -142,7 +143,10 @@ class SASModel(UniqueModule):
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and infinity."""
+        """Refuses training data of another shape, shards of them, integers, and infinity."""
+        refuse_part(
+            x, f"{type(self).__name__} conditions minibatches on active sets of all data, which a process with a shard does not have"
+        )
         if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
             raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
         self._check_points(x)

@@ -12,6 +12,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
@@ -140,6 +141,7 @@ class SpikeSlabBound(UniqueModule):
             ValueError: if their number or shapes do not fit the model, or a value is infinite.
         """
         views = [y] if isinstance(y, Tensor) else list(y)
+        refuse_part(views, f"{type(self).__name__} has inducing variables that all data share, and its steps are those of one process")
         expected = [(self.num_data, d) for d in self.num_observed]
         if [tuple(v.shape) for v in views] != expected:
             raise ValueError(f"data must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")

@@ -1,0 +1,61 @@
+"""A guide whose data points are spread over processes, brought together on the first of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pyro_truncated.diagnostics.truncation.scoring import truncated_part
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import Shard, portion_of
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+
+
+@dataclasses.dataclass(frozen=True)
+class AllData:
+    """A guide of the data points of all processes.
+
+    Attributes:
+        guide: it has the populations of all; of other guides it takes what they say, as a guide for new data does.
+        args: the model's arguments, with the data of all processes.
+        kwargs: its keyword arguments, likewise.
+    """
+
+    guide: AutoTruncated
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+def is_spread(*arguments: Any) -> bool:
+    """Whether the data among the arguments of a model are a shard, and other processes hold more."""
+    portion = portion_of(arguments)
+    return portion is not None and portion.is_part
+
+
+def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:
+    """The guide of all data on the first process, ``None`` on others; all of them must ask.
+
+    Raises:
+        TypeError: if the guide holds no ``AutoTruncated``.
+    """
+    part = truncated_part(guide)
+    rows = [leaf.as_subclass(torch.Tensor) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Shard)]
+    held = world.collect([part.words, part.log_joint, *rows])
+    if held is None:
+        return None
+    words, log_joint, *data = (torch.cat(parts) for parts in zip(*held, strict=True))
+    remaining = iter(data)
+    args, kwargs = tree_map(lambda leaf: next(remaining) if isinstance(leaf, Shard) else leaf, (args, dict(kwargs)))
+    whole = AutoTruncated(part.model, part.num_states, **part.options)
+    whole.load_state_dict(
+        {"populations.words": words, "populations.log_joint": log_joint, "populations.cardinalities": part.populations.cardinalities}
+    )
+    with torch.no_grad(), poutine.block():
+        whole.setup(*args, **kwargs)
+        whole.inherit(part.siblings)
+    return AllData(whole, args, kwargs)

@@ -1,0 +1,55 @@
+"""What is said of a guide whose data points are spread over processes: the first one brings them together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyro
+import pytest
+import torch
+
+from pyro_truncated import check_truncation, distributed, to_arviz
+from pyro_truncated.diagnostics import population_growth
+from pyro_truncated.search import EvolutionarySearch
+from tests.distributed.test_together import data, list_of_guides, made
+
+GROUPS = ("truncated_posterior", "log_likelihood", "observed_data", "posterior")
+
+
+def looked_at(is_list: bool) -> tuple[Any, dict[str, Any] | None, Any]:
+    y = distributed.shard(data(17))
+    svi = list_of_guides() if is_list else made(y)[1]
+    for _ in range(3):
+        svi.step(y)
+    search = EvolutionarySearch(3, 2)
+    pyro.set_rng_seed(1)
+    growth = population_growth(svi.guide, y, search=search, steps=2).doubled
+    pyro.set_rng_seed(1)
+    report = check_truncation(svi.guide, y, search=search, steps=2, num_samples=30, warn=False)
+    state = torch.get_rng_state()
+    idata = to_arviz(svi.model, svi.guide, y, num_samples=5, seed=3, checks=report)
+    assert distributed.size() == 1 or torch.equal(torch.get_rng_state(), state)
+    # A step after it is that of all.
+    losses = svi.step(y)
+    values = None if idata is None else {f"{group}.{name}": np.asarray(value) for group in GROUPS for name, value in idata[group].items()}
+    return report, values, (growth, losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_list", [False, True])
+def test_reports_and_conversions_are_those_of_one_process(is_list, crew):
+    expected, values, (growth, loss) = looked_at(is_list)
+    assert values is not None
+    for number in (2, 3):
+        found = crew.results(number, looked_at, is_list)
+        for report, _, (_, own_loss) in found:
+            assert str(report) == str(expected)
+            assert own_loss == pytest.approx(loss, rel=1e-12)
+            for name, array in expected.arrays().items():
+                np.testing.assert_allclose(report.arrays()[name], array, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(torch.cat([own for _, _, (own, _) in found]), growth, rtol=1e-9, atol=1e-9)
+        assert [own is None for _, own, _ in found] == [False] + [True] * (number - 1)
+        assert found[0][1].keys() == values.keys()
+        for name, array in values.items():
+            np.testing.assert_allclose(found[0][1][name], array, rtol=1e-9, atol=1e-9, err_msg=name)

@@ -1,0 +1,87 @@
+"""GP-select on several processes: one regression on the data of all, so that each selects what one process would."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed
+from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.search import SearchBatch, gp_select
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from tests.distributed.test_together import data
+
+
+def selected(rank: int | None, in_batches: bool, steps: int = 6, is_shard: bool = True) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(2)
+    y = data(31)
+    y[::6, 1] = torch.nan
+    y = distributed.shard(y) if is_shard else y
+    model = BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)
+    search = GPSelect(3, rank=rank, refit_every=2, fit_steps=4) + EvolutionarySearch(2, 2)
+    svi = SVI(model, AutoTruncated(model, num_states=6), ClosedForm(model), Truncated_ELBO(search))
+    # Minibatches leave processes without any data point, and at first most data have not been met.
+    batches = distributed.Batches(y, 4, block=2)
+    losses = []
+    for step in range(steps):
+        if in_batches:
+            with batches.at(step):
+                losses.append(svi.step(y))
+        else:
+            losses.append(svi.step(y))
+    new = svi.guide.infer(distributed.shard(data(40)[31:]) if is_shard else data(40)[31:], search, 1)
+    return losses, svi.guide.words, new.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [None, 5])
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_selections_are_those_of_one_process(rank, in_batches, crew):
+    losses, words, new = selected(rank, in_batches)
+    for number in (2, 3):
+        found = crew.results(number, selected, rank, in_batches)
+        for own, _, _ in found:
+            assert own == pytest.approx(losses, rel=1e-12)
+        assert torch.equal(torch.cat([own for _, own, _ in found]), words)
+        assert torch.equal(torch.cat([own for _, _, own in found]), new)
+
+
+def test_whole_data_are_learned_from_as_a_shard_of_one_process():
+    for expected, found in zip(selected(5, False, 3, is_shard=False), selected(5, False, 3), strict=True):
+        assert expected == found if isinstance(expected, list) else torch.equal(expected, found)
+
+
+def affinities(rank: int | None, most: int) -> tuple[torch.Tensor, torch.Tensor]:
+    gp_select.MOST_ROWS = most
+    generator = torch.Generator().manual_seed(1)
+    y, log_joint = torch.randn(60, 4, generator=generator).double(), torch.randn(60, 8, generator=generator)
+    space = StateSpace([2] * 3)
+    y = distributed.shard(y)
+    portion: Any = y.portion
+    own = slice(portion.first, portion.first + portion.size)
+    population = Population(space, space.enumerate().expand(portion.size, -1, -1), log_joint[own])
+    shown = {"y": y.as_subclass(torch.Tensor)}
+    batch = SearchBatch(
+        population, lambda words: words.sum(-1), shown, first_position=portion.first, is_spread=portion.is_part, is_met=True
+    )
+    search = GPSelect(2, rank=rank, fit_steps=5, generator=torch.Generator().manual_seed(3))
+    search.meet(batch)
+    return search.affinity(batch), torch.tensor(float(len(search.affinity.regression.inputs)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [None, 6])
+def test_affinities_are_those_of_one_process(rank, crew):
+    expected, _ = affinities(rank, 1000)
+    found = crew.results(3, affinities, rank, 1000)
+    torch.testing.assert_close(torch.cat([own for own, _ in found]), expected, rtol=1e-8, atol=1e-10)
+    # Of more data than that, kernel and pivots are chosen from a part, the same for any number of processes.
+    two, three = (crew.results(number, affinities, rank, 30) for number in (2, 3))
+    assert (two[0][1] < 60) == (rank is not None)
+    torch.testing.assert_close(torch.cat([own for own, _ in two]), torch.cat([own for own, _ in three]), rtol=1e-8, atol=1e-10)
