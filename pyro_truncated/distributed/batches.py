@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import Portion, Shard, portion_of
+from pyro_truncated.distributed.shards import Portion, Shard, let_go, portion_of
 from pyro_truncated.utils.counts import check_counts
 
 _current: ContextVar[RowBatch | None] = ContextVar("pyro_truncated_batch", default=None)
@@ -32,12 +32,14 @@ class RowBatch:
         num_rows: number of data points of this process.
         scale: number of data points of all processes per one in the minibatch.
         is_idle: whether none of the minibatch is here.
+        data: what it is a minibatch of; what was read of it stays in memory only as long as the minibatch.
     """
 
     rows: Tensor
     num_rows: int
     scale: float
     is_idle: bool
+    data: Any = None
     _token: Token[RowBatch | None] | None = None
 
     def __enter__(self) -> RowBatch:
@@ -47,6 +49,7 @@ class RowBatch:
     def __exit__(self, *_: Any) -> None:
         assert self._token is not None
         _current.reset(self._token)
+        let_go(self.data)
 
 
 def current_batch() -> RowBatch | None:
@@ -79,6 +82,7 @@ class Batches:
 
     def __init__(self, y: Any, size: int, *, block: int = 64, seed: int = 0) -> None:
         size, block = check_counts(size=size, block=block)
+        self._y = y if isinstance(y, Shard) else None
         self._portion = portion_of(y) or Portion(0, len(y), len(y))
         self.size, self.block, self.seed = size, min(block, size), seed
         if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
@@ -105,7 +109,7 @@ class Batches:
         scale = self._portion.total / len(rows)
         own = rows[(rows >= self._portion.first) & (rows < self._portion.first + self._portion.size)] - self._portion.first
         is_idle = not len(own)
-        return RowBatch(own.new_zeros(1) if is_idle else own, self._portion.size, scale, is_idle)
+        return RowBatch(own.new_zeros(1) if is_idle else own, self._portion.size, scale, is_idle, self._y)
 
     def _shuffled(self, epoch: int) -> Tensor:
         if self._order is None or self._order[0] != epoch:

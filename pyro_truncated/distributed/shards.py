@@ -147,8 +147,17 @@ def _tensor(array: Any) -> Tensor:
 
 def _file_of(array: Any) -> mmap.mmap | None:
     while isinstance(array, np.ndarray):
+        if isinstance(array, np.memmap) and array.mode == "c":
+            # What has been written to it is nowhere else.
+            return None
         array = array.base
     return array if isinstance(array, mmap.mmap) else None
+
+
+def let_go(y: Any) -> None:
+    """Lets the system take back the memory of what has been read of a file; it can be read again."""
+    if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
+        y.file.madvise(mmap.MADV_DONTNEED)
 
 
 def refuse_part(y: Any, why: str) -> None:

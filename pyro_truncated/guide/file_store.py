@@ -17,6 +17,7 @@ from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import initial_population
 from pyro_truncated.utils.budget import rows_per_block
 
+_KEPT_IN_MEMORY = 2**27
 _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
 
 
@@ -36,6 +37,11 @@ class FileStore(PopulationStore):
         self.folder = Path(folder)
         # Which populations have begun; ``None`` if all have.
         self._begun: Tensor | None = None
+        self._files: dict[str, mmap.mmap] = {}
+        self._num_touched = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_files": {}}
 
     def room(self, name: str, like: Tensor, *, shape: tuple[int, ...] | None = None) -> Tensor:
         """A new file; whoever has an old one of that name open keeps it.
@@ -49,8 +55,8 @@ class FileStore(PopulationStore):
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{name}-{self.first_position:012d}.npy"
         file.unlink(missing_ok=True)
-        shape = tuple(like.shape if shape is None else shape)
-        return torch.from_numpy(_mapped(file, _TYPES[like.dtype], shape))
+        self._files[name], array = _mapped(file, _TYPES[like.dtype], tuple(like.shape if shape is None else shape))
+        return torch.from_numpy(array)
 
     def first_states(self, layout: Layout, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for states and log joints of which none has begun.
@@ -67,6 +73,7 @@ class FileStore(PopulationStore):
 
     def begin_(self, indices: Tensor | None = None) -> None:
         """Lets the populations of all or the given data points begin that have not."""
+        self._let_go(len(self.words) if indices is None else len(indices))
         if self._begun is None:
             return
         new = (~self._begun).nonzero().squeeze(-1) if indices is None else indices[~self._begun[indices]].unique()
@@ -75,6 +82,15 @@ class FileStore(PopulationStore):
             self.words[rows] = initial_population(self.space, len(rows), self.num_states, self.stream(0), rows=positions)
             self.log_joint[rows] = math.nan
             self._begun[rows] = True
+
+    def _let_go(self, number: int) -> None:
+        """Lets the system take back the memory of populations of earlier minibatches, once they are many; files keep them."""
+        self._num_touched += number
+        if self._num_touched * self.words[0].nbytes > _KEPT_IN_MEMORY:
+            self._num_touched = 0
+            for memory in self._files.values():
+                if hasattr(memory, "madvise"):
+                    memory.madvise(mmap.MADV_DONTNEED)
 
     def change_type_(self, dtype: torch.dtype) -> None:
         """Keeps the log joints in another type from now on."""
@@ -94,8 +110,8 @@ class FileStore(PopulationStore):
             self._begun = None
 
 
-def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
-    """A new array of zeros in a file, of which no more is read than is asked for."""
+def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:
+    """A new array of zeros in a file, of which no more is read than is asked for, and the memory that it lies in."""
     np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
     with file.open("r+b") as stream:
         memory = mmap.mmap(stream.fileno(), 0)
@@ -103,7 +119,7 @@ def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> np.ndarray:
         # Megabytes around every page, otherwise.
         memory.madvise(mmap.MADV_RANDOM)
     number = math.prod(shape)
-    return np.frombuffer(memory, dtype, number, len(memory) - number * np.dtype(dtype).itemsize).reshape(shape)
+    return memory, np.frombuffer(memory, dtype, number, len(memory) - number * np.dtype(dtype).itemsize).reshape(shape)
 
 
 def populations_in(folder: str | Path | None, num_states: int) -> PopulationStore:

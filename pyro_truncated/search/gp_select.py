@@ -127,6 +127,8 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
     def _predict_met(self, data: Tensor, batch: SearchBatch) -> Tensor:
         if batch.is_new and not self._is_of_new_data:
             return self._predict_new(data)
+        # The one that it has learned with: what comes after it is drawn as if it had learned here.
+        ops.draw_seed(batch.source(self.generator))
         return self._predict(data, rows_of(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:

@@ -32,7 +32,8 @@ def looked_at(is_list: bool) -> tuple[Any, dict[str, Any] | None, Any]:
     assert distributed.size() == 1 or torch.equal(torch.get_rng_state(), state)
     # A step after it is that of all.
     losses = svi.step(y)
-    values = None if idata is None else {f"{group}.{name}": np.asarray(value) for group in GROUPS for name, value in idata[group].items()}
+    # Copies: to send a tensor moves its memory.
+    values = None if idata is None else {f"{group}.{name}": np.array(value) for group in GROUPS for name, value in idata[group].items()}
     return report, values, (growth, losses)
 
 

@@ -19,7 +19,7 @@ SHORT = [
     Run("SpikeSlabSparseCoding-offset", missing=True, minibatch="online", steps=9),
     Run("SpikeSlabSparseCoding-full", minibatch="online", steps=9),
     Run("SpikeSlabSparseCoding-full-offset", num_data=2010, steps=3),
-    Run("ExponentialFamilyMaximalCauses-bernoulli", missing=True, minibatch="online", steps=9),
+    Run("ExponentialFamilyMaximalCauses-poisson", minibatch="online", steps=9),
     Run("BinarySparseCoding", mutation="sparseflips"),
     Run("NoisyOr", mutation="sparseflips"),
     Run("BinarySparseCoding-offset", missing=True, driver="gradient"),

@@ -35,6 +35,8 @@ def selected(rank: int | None, in_batches: bool, steps: int = 6, is_shard: bool 
                 losses.append(svi.step(y))
         else:
             losses.append(svi.step(y))
+    # Whatever the model has drawn for its data points.
+    pyro.set_rng_seed(8)
     new = svi.guide.infer(distributed.shard(data(40)[31:]) if is_shard else data(40)[31:], search, 1)
     return losses, svi.guide.words, new.words
 

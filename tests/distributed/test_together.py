@@ -228,8 +228,9 @@ def test_what_needs_whole_data_refuses_shards_by_name():
 
 def unsaved(name: str) -> Any:
     y = distributed.shard(data())
-    svi = list_of_guides() if name == "list" else made(y)[1]
-    svi.loss = Truncated_ELBO(GPSelect(2)) if name == "learned" else svi.loss
+    model, _ = made(y)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(GPSelect(2)))
+    svi = list_of_guides() if name == "list" else svi
     return fit(svi, y, steps=1, checkpoint=f"{name}.pt", progress=False)
 
 

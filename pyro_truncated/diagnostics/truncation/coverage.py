@@ -162,12 +162,13 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
     steps = check_count("steps", steps)
     if search is not None and not isinstance(search, Search):
         raise TypeError(f"search must be a Search; got {type(search).__name__}")
+    # Before the model draws as many numbers as it has data points.
+    random = ops.Stream(ops.draw_seed())
     part, log_joint, population = scored_populations(guide, args, kwargs)
     search = search or AutomaticSearch()
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
     searched, doubled = [], []
-    random = ops.Stream(ops.draw_seed())
     for rows in log_joint.row_blocks(3 * size):
         known = Population(population.space, population.words[rows], population.log_joint[rows], _positions(population, rows))
         shown = {name: value[rows] for name, value in observations.items()}

@@ -14,6 +14,7 @@ from pyro_truncated.diagnostics.truncation.scoring import truncated_part
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Shard, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Al
     whole.load_state_dict(
         {"populations.words": words, "populations.log_joint": log_joint, "populations.cardinalities": part.populations.cardinalities}
     )
-    with torch.no_grad(), poutine.block():
+    with spare_random_numbers(), torch.no_grad(), poutine.block():
         whole.setup(*args, **kwargs)
         whole.inherit(part.siblings)
     return AllData(whole, args, kwargs)

@@ -1,0 +1,67 @@
+"""Training on ten million data points that stay on the disk: ``python -m tests.distributed.larger_than_memory FOLDER N``.
+
+Prints the CPU time of a step and the most memory that the process has had, pages of files included.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer import SVI
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, distributed
+from pyro_truncated.models import BinarySparseCoding
+
+D = H = S = 64
+SIZE, STEPS, WARM_UP = 1024, 1000, 12
+
+
+def data(folder: Path, number: int) -> Path:
+    """Random sums of random causes in a file, a part at a time."""
+    path = folder / f"y-{number}.npy"
+    if not path.exists():
+        generator = torch.Generator().manual_seed(0)
+        causes = torch.randn(H, D, generator=generator)
+        y = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(number, D))
+        for start in range(0, number, 100_000):
+            size = min(100_000, number - start)
+            on = (torch.rand(size, H, generator=generator) < 2 / H).float()
+            y[start : start + size] = on @ causes + 0.3 * torch.randn(size, D, generator=generator)
+        y.flush()
+    return path
+
+
+def memory() -> float:
+    """The most memory so far, in gigabytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main(folder: Path, number: int) -> None:
+    """Initialises and trains."""
+    pyro.set_rng_seed(0)
+    y = distributed.shard(np.load(data(folder, number), mmap_mode="r"))
+    start, begun = time.process_time(), memory()
+    model = BinarySparseCoding(D, H).initialize(y)
+    print(
+        f"N={number}: initialize {time.process_time() - start:.1f} s of CPU time, memory {begun:.2f} before and {memory():.2f} GB after it"
+    )
+    guide = AutoTruncated(model, num_states=S, store=folder / "populations")
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=8, children=4, generations=1)))
+    batches, free_energies = distributed.Batches(y, SIZE), []
+    for step in range(STEPS + WARM_UP):
+        start = time.process_time() if step == WARM_UP else start
+        with batches.at(step):
+            free_energies.append(-svi.step(y) / number)
+    seconds = (time.process_time() - start) / STEPS
+    told = f"free energy per data point from {free_energies[0]:.2f} to {np.mean(free_energies[-50:]):.2f}"
+    print(f"N={number}: {1e3 * seconds:.1f} ms of CPU time per step, memory {memory():.2f} GB, {STEPS} steps, {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))
