@@ -201,6 +201,7 @@ def trained_switches() -> dict[str, Any]:
 
 
 DATA: dict[str, Callable[[], dict[str, Any]]] = {
+    "ActiveSetGPLVM": dict,
     "AutoTruncated": local_causes,
     "AutoTruncated.infer": list_of_guides,
     "BinaryVAE": lambda: {"model": models.BinaryVAE(4, 5), "y": torch.randn(10, 4)},

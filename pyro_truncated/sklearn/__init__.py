@@ -2,8 +2,8 @@
 
 from pyro_truncated.sklearn.dictionary_learning import SparseCoding
 from pyro_truncated.sklearn.gp_regression import SubsetGPRegressor
-from pyro_truncated.sklearn.latent_spaces import SpikeSlabGPLVMTransformer
+from pyro_truncated.sklearn.latent_spaces import ActiveSetGPLVM, SpikeSlabGPLVMTransformer
 from pyro_truncated.sklearn.mixture_density import TruncatedMixture
 from pyro_truncated.sklearn.variable_selection import SpikeSlabRegressor
 
-__all__ = ["SparseCoding", "SpikeSlabGPLVMTransformer", "SpikeSlabRegressor", "SubsetGPRegressor", "TruncatedMixture"]
+__all__ = ["ActiveSetGPLVM", "SparseCoding", "SpikeSlabGPLVMTransformer", "SpikeSlabRegressor", "SubsetGPRegressor", "TruncatedMixture"]

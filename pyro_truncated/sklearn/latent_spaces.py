@@ -1,4 +1,4 @@
-"""The spike-and-slab GP-LVM as a transformer: data as points in a space of few dimensions."""
+"""Gaussian process latent variable models as transformers: data as points in a space of few dimensions."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, Transfo
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from torch import Tensor
 
+from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
 from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
@@ -20,7 +21,32 @@ from pyro_truncated.utils.counts import check_count, check_counts
 _STEPS, _TOLERANCE = 1000, 1e-13
 
 
-class SpikeSlabGPLVMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
+    """What the transformers of this file have in common: data may be missing, codes have a column per latent dimension."""
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.allow_nan = True
+        return tags
+
+    @property
+    def _n_features_out(self) -> int:
+        return int(self.embedding_.shape[1])
+
+    def _rows(self, X: Any, *, reset: bool) -> Tensor:
+        least = 2 if reset else 1
+        data = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
+        return torch.from_numpy(np.array(data))
+
+    def _latents(self, X: Any) -> Tensor:
+        check_is_fitted(self)
+        latents = torch.from_numpy(np.array(check_array(X, dtype=np.float64)))
+        if latents.shape[1] != self._n_features_out:
+            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
+        return latents
+
+
+class SpikeSlabGPLVMTransformer(_LatentSpace):
     r"""Gaussian process latent variable model that finds out how many latent dimensions the data have.
 
     .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
@@ -136,23 +162,102 @@ class SpikeSlabGPLVMTransformer(ClassNamePrefixFeaturesOutMixin, TransformerMixi
     def _used(self, loc: Tensor) -> Tensor:
         return torch.where(torch.from_numpy(self.relevance_) > 0.5, loc.double(), 0.0)
 
-    def __sklearn_tags__(self) -> Any:
-        tags = super().__sklearn_tags__()
-        tags.input_tags.allow_nan = True
-        return tags
 
-    @property
-    def _n_features_out(self) -> int:
-        return int(self.embedding_.shape[1])
+class ActiveSetGPLVM(_LatentSpace):
+    r"""Gaussian process latent variable model for many data, trained on minibatches that condition on random active sets.
 
-    def _rows(self, X: Any, *, reset: bool) -> Tensor:
-        least = 2 if reset else 1
-        data = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan", ensure_min_samples=least)
-        return torch.from_numpy(np.array(data))
+    .. math:: z_n \sim \mathcal N(0, I), \quad f_d \sim \mathcal{GP}(0, k), \quad y_{nd} \sim \mathcal N(f_d(z_n), \sigma^2)
 
-    def _latents(self, X: Any) -> Tensor:
+    :class:`~pyro_truncated.SASDecoder` with the most probable latents, trained by its ``fit``. Entries that are NaN are missing.
+
+    Example::
+
+        from sklearn.datasets import load_iris
+
+        space = ActiveSetGPLVM(max_iter=20, random_state=0)
+        plane = space.fit_transform(load_iris().data)
+
+    Args:
+        n_components: dimension of the latent space.
+        n_active: size of the active sets; default: 200, at most half of a minibatch.
+        batch_size: size of the minibatches, at most as many as there are data.
+        max_iter: passes over the data; default: 60, and so many that there are 400 minibatches.
+        learning_rate: of the latents at first, in units of the latent space.
+        verbose: whether to show a progress bar.
+        random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
+
+    Attributes:
+        decoder_: the fitted :class:`~pyro_truncated.SASDecoder`.
+        embedding_: latents of the training data, ``(n_samples, n_components)``, where training has left them.
+        n_features_in_: number of features.
+        feature_names_in_: their names, if the data had any.
+
+    Raises:
+        ValueError: for a parameter out of range, or data that do not vary.
+
+    Reference:
+        Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
+    """
+
+    def __init__(
+        self,
+        n_components: int = 2,
+        *,
+        n_active: int | None = None,
+        batch_size: int = 1000,
+        max_iter: int | None = None,
+        learning_rate: float = 0.03,
+        verbose: bool = False,
+        random_state: Any = None,
+    ) -> None:
+        self.n_components = n_components
+        self.n_active = n_active
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.learning_rate = learning_rate
+        self.verbose = verbose
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any = None) -> Self:
+        """Learns latents and functions.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+            y: ignored.
+        """
+        number, batch = check_counts(n_components=self.n_components, batch_size=self.batch_size)
+        active = None if self.n_active is None else check_count("n_active", self.n_active)
+        epochs = None if self.max_iter is None else check_count("max_iter", self.max_iter)
+        rows = self._rows(X, reset=True)
+        batch = min(batch, len(rows))
+        active = None if active is None else min(active, batch - 1)
+        with apart(self.random_state) as generator:
+            decoder = SASDecoder(len(rows), rows.shape[1], number, num_active=active, batch_size=batch).double()
+            decoder.fit(rows, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
+        self.decoder_ = decoder
+        self.embedding_ = decoder.latents(rows).numpy()
+        return self
+
+    def transform(self, X: Any) -> Any:
+        """The most probable latents of data points, ``(n_samples, n_components)``.
+
+        Args:
+            X: data ``(n_samples, n_features)``, NaN where missing.
+        """
         check_is_fitted(self)
-        latents = torch.from_numpy(np.array(check_array(X, dtype=np.float64)))
-        if latents.shape[1] != self._n_features_out:
-            raise ValueError(f"X must have {self._n_features_out} columns, one per latent dimension; got {latents.shape[1]}")
-        return latents
+        rows = self._rows(X, reset=False)
+        with apart():
+            return self.decoder_.infer(rows).numpy()
+
+    def inverse_transform(self, X: Any) -> Any:
+        """Means of the data at latents.
+
+        Args:
+            X: latents ``(n_samples, n_components)``.
+
+        Returns:
+            Data ``(n_samples, n_features)``.
+        """
+        latents = self._latents(X)
+        with apart():
+            return self.decoder_.predict(latents)[0].numpy()

@@ -9,6 +9,7 @@ import pytest
 from sklearn.utils.estimator_checks import estimator_checks_generator
 
 from pyro_truncated.sklearn import (
+    ActiveSetGPLVM,
     SparseCoding,
     SpikeSlabGPLVMTransformer,
     SpikeSlabRegressor,
@@ -24,6 +25,7 @@ ESTIMATORS = [
     SparseCoding(**QUICK, family="gaussian", offset=False),
     SparseCoding(**QUICK, family="bernoulli", binarize=0.0),
     SpikeSlabGPLVMTransformer(2, max_iter=3, n_inducing=5),
+    ActiveSetGPLVM(max_iter=3),
     SpikeSlabRegressor(),
     SpikeSlabRegressor(prior="independent"),
     SubsetGPRegressor(),

@@ -1,4 +1,4 @@
-"""The latent variable model as a transformer, against the library's own results and what made the data."""
+"""The latent variable models as transformers, against the library's own results and what made the data."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, fit
-from pyro_truncated.sklearn import SpikeSlabGPLVMTransformer
+from pyro_truncated.sklearn import ActiveSetGPLVM, SpikeSlabGPLVMTransformer
 from pyro_truncated.sklearn.runs_apart import apart
 
 
@@ -57,7 +57,33 @@ def test_it_leaves_pyro_and_torch_alone_and_can_be_pickled():
     np.testing.assert_allclose(pickle.loads(pickle.dumps(space)).transform(y), codes, atol=1e-8)
 
 
-def test_latents_of_another_width_are_refused():
-    space = SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=2).fit(plane(10))
+@pytest.mark.slow
+def test_active_sets_decode_a_plane_and_fill_in_what_is_missing():
+    y = plane(60)
+    pyro.param("noise", torch.tensor(1.0))
+    state = torch.get_rng_state()
+    space = ActiveSetGPLVM(random_state=0).fit(y[:40])
+    assert pyro.get_param_store().keys() == {"noise"}
+    assert torch.equal(torch.get_rng_state(), state)
+    codes = space.transform(y)
+    # The noise has a variance of 0.0025.
+    assert np.square(space.inverse_transform(codes) - y)[40:].mean() < 0.01
+    np.testing.assert_allclose(pickle.loads(pickle.dumps(space)).transform(y[:5]), codes[:5], atol=1e-8)
+    damaged = y[40:].copy()
+    damaged[:, 1] = np.nan
+    filled = space.inverse_transform(space.transform(damaged))[:, 1]
+    assert np.square(filled - y[40:, 1]).mean() < 0.05 * y[:, 1].var()
+
+
+def test_active_sets_are_smaller_than_the_data_and_numbers_are_checked():
+    y = plane(10)
+    assert ActiveSetGPLVM(n_active=50, batch_size=20, max_iter=1).fit(y).decoder_.num_active == 9
+    with pytest.raises(ValueError, match="max_iter must be a positive integer; got 0"):
+        ActiveSetGPLVM(max_iter=0).fit(y)
+
+
+@pytest.mark.parametrize("space", [SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=2), ActiveSetGPLVM(max_iter=2)])
+def test_latents_of_another_width_are_refused(space):
+    space.fit(plane(10))
     with pytest.raises(ValueError, match="X must have 2 columns, one per latent dimension; got 3"):
         space.inverse_transform(np.ones((2, 3)))
