@@ -189,6 +189,7 @@ class ActiveSetGPLVM(_LatentSpace):
     Attributes:
         decoder_: the fitted :class:`~pyro_truncated.SASDecoder`.
         embedding_: latents of the training data, ``(n_samples, n_components)``, where training has left them.
+        n_iter_: passes over the data made.
         n_features_in_: number of features.
         feature_names_in_: their names, if the data had any.
 
@@ -234,7 +235,7 @@ class ActiveSetGPLVM(_LatentSpace):
         with apart(self.random_state) as generator:
             decoder = SASDecoder(len(rows), rows.shape[1], number, num_active=active, batch_size=batch).double()
             decoder.fit(rows, epochs=epochs, learning_rate=self.learning_rate, generator=generator, progress=self.verbose)
-        self.decoder_ = decoder
+        self.decoder_, self.n_iter_ = decoder, epochs or decoder.default_epochs
         self.embedding_ = decoder.latents(rows).numpy()
         return self
 

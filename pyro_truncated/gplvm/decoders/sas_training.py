@@ -68,12 +68,11 @@ class SASTraining(SASModel):
             ValueError: as :meth:`initialize` does, or if a number is not positive.
         """
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
-        batches = -(-self.num_data // self.batch_size)
-        epochs = max(_LEAST_EPOCHS, -(-_LEAST_STEPS // batches)) if epochs is None else check_count("epochs", epochs)
+        epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
         if not learning_rate > 0:
             raise ValueError(f"learning_rate must be positive; got {learning_rate}")
         self.initialize(x)
-        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * batches))
+        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
         optimizer = ClippedAdam(cast("Any", options))
         svi = SVI(self.model, self.guide, optimizer, TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
@@ -86,6 +85,15 @@ class SASTraining(SASModel):
                 bar.update()
                 bar.set_postfix_str(f"loss per data point {loss / self.num_data:.4g}")
         return self.condition_(x)
+
+    @property
+    def default_epochs(self) -> int:
+        """Passes over the data that :meth:`fit` makes unless told: 60, and so many that there are 400 minibatches."""
+        return max(_LEAST_EPOCHS, -(-_LEAST_STEPS // self._batches))
+
+    @property
+    def _batches(self) -> int:
+        return -(-self.num_data // self.batch_size)
 
     def condition_(self, x: Tensor) -> Self:
         """Keeps what predictions condition on."""
