@@ -1,5 +1,6 @@
 """How Sphinx builds the site: `make docs`. Nothing is fetched from the network while it builds or while it is read."""
 
+import importlib.metadata
 import sys
 import tomllib
 import warnings
@@ -38,6 +39,9 @@ extensions = [
 exclude_patterns = ["_build", "scripts", "extensions", "inventories", "**/GALLERY_HEADER.rst"]
 nitpicky = False
 suppress_warnings = ["config.cache"]
+
+# What measurements ran with: |pyro-ppl|, |torch|.
+rst_epilog = "".join(f".. |{package}| replace:: {importlib.metadata.version(package)}\n" for package in ("pyro-ppl", "torch"))
 
 # Markdown
 myst_enable_extensions = ["amsmath", "colon_fence", "deflist", "dollarmath"]
