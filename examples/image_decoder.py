@@ -63,7 +63,7 @@ def draw_latent_space(ax, decoder: SASDecoder, z: torch.Tensor, y: torch.Tensor)
     low, high = z.quantile(0.002, 0) - 0.3, z.quantile(0.998, 0) + 0.3
     across, up = (torch.linspace(float(a), float(b), 120) for a, b in zip(low, high, strict=True))
     grid = torch.cartesian_prod(across, up)
-    _, variance = decoder.predict(grid, noise=False)
+    _, variance = decoder.predict(grid, noiseless=True)
     extent = [float(low[0]), float(high[0]), float(low[1]), float(high[1])]
     ax.imshow(variance.sqrt().reshape(120, 120).mT.detach().numpy(), extent=extent, origin="lower", cmap="Greys", aspect="auto", alpha=0.8)
     colours = matplotlib.colormaps["tab10"](y.numpy())

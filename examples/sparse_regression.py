@@ -48,7 +48,7 @@ def compare(kernels, labels, train, test, new, y, args, picture):
     for name, algorithm in (("random", RandomSearch()), ("exchange", "exchange")):
         kernel = SumKernel(kernels(), redundant_sum=True, identity=True)
         generator = torch.Generator().manual_seed(args.seed)
-        model = SubsetGPRegression(kernel, y[train], args.inducing, algorithm=algorithm, generator=generator)
+        model = SubsetGPRegression(kernel, y[train], num_inducing=args.inducing, algorithm=algorithm, generator=generator)
         seconds = fit(model, args)
         mean, variance = model.predict(new)
         error = standardised_error(mean, y[test])
@@ -124,7 +124,7 @@ def snelson(args, picture):
     }
     for ax, (name, algorithm) in zip(figure.subplots(2, 2, sharex=True, sharey=True).flat, ways.items(), strict=True):
         generator = torch.Generator().manual_seed(args.seed)
-        model = SubsetGPRegression(smooth_rbf(x[:, None] / scale), y, 8, algorithm=algorithm, generator=generator)
+        model = SubsetGPRegression(smooth_rbf(x[:, None] / scale), y, num_inducing=8, algorithm=algorithm, generator=generator)
         start = x.argsort()[:8]
         model.index.copy_(start)
         fit(model, args, polish=name.endswith("free"), polish_evaluations=60)
@@ -151,7 +151,7 @@ def kin40k(args, picture):
     ways = {"random": (RandomSearch(), False), "exchange": ("exchange", False), "exchange, then free": ("exchange", True)}
     for name, (algorithm, polish) in ways.items():
         generator = torch.Generator().manual_seed(args.seed)
-        model = SubsetGPRegression(smooth_rbf((X - mean) / scale), y, args.inducing, algorithm=algorithm, generator=generator)
+        model = SubsetGPRegression(smooth_rbf((X - mean) / scale), y, num_inducing=args.inducing, algorithm=algorithm, generator=generator)
         seconds = fit(model, args, polish=polish)
         error = standardised_error(model.predict((X_new - mean) / scale)[0], y_new)
         print(f"{name:20} {args.inducing} inducing inputs: objective {model.objective_value:9.1f}, SMSE {error:.3f}, {seconds:.1f} CPU s")

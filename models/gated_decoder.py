@@ -125,7 +125,7 @@ class GatedDecoder(UniqueModule):
 
     def active_set(self) -> ActiveSet:
         """The processes given the examples."""
-        return ActiveSet(self.kernel, self.noise, self.active_inputs, self.active_outputs)
+        return ActiveSet(self.active_inputs, self.active_outputs, self.kernel, self.noise)
 
     @takes_arrays
     def forward(self, x: Tensor, batch_size: int | None = None) -> None:

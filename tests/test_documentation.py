@@ -122,7 +122,7 @@ def regression() -> dict[str, Any]:
 
 def gaussian_process(targets: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, Any]:
     X = torch.linspace(-200.0, 200.0, 300).unsqueeze(-1)
-    kernel = pyro_truncated.gp.PyroKernel(pyro.contrib.gp.kernels.RBF(1), X)
+    kernel = pyro.contrib.gp.kernels.RBF(1)
     return {"X": X, "kernel": kernel, "y": targets(X.squeeze(-1).sin())}
 
 
@@ -193,7 +193,7 @@ def correlated_outputs() -> dict[str, Any]:
 def saved_regression() -> dict[str, Any]:
     names = molecules()
     kernel = pyro_truncated.gp.CountKernel(names["fingerprints"])
-    return {**names, "model": pyro_truncated.SubsetGPRegression(kernel, names["fingerprints"].squared_norms.sqrt(), 10)}
+    return {**names, "model": pyro_truncated.SubsetGPRegression(kernel, names["fingerprints"].squared_norms.sqrt(), num_inducing=10)}
 
 
 def trained_switches() -> dict[str, Any]:

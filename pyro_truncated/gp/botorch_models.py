@@ -155,8 +155,9 @@ class SubsetAllocator(InducingPointAllocator):
             raise ValueError(f"inputs must have shape ({len(self.targets)}, d), a row for each target; got {tuple(inputs.shape)}")
         kernel = GPyTorchKernel(copy.deepcopy(covar_module).to(inputs), inputs.detach())
         subset = InducingSubset(
-            kernel, self.targets, min(num_inducing, len(inputs)), self.noise, algorithm=self.algorithm, generator=self.generator
-        )
+            kernel, self.targets, num_inducing=min(num_inducing, len(inputs)), noise=self.noise, algorithm=self.algorithm,
+            generator=self.generator,
+        )  # fmt: skip
         subset.optimize(max_attempts=self.max_attempts)
         return inputs[subset.index]
 

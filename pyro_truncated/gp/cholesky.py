@@ -36,7 +36,7 @@ class JitterWarning(UserWarning):
     Example:
         >>> x = torch.randn(20, 1)
         >>> with warnings.catch_warnings(action="error", category=JitterWarning):  # a covariance that is nearly singular is an error here
-        ...     model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 5)
+        ...     model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=5)
     """
 
 

@@ -20,7 +20,7 @@ class StudentT(Likelihood):
 
     Example:
         >>> kernel = smooth_rbf(torch.randn(30, 1))
-        >>> model = SubsetVariationalGP(kernel, torch.randn(30), StudentT(df=4.0), 5)
+        >>> model = SubsetVariationalGP(kernel, torch.randn(30), likelihood=StudentT(df=4.0), num_inducing=5)
 
     Args:
         df: degrees of freedom :math:`\nu` to start from.

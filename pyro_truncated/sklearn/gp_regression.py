@@ -84,7 +84,7 @@ class SubsetGPRegressor(RegressorMixin, BaseEstimator):
         inputs, targets = torch.from_numpy(np.array(X)), torch.from_numpy(np.array(y, dtype=np.float64))
         with apart(self.random_state):
             kernel = self.kernel(inputs) if callable(self.kernel) else smooth_rbf(inputs)
-            regression = SubsetGPRegression(kernel, targets, number, objective=self.objective)
+            regression = SubsetGPRegression(kernel, targets, num_inducing=number, objective=self.objective)
             regression.fit(max_epochs=self.max_epochs, polish=self.polish)
         self.regression_ = regression
         self.inducing_, self.objective_value_ = regression.subset.numpy(), regression.objective_value

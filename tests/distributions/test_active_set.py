@@ -220,15 +220,15 @@ def test_missing_entries_of_the_rest_and_of_the_active_set_are_marginalised_exac
     found = ActiveSetGaussianProcess(z, kernel, noise, num_active, 5).log_prob(x)
     assert bool(found.isfinite().all())
     torch.testing.assert_close(found.sum(), torch.as_tensor(expected), rtol=0, atol=1e-8)
-    mean, variance = ActiveSet(kernel, noise, z[:num_active], x[:num_active]).predict(z[num_active:])
+    mean, variance = ActiveSet(z[:num_active], x[:num_active], kernel, noise).predict(z[num_active:])
     torch.testing.assert_close(mean[:, 4], torch.zeros(3, dtype=mean.dtype))
     torch.testing.assert_close(variance[:, 4], C.diagonal()[num_active:])
 
 
 def test_prediction_against_dense_conditioning(generator):
     kernel, noise, z, x, C = problem(9, 3, generator)
-    active = ActiveSet(kernel, noise, z[:6], x[:6])
-    mean, variance = active.predict(z[6:], noise=False)
+    active = ActiveSet(z[:6], x[:6], kernel, noise)
+    mean, variance = active.predict(z[6:], noiseless=True)
     gain = C[6:, :6] @ torch.linalg.inv(C[:6, :6])
     conditional = C[6:, 6:] - gain @ C[:6, 6:] - noise * torch.eye(3, dtype=torch.float64)
     torch.testing.assert_close(mean, gain @ x[:6], rtol=1e-9, atol=1e-9)
@@ -271,14 +271,14 @@ def test_nearly_singular_matrices_are_lifted_and_reported(generator):
     x = torch.randn(60, 3, generator=generator)
     kernel = kernels.RBF(2)
     with pytest.warns(JitterWarning, match="nearly singular in torch.float32"):
-        active = ActiveSet(kernel, torch.tensor(1e-8), z, x)
+        active = ActiveSet(z, x, kernel, torch.tensor(1e-8))
     assert 0.99e-5 <= active.jitter < 1e-2
     assert active.predict(z)[1].min() >= 1e-8
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ActiveSet(kernel.double(), torch.tensor(1e-8), z.double(), x.double()).jitter == 0
+        assert ActiveSet(z.double(), x.double(), kernel.double(), torch.tensor(1e-8)).jitter == 0
     with pytest.raises(ValueError, match="cannot be factorised"):
-        ActiveSet(kernel, torch.tensor(0.1), torch.full((3, 2), math.nan), torch.zeros(3, 1))
+        ActiveSet(torch.full((3, 2), math.nan), torch.zeros(3, 1), kernel, torch.tensor(0.1))
 
 
 def test_a_pyro_model_trains_with_either_elbo(generator):
@@ -331,9 +331,9 @@ def test_bad_sizes_are_refused():
     with pytest.raises(ValueError, match="latents must have shape"):
         ActiveSetGaussianProcess(z[0], kernel, 0.1, 1, 3)
     with pytest.raises(ValueError, match="must agree"):
-        ActiveSet(kernel, torch.tensor(0.1), z, torch.zeros(3, 2))
+        ActiveSet(z, torch.zeros(3, 2), kernel, torch.tensor(0.1))
     with pytest.raises(ValueError, match="one variance"):
-        ActiveSet(kernel, torch.ones(3), z, torch.zeros(4, 3))
+        ActiveSet(z, torch.zeros(4, 3), kernel, torch.ones(3))
     with pytest.raises(ValueError, match="cannot be repeated"):
         ActiveSetGaussianProcess(z[:1], kernel, 0.1, 1, 3).expand((7,))
 

@@ -63,8 +63,8 @@ enter(
 enter(
     "SubsetGPRegression",
     lambda **k: fitted_subset(**k).predict(uniform(3, 2)),
-    kernel=Fresh(data_kernel),
-    targets=uniform(N),
+    X=Fresh(data_kernel),
+    y=uniform(N),
     num_inducing=4,
     noise=0.3,
     objective="vfe",
@@ -73,7 +73,7 @@ enter(
 )
 enter(
     "SubsetGPRegression.fit",
-    lambda **k: gp.SubsetGPRegression(data_kernel(), uniform(N), 4).fit(**k),
+    lambda **k: gp.SubsetGPRegression(data_kernel(), uniform(N), num_inducing=4).fit(**k),
     max_seconds=1.0,
     max_epochs=2,
     hyper_evaluations=2,
@@ -82,14 +82,14 @@ enter(
 )
 enter(
     "SubsetGPRegression.predict",
-    lambda **k: fitted_subset(kernel=data_kernel(), targets=uniform(N), num_inducing=4).predict(**k),
+    lambda **k: fitted_subset(X=data_kernel(), y=uniform(N), num_inducing=4).predict(**k),
     new=uniform(3, 2),
 )
 enter(
     "InducingSubset",
     gp.InducingSubset,
-    kernel=Fresh(data_kernel),
-    targets=uniform(N),
+    X=Fresh(data_kernel),
+    y=uniform(N),
     num_inducing=4,
     noise=0.3,
     objective="vfe",
@@ -97,11 +97,11 @@ enter(
     index=torch.arange(4),
     generator=None,
 )
-enter("CoregionalizedGPRegression", gp.CoregionalizedGPRegression, kernel=Fresh(data_kernel), targets=uniform(N, 2), rank=1, noise=0.5)
+enter("CoregionalizedGPRegression", gp.CoregionalizedGPRegression, X=Fresh(data_kernel), y=uniform(N, 2), rank=1, noise=0.5)
 enter(
     "SubsetSparseGPRegression",
     gp.SubsetSparseGPRegression,
-    kernel=Fresh(data_kernel),
+    X=Fresh(data_kernel),
     y=uniform(N),
     num_inducing=3,
     index=torch.arange(3),

@@ -28,7 +28,7 @@ def fitted(size=None, outputs=1):
     y = 0.02 * torch.randn(40, outputs, generator=generator, dtype=DOUBLE) + torch.stack(
         [-(x - 0.3).square().sum(1), torch.sin(5 * x[:, 0])][:outputs], 1
     )
-    model = SubsetGPRegression(smooth_rbf(x), y if outputs > 1 else y[:, 0], size)
+    model = SubsetGPRegression(smooth_rbf(x), y if outputs > 1 else y[:, 0], num_inducing=size)
     model.fit(max_epochs=20)
     return model, y
 
@@ -96,8 +96,8 @@ def test_inducing_points_explain_the_targets():
     points = model.model.variational_strategy.inducing_points.detach()
     assert bool((points == x.mT).any(1).all())
     kernel, scaled = GPyTorchKernel(model.model.covar_module, x), (y - y.mean()) / y.std()
-    value = InducingSubset(kernel, scaled, 12, 0.01, index=(points == x.mT).nonzero()[:, 1]).objective_value
+    value = InducingSubset(kernel, scaled, num_inducing=12, noise=0.01, index=(points == x.mT).nonzero()[:, 1]).objective_value
     other = SingleTaskVariationalGP(x, y, inducing_points=12).model.variational_strategy.inducing_points.detach()
-    assert value < InducingSubset(kernel, scaled, 12, 0.01, index=(other == x.mT).nonzero()[:, 1]).objective_value
+    assert value < InducingSubset(kernel, scaled, num_inducing=12, noise=0.01, index=(other == x.mT).nonzero()[:, 1]).objective_value
     with pytest.raises(ValueError, match="a row for each target"):
         SubsetAllocator(y[:3]).allocate_inducing_points(x, model.model.covar_module, 3, torch.Size())

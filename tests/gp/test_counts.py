@@ -45,9 +45,9 @@ def svi():
 ARGUMENTS = zoo.binary().args
 OUTPUTS = torch.randn(6, 2, dtype=torch.float64)
 COUNTS = {
-    "num_inducing": lambda n: InducingSubset(kernel(), Y, n, 0.1),
-    "num_inducing of a regression": lambda n: SubsetGPRegression(kernel(), Y, n),
-    "hyper_evaluations": lambda n: SubsetGPRegression(kernel(), Y, 2).fit(max_epochs=1, hyper_evaluations=n),
+    "num_inducing": lambda n: InducingSubset(kernel(), Y, num_inducing=n, noise=0.1),
+    "num_inducing of a regression": lambda n: SubsetGPRegression(kernel(), Y, num_inducing=n),
+    "hyper_evaluations": lambda n: SubsetGPRegression(kernel(), Y, num_inducing=2).fit(max_epochs=1, hyper_evaluations=n),
     "information_pivots": lambda n: CholQRSearch(n),
     "pool": lambda n: ExchangeSearch(pool=n),
     "block": lambda n: ExchangeSearch(block=n),

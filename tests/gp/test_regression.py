@@ -270,7 +270,7 @@ def test_bad_options(options: dict, error: type[Exception], message: str) -> Non
 def test_bad_data(data: tuple[Tensor, Tensor]) -> None:
     x, targets = data
     regression = LeaveOneOutRegression(x)
-    with pytest.raises(ValueError, match=r"targets must be finite and of shape \(30, P\), one row per input; got shape \(29, 4\)"):
+    with pytest.raises(ValueError, match=r"targets must be finite and of shape \(30, P\), a row per input; got \(29, 4\)"):
         regression.loo(targets[1:])
     with pytest.raises(ValueError, match=r"new_inputs must have shape \(M, 3\); got \(4, 2\)"):
         regression.predict(torch.zeros(4, 2), targets)

@@ -58,10 +58,10 @@ MATRICES = {
 @pytest.mark.parametrize("message", MATRICES)
 def test_matrices_that_are_no_covariances(message):
     makers = (
-        lambda k: InducingSubset(k, Y, 3, 0.1),
-        lambda k: SubsetGPRegression(k, Y, 3),
-        lambda k: SubsetSparseGPRegression(k, Y, 3),
-        lambda k: SubsetVariationalGP(k, Y, Gaussian(), 3),
+        lambda k: InducingSubset(k, Y, num_inducing=3, noise=0.1),
+        lambda k: SubsetGPRegression(k, Y, num_inducing=3),
+        lambda k: SubsetSparseGPRegression(k, Y, num_inducing=3),
+        lambda k: SubsetVariationalGP(k, Y, likelihood=Gaussian(), num_inducing=3),
     )
     for make in makers:
         make(Matrix(GOOD))
@@ -71,12 +71,12 @@ def test_matrices_that_are_no_covariances(message):
 
 def test_variances_that_contradict_the_covariances():
     with pytest.raises(ValueError, match="contradicts itself: the variance of input 0 is 2 by diag and 1 by columns"):
-        InducingSubset(Matrix(GOOD, 2 * GOOD.diagonal()), Y, 3, 0.1)
+        InducingSubset(Matrix(GOOD, 2 * GOOD.diagonal()), Y, num_inducing=3, noise=0.1)
 
 
 def test_precomputed_matrices_that_are_not_positive():
     with pytest.raises(ValueError, match="PrecomputedKernel is not positive semi-definite"):
-        InducingSubset(PrecomputedKernel(MATRICES["is not positive semi-definite"]), Y, 3, 0.1)
+        InducingSubset(PrecomputedKernel(MATRICES["is not positive semi-definite"]), Y, num_inducing=3, noise=0.1)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_kernels_of_regressions_and_decoders(function, message):
         lambda k: LeaveOneOutRegression(X, k),
         lambda k: SASDecoder(6, 2, 1, kernel=k),
         lambda k: SpikeSlabGPLVM(6, 2, 1, kernel=k),
-        lambda k: SubsetGPRegression(PyroKernel(k, X), Y, 3),
+        lambda k: SubsetGPRegression(PyroKernel(k, X), Y, num_inducing=3),
     ]
     for make in makers:
         make(kernels.RBF(1))
@@ -99,12 +99,12 @@ def test_kernels_of_regressions_and_decoders(function, message):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_new_inputs_that_are_no_numbers(value):
     new = torch.tensor([[0.0], [value]], dtype=torch.float64)
-    subset, regression = InducingSubset(PyroKernel(kernels.RBF(1), X), Y, 3, 0.1), LeaveOneOutRegression(X, "rbf", 3)
+    subset, regression = InducingSubset(PyroKernel(kernels.RBF(1), X), Y, num_inducing=3, noise=0.1), LeaveOneOutRegression(X, "rbf", 3)
     for predict in (subset.predict, lambda x: regression.predict(x, Y[:, None]), regression.features):
         with pytest.raises(ValueError, match="inputs must be finite"):
             predict(new)
     with pytest.raises(ValueError, match="the kernel is not finite at new input 0"):
-        InducingSubset(Matrix(GOOD), Y, 3, 0.1).predict(torch.arange(2))
+        InducingSubset(Matrix(GOOD), Y, num_inducing=3, noise=0.1).predict(torch.arange(2))
     decoder = SASDecoder(6, 2, 1)
     decoder.condition_(torch.randn(6, 2))
     for predict in (decoder.predict, Posterior(SpikeSlabGPLVM(6, 2, 1, collapsed=False)).predict):
@@ -114,7 +114,7 @@ def test_new_inputs_that_are_no_numbers(value):
 
 @pytest.mark.parametrize("positions", [[-1], [12], [0.5]])
 def test_positions_that_are_none(positions):
-    subset = InducingSubset(PrecomputedKernel(GOOD), Y, 3, 0.1)
+    subset = InducingSubset(PrecomputedKernel(GOOD), Y, num_inducing=3, noise=0.1)
     with pytest.raises(ValueError, match="positions from 0 to 11"):
         subset.predict(torch.tensor(positions))
 
@@ -125,7 +125,7 @@ def test_a_sparse_regression_in_other_units_is_the_same_one(unit):
     y = Y + 0.1 * torch.randn(12, dtype=torch.float64, generator=generator)
     fits = []
     for targets in (y, unit * y):
-        regression = SubsetGPRegression(PyroKernel(kernels.RBF(1), X), targets, 3, generator=torch.Generator().manual_seed(1))
+        regression = SubsetGPRegression(PyroKernel(kernels.RBF(1), X), targets, num_inducing=3, generator=torch.Generator().manual_seed(1))
         regression.fit()
         fits.append(regression.predict(X[:4]))
     (mean, variance), (other_mean, other_variance) = fits

@@ -25,7 +25,7 @@ def test_weights_and_moments_are_those_of_the_mixture(missing):
     new = circle(3, 4, torch.Generator().manual_seed(2))
     new[0, 1] = new[2, 3] = math.nan
     weights = found.infer(new)
-    mean, variance = (v.double() for v in decoder.predict(found.latents, noise=False))
+    mean, variance = (v.double() for v in decoder.predict(found.latents, noiseless=True))
     for row, chances in zip(new.double(), weights, strict=True):
         logs = []
         for z, m, v in zip(found.latents.double(), mean, variance, strict=True):

@@ -138,7 +138,7 @@ def test_training_explains_held_out_data(family, bayesian, generator):
     assert all(math.isfinite(loss) for loss in losses)
     assert sum(losses[-5:]) < sum(losses[:5])
     z = decoder.condition_(x, 30).infer(new, steps=15)
-    mean, _ = decoder.predict(z, noise=False)
+    mean, _ = decoder.predict(z, noiseless=True)
     null = torch.zeros_like(mean) + {"bernoulli": 0.0, "poisson": math.log(float(x.mean())), "categorical": 0.0}[family]
     assert observe(mean).log_prob(new).mean() > observe(null).log_prob(new).mean()
 
@@ -167,7 +167,7 @@ def test_relocation_of_binary_data_raises_their_log_density(generator):
     share = decoder.relocate_(x, 20, generator=torch.Generator().manual_seed(0))
     assert torch.equal(decoder.z_loc[active], before[active])
     assert share > 0.2
-    posterior = ActiveSet(decoder.kernel, decoder.noise_variance + decoder.width, before[active], decoder.sites(x[active]))
+    posterior = ActiveSet(before[active], decoder.sites(x[active]), decoder.kernel, decoder.noise_variance + decoder.width)
     own, moved = (
         dist.Bernoulli(logits=posterior.predict(z)[0]).log_prob(x).sum(-1) - 0.5 * z.square().sum(-1) for z in (before, decoder.z_loc)
     )

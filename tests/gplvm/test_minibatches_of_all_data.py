@@ -15,7 +15,7 @@ def loss_of_active_points(z, x, decoder, active):
     """Minus the objective of point masses ``z``, from the active set's own formulas."""
     order = active + [n for n in range(len(x)) if n not in active]
     z, x = z[order], x[order] - decoder.loc
-    posterior = ActiveSet(decoder.kernel, decoder.noise_variance, z[: len(active)], x[: len(active)])
+    posterior = ActiveSet(z[: len(active)], x[: len(active)], decoder.kernel, decoder.noise_variance)
     mean, variance = posterior.predict(z[len(active) :])
     rest = torch.distributions.Normal(mean, variance.sqrt()).log_prob(x[len(active) :]).sum()
     return -float((posterior.log_prob_terms().sum() + rest + torch.distributions.Normal(0.0, 1.0).log_prob(z).sum()).detach())

@@ -120,7 +120,7 @@ def test_relocation_takes_the_best_of_own_and_active_latents_and_raises_the_obje
     objective = objective_by_hand(decoder, x, active.tolist())
     share = decoder.relocate_(x, 8, generator=seed)
     gain, expected = 0.0, before.clone()
-    posterior = ActiveSet(decoder.kernel, decoder.noise_variance.detach(), before[active], x[active] - decoder.loc)
+    posterior = ActiveSet(before[active], x[active] - decoder.loc, decoder.kernel, decoder.noise_variance.detach())
     for n in set(range(25)) - set(active.tolist()):
         places = torch.cat([before[n : n + 1], before[active]])
         mean, variance = posterior.predict(places)
@@ -211,7 +211,7 @@ def test_conditioning_on_everything_on_chosen_points_and_on_projections(generato
     x = circle(80, 4, generator)
     decoder = make("free", False, 80, 4).initialize(x)
     z = torch.randn(10, 2, generator=generator)
-    exact = ActiveSet(decoder.kernel, decoder.noise_variance.detach(), decoder.latents(x), x - decoder.loc)
+    exact = ActiveSet(decoder.latents(x), x - decoder.loc, decoder.kernel, decoder.noise_variance.detach())
     mean, variance = decoder.condition_(x).predict(z)
     torch.testing.assert_close(mean, exact.predict(z)[0].detach() + decoder.loc)
     torch.testing.assert_close(variance, exact.predict(z)[1].detach())
@@ -322,22 +322,22 @@ def test_projection_on_all_points_is_exact_and_sums_add_up(generator):
     new = torch.randn(4, 2, dtype=torch.float64, generator=generator)
     statistics = projected_statistics(kernel, z, z, x, block=7)
     for found, expected in zip(
-        ProjectedSet(kernel, noise, statistics).predict(new), ActiveSet(kernel, noise, z, x).predict(new), strict=True
+        ProjectedSet(kernel, noise, statistics).predict(new), ActiveSet(z, x, kernel, noise).predict(new), strict=True
     ):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     chosen = z[:6]
     U, S = kernel(chosen), kernel(chosen) + kernel(chosen, z) @ kernel(z, chosen) / noise
-    mean, variance = ProjectedSet(kernel, noise, projected_statistics(kernel, chosen, z, x)).predict(new, noise=False)
+    mean, variance = ProjectedSet(kernel, noise, projected_statistics(kernel, chosen, z, x)).predict(new, noiseless=True)
     cross = kernel(new, chosen)
     torch.testing.assert_close(mean, cross @ torch.linalg.solve(S, kernel(chosen, z) @ x) / noise, rtol=1e-6, atol=1e-6)
     reduction = torch.linalg.inv(U) - torch.linalg.inv(S)
     torch.testing.assert_close(variance.squeeze(-1), 1 - (cross @ reduction * cross).sum(-1), rtol=1e-6, atol=1e-6)
     # In float32, with many points within a length-scale, the variance must not lose its digits to cancellation.
     dense, wide = torch.randn(200, 2, generator=generator), kernels.RBF(2, lengthscale=torch.tensor(2.0))
-    single = ProjectedSet(wide, noise.float(), projected_statistics(wide, dense, dense, dense.sin())).predict(new.float(), noise=False)
+    single = ProjectedSet(wide, noise.float(), projected_statistics(wide, dense, dense, dense.sin())).predict(new.float(), noiseless=True)
     wide = wide.double()
     double = ProjectedSet(wide, noise, projected_statistics(wide, dense.double(), dense.double(), dense.double().sin())).predict(
-        new, noise=False
+        new, noiseless=True
     )
     for found, expected in zip(single, double, strict=True):
         torch.testing.assert_close(found, expected.float(), rtol=1e-2, atol=1e-5)
@@ -349,7 +349,7 @@ def test_inferred_latents_are_the_best_of_a_grid_from_partial_observations_too(g
     kernel, noise = kernels.RBF(1, lengthscale=torch.tensor(0.7)), torch.tensor(0.05)
     z = torch.linspace(-2, 2, 15).unsqueeze(-1)
     x = torch.cat([z.sin(), (2 * z).cos(), z**2 / 4], 1)
-    posterior = ActiveSet(kernel, noise, z, x)
+    posterior = ActiveSet(z, x, kernel, noise)
     new = x[2:12:2] + 0.1 * torch.randn(5, 3, generator=generator)
     new[torch.tensor([0, 1, 2]), torch.tensor([0, 2, 1])] = math.nan
     found = infer_latents(posterior, new, starts=3, steps=200)
@@ -378,7 +378,7 @@ def test_best_candidates_are_those_of_the_density(hide_active, hide_new, generat
         new[2, 0] = math.nan
     kernel, noise = kernels.RBF(2).double(), torch.tensor(0.1).double()
     with torch.no_grad():
-        posterior = ActiveSet(kernel, noise, z, x)
+        posterior = ActiveSet(z, x, kernel, noise)
         mean, variance = posterior.predict(z)
         assert variance.shape[-1] == (3 if hide_active else 1)
         terms = dist.Normal(mean, variance.sqrt().expand_as(mean)).log_prob(new.nan_to_num(0.0).unsqueeze(1))

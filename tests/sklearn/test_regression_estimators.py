@@ -119,7 +119,7 @@ def test_predictions_are_those_of_the_librarys_regression():
     X, y = load_diabetes(return_X_y=True)
     ours = SubsetGPRegressor(n_inducing=15, max_epochs=3, random_state=0).fit(X[:150], y[:150])
     torch.manual_seed(np.random.RandomState(0).randint(np.iinfo(np.int32).max))
-    theirs = SubsetGPRegression(smooth_rbf(torch.tensor(X[:150])), torch.tensor(y[:150]), 15)
+    theirs = SubsetGPRegression(smooth_rbf(torch.tensor(X[:150])), torch.tensor(y[:150]), num_inducing=15)
     theirs.fit(max_epochs=3)
     mean, variance = theirs.predict(torch.tensor(X[150:]))
     for found, expected in zip(ours.predict(X[150:], return_std=True), (mean, variance.sqrt()), strict=True):

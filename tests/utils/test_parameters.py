@@ -71,7 +71,7 @@ def function_decoder(y):
 
 def subset_regression(y):
     kernel = PyroKernel(kernels.RBF(9), y)
-    return through_methods(SubsetSparseGPRegression(kernel, y[:, 0] + torch.randn(20), 5), Trace_ELBO())
+    return through_methods(SubsetSparseGPRegression(kernel, y[:, 0] + torch.randn(20), num_inducing=5), Trace_ELBO())
 
 
 def initialized(kind):

@@ -38,7 +38,8 @@ counts = spectrum(smiles, 3, shorter=True)
 
 errors = {}
 for objective in ("vfe", "pp"):
-    model = SubsetGPRegression(CountKernel(counts[train]), y[train], 32, objective=objective, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    model = SubsetGPRegression(counts[train], y[train], CountKernel, num_inducing=32, objective=objective, generator=generator)
     model.fit(max_seconds=3)
     mean, variance = model.predict(counts[test])
     errors[objective] = float((mean - y[test]).square().mean() / y[test].var())

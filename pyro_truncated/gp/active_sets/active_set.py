@@ -17,6 +17,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.former_spellings import takes_former_order, takes_noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,16 +42,16 @@ class ActiveSet:
 
     Example:
         >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
-        >>> active = ActiveSet(kernel, noise, torch.randn(8, 1), torch.randn(8, 2))
+        >>> active = ActiveSet(torch.randn(8, 1), torch.randn(8, 2), kernel, noise)
         >>> mean, variance = active.predict(torch.zeros(3, 1))
         >>> mean.shape, variance.shape
         (torch.Size([3, 2]), torch.Size([3, 1]))
 
     Args:
-        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
-        noise: noise variance :math:`\sigma^2`, a scalar.
         latents: ``(*batch, A, Q)``.
         outputs: ``(*batch, A, D)``; NaN where missing.
+        kernel: kernel of :mod:`pyro.contrib.gp.kernels`.
+        noise: noise variance :math:`\sigma^2`, a scalar.
         matrix: kernel matrix ``(*batch, A, A)`` of the latents, if it is known already.
 
     Attributes:
@@ -60,8 +61,11 @@ class ActiveSet:
         ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
     """
 
+    @takes_former_order(
+        ("kernel", "noise", "latents", "outputs", "matrix"), lambda given, _: isinstance(next(iter(given), 0), kernels.Kernel)
+    )
     @names_arguments
-    def __init__(self, kernel: kernels.Kernel, noise: Tensor, latents: Tensor, outputs: Tensor, matrix: Tensor | None = None) -> None:
+    def __init__(self, latents: Tensor, outputs: Tensor, kernel: kernels.Kernel, noise: Tensor, matrix: Tensor | None = None) -> None:
         if latents.dim() < 2 or outputs.dim() < 2 or latents.shape[-2] != outputs.shape[-2]:
             raise ValueError(
                 f"latents (*batch, A, Q) and outputs (*batch, A, D) must agree; got {tuple(latents.shape)}, {tuple(outputs.shape)}"
@@ -113,25 +117,26 @@ class ActiveSet:
             total = total + terms
         return total
 
-    def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+    @takes_noise
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         r"""Predictive means :math:`m_n`, ``(*batch, B, D)``, and variances :math:`c_n`, ``(*batch, B, 1)`` or ``(*batch, B, D)``.
 
-        The variance is that of the observations, or without ``noise`` that of the function. It has one column for all outputs, unless
+        The variance is that of the observations, or ``noiseless`` that of the function. It has one column for all outputs, unless
         entries of the active set are missing. Latents of further batch dimensions than the active set are allowed.
         """
         if self.latents.dim() == 2 and self.outputs.dim() == 2 and latents.dim() != 2:
-            mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noise=noise)
+            mean, variance = self.predict(latents.reshape(-1, latents.shape[-1]), noiseless=noiseless)
             shape = latents.shape[:-1]
             return mean.reshape(*shape, mean.shape[-1]), variance.reshape(*shape, variance.shape[-1])
-        return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noise=noise)
+        return self.predict_from(prior_variance(self.kernel, latents), covariance(self.kernel, self.latents, latents), noiseless=noiseless)
 
-    def predict_from(self, prior: Tensor, cross: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+    def predict_from(self, prior: Tensor, cross: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """As :meth:`predict`, from prior variances ``(*batch, B)`` and covariances with the active set ``(*batch, A, B)``."""
         parts = []
         for factor in self.factors:
             basis = torch.linalg.solve_triangular(factor.cholesky, cross[..., factor.rows, :], upper=False)
             left = (prior - basis.square().sum(-2)).clamp(min=0.0)
-            parts.append((basis.mT @ factor.whitened, (left + self.noise if noise else left).unsqueeze(-1)))
+            parts.append((basis.mT @ factor.whitened, (left if noiseless else left + self.noise).unsqueeze(-1)))
         if len(parts) == 1 and isinstance(self.factors[0].columns, slice):
             return parts[0]
         order = torch.cat([torch.as_tensor(factor.columns) for factor in self.factors]).argsort()

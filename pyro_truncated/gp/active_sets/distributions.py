@@ -145,7 +145,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
     def condition(self, value: Tensor) -> ActiveSet:
         """The posterior given the active ones of the observations ``(*batch, B, D)``; it predicts deviations from ``loc``."""
         outputs = (value - self.loc)[..., : self.num_active, :]
-        return ActiveSet(self.kernel, self.noise, self.latents[..., : self.num_active, :], outputs, self._matrix)
+        return ActiveSet(self.latents[..., : self.num_active, :], outputs, self.kernel, self.noise, self._matrix)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch, B)`` of observations ``(*batch, B, D)``, weighted if ``num_data`` was given."""
@@ -230,7 +230,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
     def sites(self) -> ActiveSet:
         """The process given the pseudo-targets: it predicts the functions, as deviations from ``loc``."""
         latents = self.latents[..., : self.num_active, :]
-        return ActiveSet(self.kernel, self.noise + self.width, latents, self.targets - self.loc, self._matrix)
+        return ActiveSet(latents, self.targets - self.loc, self.kernel, self.noise + self.width, self._matrix)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch, B)`` of function values ``(*batch, B, D)``, weighted if ``num_data`` was given."""

@@ -21,7 +21,7 @@ class GivenActiveSet(TorchDistribution):
 
     Example:
         >>> kernel, noise = pyro.contrib.gp.kernels.RBF(1), torch.tensor(0.1)
-        >>> active = ActiveSet(kernel, noise, torch.randn(8, 1), torch.randn(8, 3))
+        >>> active = ActiveSet(torch.randn(8, 1), torch.randn(8, 3), kernel, noise)
         >>> candidates = torch.randn(5, 6, 1)  # latents of six data points in five states
         >>> GivenActiveSet(active, candidates).log_prob(torch.randn(6, 3)).shape
         torch.Size([5, 6])

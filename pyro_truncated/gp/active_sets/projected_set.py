@@ -76,11 +76,11 @@ class ProjectedSet:
         self._shrink = torch.linalg.solve_triangular(inner, identity, upper=False)
         self._weights = torch.cholesky_solve(moment, inner).to(self.latents.dtype)
 
-    def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or without ``noise`` of the function."""
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)``, of the observations or ``noiseless`` of the function."""
         cross = covariance(self.kernel, latents.reshape(-1, latents.shape[-1]).double(), self.latents.double())
         features = cross @ self._whiten.mT
         left = prior_variance(self.kernel, latents).reshape(-1) - features.square().sum(-1) + (features @ self._shrink.mT).square().sum(-1)
-        variance = left.clamp(min=0.0).to(latents.dtype) + (self.noise if noise else 0.0)
+        variance = left.clamp(min=0.0).to(latents.dtype) + (0.0 if noiseless else self.noise)
         mean = features.to(latents.dtype) @ self._weights
         return mean.reshape(*latents.shape[:-1], mean.shape[-1]), variance.reshape(*latents.shape[:-1], 1)

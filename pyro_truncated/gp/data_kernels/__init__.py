@@ -1,5 +1,6 @@
 """Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
 
+from pyro_truncated.gp.data_kernels.binding import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
@@ -27,9 +28,11 @@ __all__ = [
     "RestrictedKernel",
     "SumKernel",
     "as_data_kernel",
+    "bound_kernel",
     "positive_parameter",
     "shortest_path",
     "smooth_rbf",
     "spectrum",
+    "takes_kernel_first",
     "weisfeiler_lehman",
 ]

@@ -15,7 +15,7 @@ class AllNoiseWarning(UserWarning):
     Example:
         >>> x = torch.randn(40, 3).double()
         >>> with warnings.catch_warnings(record=True, action="always") as caught:
-        ...     objective = SubsetGPRegression(smooth_rbf(x), torch.randn(40).double(), 2).fit(max_epochs=3)
+        ...     objective = SubsetGPRegression(smooth_rbf(x), torch.randn(40).double(), num_inducing=2).fit(max_epochs=3)
         >>> {warning.category.__name__ for warning in caught}
         {'AllNoiseWarning'}
     """

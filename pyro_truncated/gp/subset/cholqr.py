@@ -169,7 +169,7 @@ class CholQRSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=CholQRSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=CholQRSearch())
         >>> objective = model.fit(max_epochs=2)
 
     Args:

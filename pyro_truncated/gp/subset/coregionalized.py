@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.basis import Basis, covariances_with
@@ -39,14 +39,17 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     Example::
 
-        model = CoregionalizedGPRegression(smooth_rbf(x), y)       # y (n, H), NaN where missing
+        model = CoregionalizedGPRegression(x, y)                   # y (n, H), NaN where missing
         model.fit()
         mean, variance = model.predict(new)                         # (n_new, H) each
         draws = model.posterior(new).sample((100,)).reshape(100, len(new), -1)
 
     Args:
-        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
-        targets: ``(n, H)``, NaN where missing.
+        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
+            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        y: targets ``(n, H)``, NaN where missing.
+        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
+            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
         rank: columns ``R`` of :math:`W`.
         noise: noise variance of each output to start from, of standardised targets.
 
@@ -61,13 +64,14 @@ class CoregionalizedGPRegression(torch.nn.Module):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
+    @takes_kernel_first()
     @names_arguments
-    def __init__(self, kernel: Any, targets: Tensor, *, rank: int = 1, noise: float = 0.5) -> None:
+    def __init__(self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5) -> None:
         super().__init__()
-        self.kernel, targets = as_data_kernel(kernel), as_tensors(targets)
+        self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or bool(targets.isinf().any()):
-            raise ValueError(f"targets must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
+            raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
         is_seen = ~targets.isnan()
         if not bool((is_seen.sum(0) > 1).all()):
             raise ValueError("every output must be observed at two inputs or more")

@@ -108,13 +108,8 @@ class ExactPosterior:
         self.weights = torch.cholesky_solve(targets, self.covariance.cholesky)
         self.fitted = targets - noise * self.weights
 
-    @torch.no_grad()
-    def predict(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
-        return self.marginals(new)
-
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """What :meth:`predict` returns, differentiable in numeric inputs."""
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, not of targets, differentiable in numeric inputs."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.weights, (prior - self._explained(cross).square().sum(0)).clamp(min=0.0)
 

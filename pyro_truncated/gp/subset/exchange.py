@@ -30,7 +30,7 @@ class ExchangeSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=ExchangeSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=ExchangeSearch())
         >>> objective = model.fit(max_epochs=2)
 
     Args:

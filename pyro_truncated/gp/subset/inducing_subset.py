@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import as_data_kernel
+from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.basis import Basis
 from pyro_truncated.gp.subset.cholqr import CholQRSearch
@@ -31,13 +31,16 @@ class InducingSubset:
 
     Example::
 
-        subset = InducingSubset(CountKernel(fingerprints), y, num_inducing=128, noise=0.1)
+        subset = InducingSubset(fingerprints, y, CountKernel, num_inducing=128, noise=0.1)
         subset.optimize(max_seconds=5)
         mean, variance = subset.predict(new_fingerprints)
 
     Args:
-        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
-        targets: ``(n,)``, or ``(n, H)`` for several outputs that share subset, kernel and noise; centred.
+        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
+            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        y: targets, ``(n,)``, or ``(n, H)`` for several outputs that share subset, kernel and noise; centred.
+        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
+            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
         num_inducing: size ``m`` of the subset, at most ``n``.
         noise: noise variance.
         objective: ``"vfe"`` (variational free energy) or ``"pp"`` (likelihood of the projected process).
@@ -55,21 +58,23 @@ class InducingSubset:
         TypeError: if the kernel offers no covariances.
     """
 
+    @takes_kernel_first("num_inducing", "noise")
     @names_arguments
     def __init__(
         self,
-        kernel: Any,
-        targets: Tensor,
+        X: Any,
+        y: Tensor,
+        kernel: Any = None,
+        *,
         num_inducing: int,
         noise: float,
-        *,
         objective: str = "vfe",
         algorithm: str | SubsetSearch = "exchange",
         index: Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
-        self.kernel = as_data_kernel(kernel)
-        self.problem = SubsetProblem(self.kernel, _matrix(targets), float(noise), objective)
+        self.kernel = bound_kernel(X, kernel)
+        self.problem = SubsetProblem(self.kernel, _matrix(y), float(noise), objective)
         check_data_kernel(self.kernel)
         num_inducing = check_count("num_inducing", num_inducing)
         if num_inducing > self.problem.num_data:
@@ -126,9 +131,11 @@ class InducingSubset:
         """The posterior given the present subset."""
         return SparsePosterior(Basis(self.kernel, self.index), self.problem.targets, self.problem.noise)
 
-    def predict(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
-        return self.posterior().predict(new)
+    @torch.no_grad()
+    def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the targets at new inputs, or ``noiseless`` of the function."""
+        mean, variance = self.posterior().marginals(new)
+        return mean, variance if noiseless else variance + self.problem.noise
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
         """Means ``(n, H)`` and variances ``(n,)``, noise included, of each data point given all others; the subset is held fixed."""

@@ -176,15 +176,16 @@ class LeaveOneOutRegression:
         return means, self.unit**2 * variances
 
     @names_arguments
-    def predict(self, new_inputs: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def predict(self, new_inputs: Tensor, targets: Tensor | None = None, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         r"""Predictions at new inputs, :math:`k(x_*, X)\, C^{-1} R`; no noise links them to the data, not even at equal inputs.
 
         Args:
             new_inputs: ``(M, D)``.
             targets: ``(N, P)``; default: those of the last :meth:`fit`.
+            noiseless: whether variances are those of the functions alone.
 
         Returns:
-            Means ``(M, P)`` and variances ``(M,)``, noise included.
+            Means ``(M, P)`` and variances ``(M,)``.
 
         Raises:
             ValueError: if there are no targets, or shapes do not fit.
@@ -203,7 +204,8 @@ class LeaveOneOutRegression:
             cross = features @ self.factorization.factor.mT
             prior = prior if self.fitc else features.square().sum(-1)
         explained = (cross * self.covariance.solve(cross.mT).mT).sum(-1)
-        return cross @ self.covariance.solve(known), self.unit**2 * (self.noise + (prior - explained).clamp(min=0.0))
+        variance = (prior - explained).clamp(min=0.0) + (0.0 if noiseless else self.noise)
+        return cross @ self.covariance.solve(known), self.unit**2 * variance
 
     def features(self, new_inputs: Tensor) -> Tensor:
         r"""Low-rank features :math:`L_P^{-1} k(P, x)` of inputs ``(M, D)``, ``(M, Q)``; those of the data are the rows of the factor.
@@ -234,11 +236,10 @@ class LeaveOneOutRegression:
         self._chosen, self.unit = chosen, float(unit)
         self._set_parameters(given)
 
-    # Both are made when first asked for: a fit that follows at once would throw them away.
     @functools.cached_property
     @torch.no_grad()
     def factorization(self) -> PivotedCholesky | None:
-        """The incomplete Cholesky factor of the kernel matrix at the current parameters, ``None`` if the regression is exact."""
+        """The incomplete Cholesky factor of the kernel matrix made when it is first asked for; ``None`` if the regression is exact."""
         if self.rank is None:
             return None
         k = self._covariance(self.parameters)

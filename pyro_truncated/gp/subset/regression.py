@@ -13,7 +13,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import InputKernel, as_data_kernel
+from pyro_truncated.gp.data_kernels import InputKernel, bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.all_noise import warn_of_noise
@@ -48,12 +48,13 @@ class SubsetGPRegression(SavedRegression):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(pyro_truncated.gp.smooth_rbf(x), x.squeeze(-1).sin(), 8)  # then fit() and predict(new)
+        >>> model = SubsetGPRegression(x, x.squeeze(-1).sin(), num_inducing=8)  # then fit() and predict(new)
 
     Args:
-        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``. Its parameters are
-            learned in place; with float64 inputs they converge further.
-        targets: ``(n,)`` or ``(n, H)``, finite.
+        X: the training inputs, of any type that the kernel takes; or a :class:`DataKernel`, which holds them (see :func:`as_data_kernel`).
+        y: targets, ``(n,)`` or ``(n, H)``, finite.
+        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
+            such as :class:`CountKernel`; default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
         num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 3000 data points; else 512.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
@@ -77,22 +78,24 @@ class SubsetGPRegression(SavedRegression):
     target_scale: Tensor
     targets: Tensor
 
+    @takes_kernel_first("num_inducing")
     def __init__(
         self,
-        kernel: Any,
-        targets: Tensor,
-        num_inducing: int | None = None,
+        X: Any,
+        y: Tensor,
+        kernel: Any = None,
         *,
+        num_inducing: int | None = None,
         noise: float = 0.5,
         objective: str = "vfe",
         algorithm: str | SubsetSearch = "exchange",
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        self.kernel = as_data_kernel(kernel)
-        n, targets = self.kernel.num_data, as_tensors(targets)
+        self.kernel = bound_kernel(X, kernel)
+        n, targets = self.kernel.num_data, as_tensors(y)
         if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
-            raise ValueError(f"targets must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
+            raise ValueError(f"y, the targets, must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
         self.is_exact = num_inducing is None and n <= EXACT_UP_TO
         num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing)
         if num_inducing > n:
@@ -163,8 +166,7 @@ class SubsetGPRegression(SavedRegression):
             tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
                 attempts for every member.
             polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
-            polish_evaluations: evaluations of the objective, at most, while they move; default: 200, or with ``max_seconds`` as many as
-                fit into them.
+            polish_evaluations: most evaluations of the objective while they move; default: 200, or what fits into ``max_seconds``.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
                 objective of all data; where it does not, the next one looks at twice as many. Default: all of up to 50 000, else 20 000.
@@ -180,10 +182,8 @@ class SubsetGPRegression(SavedRegression):
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
-        if polish and self.is_exact:
-            raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
-        if polish and not isinstance(self.kernel, InputKernel):
-            raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
+        if polish:
+            self._kernel_to_polish()
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
         max_epochs = check_count("max_epochs", max_epochs, least=0)
         polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
@@ -212,13 +212,18 @@ class SubsetGPRegression(SavedRegression):
         warn_of_noise(self.posterior().fitted, self.noise, m)
         return self.objective_value
 
+    def _kernel_to_polish(self) -> InputKernel:
+        if self.is_exact:
+            raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
+        if not isinstance(self.kernel, InputKernel):
+            raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
+        return self.kernel
+
     def _alternation(self) -> Alternation:
         return Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, self.num_inducing, self.generator)
 
     def _polish(self, evaluations: int, record: FitRecord) -> None:
-        kernel = self.kernel
-        if not isinstance(kernel, InputKernel):
-            raise TypeError("only kernels of numeric inputs can be polished")
+        kernel = self._kernel_to_polish()
         if self.inducing_inputs is None:
             self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
         inputs = self.inducing_inputs
@@ -231,17 +236,13 @@ class SubsetGPRegression(SavedRegression):
         ).value
         self.objective_value = value
 
+    @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
-        """Means and variances of the targets at new inputs, ``(n_new,)`` or ``(n_new, H)`` each, in float64.
+        """Means and variances of the targets at new inputs, ``(n_new,)`` or ``(n_new, H)`` each, in float64: ``O(m^2)`` for each.
 
-        It takes ``O(m)`` per mean and ``O(m^2)`` per variance.
-
-        Args:
-            new: new inputs, as the kernel takes them.
-            noiseless: whether variances are those of the function alone.
+        With ``noiseless``, variances are those of the function alone.
         """
-        posterior = self.posterior()
-        mean, variance = posterior.predict(new)
+        mean, variance = self.posterior().marginals(new)
         return self._original(mean, variance if noiseless else variance + self.noise)
 
     def leave_one_out(self) -> tuple[Tensor, Tensor]:
@@ -280,14 +281,12 @@ class SubsetGPRegression(SavedRegression):
         mean, scale = (mean * self.target_scale + self.target_mean).mT, self.target_scale[:, None]
         if not self._has_columns:
             mean, scale = mean[0], scale[0]
-        found: TorchDistribution
         if joint:
             level = self.kernel.diag_new(new).double().mean()
             root = stable_cholesky(spread + own * torch.eye(len(spread)).to(spread), level)
-            found = dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
-        else:
-            # A variance of zero is no normal distribution: what rounding may have left of it.
-            found = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
+            return dist.MultivariateNormal(mean, scale_tril=scale.unsqueeze(-1) * root)
+        # A variance of zero is no normal distribution: what rounding may have left of it.
+        found: TorchDistribution = dist.Normal(mean, scale * (spread + own).clamp(min=1e-14).sqrt()).to_event(1)
         return found
 
     def _basis(self) -> Basis:

@@ -9,12 +9,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, as_data_kernel
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
 from pyro_truncated.gp.subset.basis import Basis, FreeBasis, covariances_with
 from pyro_truncated.gp.subset.exact_regression import ExactPosterior
 from pyro_truncated.gp.subset.gradient import noise_of
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.former_spellings import takes_former_order
 
 
 class SavedRegression(torch.nn.Module):
@@ -85,30 +86,30 @@ class SubsetPredictor(torch.nn.Module):
         model.fit()
         model.save("model.pt")
         kept = fingerprints[model.subset]                       # all that predictions need of the data
-        predictor = SubsetPredictor("model.pt", CountKernel(kept))
+        predictor = SubsetPredictor("model.pt", kept, CountKernel)
         mean, variance = predictor.predict(new_fingerprints)
 
     Args:
         path: what :meth:`SubsetGPRegression.save` wrote after a fit with ``num_inducing``.
-        kernel: a kernel of the same kind on the inducing inputs ``(m,)``, in the order of ``subset``.
+        X: the inducing inputs, in the order of ``subset``, or a kernel of the same kind that holds them.
+        kernel: as that of the regression was given.
 
     Raises:
         ValueError: if the file holds no sparse regression that was fitted, or the kernel's inputs are not its inducing inputs.
     """
 
+    @takes_former_order(("path", "X"), lambda given, keywords: len(given) < 2 and "X" not in keywords, {"kernel": "X"})
     @names_arguments
-    def __init__(self, path: str | Path, kernel: Any) -> None:
+    def __init__(self, path: str | Path, X: Any, kernel: Any = None) -> None:
         super().__init__()
         state = torch.load(path, weights_only=True)
         extra = state["_extra_state"]
-        self.kernel = as_data_kernel(kernel)
+        self.kernel = bound_kernel(X, kernel)
         if extra["predictor"] is None:
             raise ValueError("the file holds no sparse regression that was fitted: an exact one needs all its data, see SubsetGPRegression")
         rows = int((state["index"] >= 0).sum())
         if self.kernel.num_data != rows:
-            raise ValueError(
-                f"the kernel must be on the {rows} inducing inputs of the regression, its `subset`; got {self.kernel.num_data}"
-            )
+            raise ValueError(f"X must be the {rows} inducing inputs of the regression, its `subset`; got {self.kernel.num_data}")
         inner = {name.removeprefix("kernel."): value for name, value in state.items() if name.startswith("kernel.")}
         self.kernel.load_state_dict(inner, strict=False)
         index = torch.arange(rows, device=state["index"].device)

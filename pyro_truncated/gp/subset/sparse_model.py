@@ -10,7 +10,7 @@ from pyro.nn import PyroModule
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, as_data_kernel
+from pyro_truncated.gp.data_kernels import DataKernel, bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
 from pyro_truncated.gp.subset.objective import check_index
@@ -21,11 +21,14 @@ from pyro_truncated.utils.unique_names import UniqueModule
 
 
 class SubsetModel(UniqueModule, Parameterized):
-    """What sparse models on an inducing subset share. The training inputs belong to the kernel.
+    """What sparse models on an inducing subset share.
 
     Args:
-        kernel: a :class:`DataKernel`, or an object with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
+        X: the training inputs, of any type that the kernel takes; or a kernel that holds them already: a :class:`DataKernel`, or an object
+            with ``diag()``, ``columns(index)`` and ``cross(new, index)``.
         y: targets; the last dimension is the data.
+        kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
+            such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
         num_inducing: size ``m`` of the subset.
         index: the subset to start from; default: random, until :meth:`reselect` chooses one.
         jitter: added to the diagonal of the inducing inputs' covariance matrix, as Pyro does, while parameters are being learned.
@@ -40,9 +43,9 @@ class SubsetModel(UniqueModule, Parameterized):
     index: Tensor
     y: Tensor
 
-    def __init__(self, kernel: Any, y: Tensor, num_inducing: int, index: Tensor | None, jitter: float) -> None:
+    def __init__(self, X: Any, y: Tensor, kernel: Any, num_inducing: int, index: Tensor | None, jitter: float) -> None:
         super().__init__()
-        self.kernel: DataKernel = _checked(as_data_kernel(kernel))
+        self.kernel: DataKernel = _checked(bound_kernel(X, kernel))
         n, y = self.kernel.num_data, as_tensors(y)
         if not isinstance(y, Tensor) or not y.dim() or y.shape[-1] != n:
             raise ValueError(f"y must be a tensor of shape (..., {n}), one target per training input; got {getattr(y, 'shape', type(y))}")

@@ -65,13 +65,8 @@ class SparsePosterior:
         self.variance_weights = targets.new_zeros(m, m)
         self.variance_weights[kept[:, None], kept] = self.share * inverse.mT @ inverse - shrink.mT @ shrink
 
-    @torch.no_grad()
-    def predict(self, new: Any) -> tuple[Tensor, Tensor]:
-        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function at new inputs, noise not included."""
-        return self.marginals(new)
-
     def marginals(self, new: Any) -> tuple[Tensor, Tensor]:
-        """What :meth:`predict` returns, differentiable in numeric inputs."""
+        """Means ``(n_new, H)`` and variances ``(n_new,)`` of the function, not of targets, differentiable in numeric inputs."""
         cross, prior = covariances_with(self.basis, new)
         return cross @ self.mean_weights, (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
 

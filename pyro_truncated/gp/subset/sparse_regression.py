@@ -11,7 +11,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER
-from pyro_truncated.gp.data_kernels import positive_parameter
+from pyro_truncated.gp.data_kernels import positive_parameter, takes_kernel_first
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.sparse_model import SubsetModel
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
@@ -28,7 +28,7 @@ class SubsetSparseGPRegression(SubsetModel):
 
     Example::
 
-        gp = SubsetSparseGPRegression(kernel, y, num_inducing=64)
+        gp = SubsetSparseGPRegression(X, y, kernel, num_inducing=64)
         svi = SVI(gp.model, gp.guide, Adam({"lr": 0.02}), Trace_ELBO())
         for step in range(500):
             if step % 50 == 0:
@@ -36,8 +36,9 @@ class SubsetSparseGPRegression(SubsetModel):
             svi.step()
 
     Args:
-        kernel: see :class:`SubsetModel`.
+        X: the training inputs, see :class:`SubsetModel`.
         y: targets ``(n,)`` or ``(H, n)``.
+        kernel: see :class:`SubsetModel`.
         num_inducing: size ``m`` of the subset.
         index: the subset to start from; default: random.
         noise: noise variance to start from.
@@ -45,19 +46,21 @@ class SubsetSparseGPRegression(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
+    @takes_kernel_first("num_inducing")
     @names_arguments
     def __init__(
         self,
-        kernel: Any,
+        X: Any,
         y: Tensor,
-        num_inducing: int,
+        kernel: Any = None,
         *,
+        num_inducing: int,
         index: Tensor | None = None,
         noise: float = 0.5,
         approx: str = "VFE",
         jitter: float = INDUCING_JITTER,
     ) -> None:
-        super().__init__(kernel, y, num_inducing, index, jitter)
+        super().__init__(X, y, kernel, num_inducing, index, jitter)
         if approx not in ("VFE", "DTC"):
             raise ValueError(f'approx must be "VFE" or "DTC"; got {approx!r}')
         self.approx = approx
@@ -106,18 +109,17 @@ class SubsetSparseGPRegression(SubsetModel):
         targets = self.y.reshape(-1, self.y.shape[-1]).mT
         objective = "vfe" if self.approx == "VFE" else "pp"
         subset = InducingSubset(
-            self.kernel, targets, self.num_inducing, float(self.noise), objective=objective, algorithm=algorithm, index=self.index,
-            generator=generator,
+            self.kernel, targets, num_inducing=self.num_inducing, noise=float(self.noise), objective=objective, algorithm=algorithm,
+            index=self.index, generator=generator,
         )  # fmt: skip
         subset.optimize(max_attempts=max_attempts, max_seconds=max_seconds)
         return self.take_index(subset.index)
 
     @torch.no_grad()
     def forward(self, new: Any, noiseless: bool = True) -> tuple[Tensor, Tensor]:
-        """Means ``(..., n_new)`` and variances ``(n_new,)`` at new inputs."""
+        """Means ``(..., n_new)`` and variances ``(n_new,)`` at new inputs, of the function unless ``noiseless=False``, as Pyro's."""
         self.set_mode("guide")  # type: ignore[no-untyped-call]
         targets = self.y.reshape(-1, self.y.shape[-1]).mT
-        posterior = InducingSubset(self.kernel, targets, self.num_inducing, float(self.noise), index=self.index).posterior()
-        mean, variance = posterior.predict(new)
-        variance = variance if noiseless else variance + self.noise
+        subset = InducingSubset(self.kernel, targets, num_inducing=self.num_inducing, noise=float(self.noise), index=self.index)
+        mean, variance = subset.predict(new, noiseless=noiseless)
         return mean.mT.reshape(*self.y.shape[:-1], len(mean)).to(self.y), variance.to(self.y)

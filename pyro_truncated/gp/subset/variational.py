@@ -16,7 +16,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
-from pyro_truncated.gp.data_kernels import RescaledKernel
+from pyro_truncated.gp.data_kernels import RescaledKernel, takes_kernel_first
 from pyro_truncated.gp.subset.gaussian_surrogate import gaussian_surrogate
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.sparse_model import SubsetModel
@@ -37,7 +37,7 @@ class SubsetVariationalGP(SubsetModel):
 
         from pyro.contrib.gp import likelihoods
 
-        gp = SubsetVariationalGP(kernel, y, likelihoods.Binary(), num_inducing=64, batch_size=256)
+        gp = SubsetVariationalGP(X, y, kernel, likelihood=likelihoods.Binary(), num_inducing=64, batch_size=256)
         gp.reselect()
         svi = SVI(gp.model, gp.guide, Adam({"lr": 0.02}), Trace_ELBO())
         for step in range(2000):
@@ -46,8 +46,9 @@ class SubsetVariationalGP(SubsetModel):
                 gp.reselect()
 
     Args:
-        kernel: see :class:`SubsetModel`.
+        X: the training inputs, see :class:`SubsetModel`.
         y: targets ``(..., n)``; class labels ``(n,)`` with a ``latent_shape`` ``(C,)``.
+        kernel: see :class:`SubsetModel`.
         likelihood: draws ``y`` given means and variances of the latent function.
         num_inducing: size ``m`` of the subset.
         index: the subset to start from; default: random.
@@ -56,20 +57,22 @@ class SubsetVariationalGP(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
+    @takes_kernel_first("likelihood", "num_inducing")
     @names_arguments
     def __init__(
         self,
-        kernel: Any,
+        X: Any,
         y: Tensor,
+        kernel: Any = None,
+        *,
         likelihood: Likelihood,
         num_inducing: int,
-        *,
         index: Tensor | None = None,
         latent_shape: Sequence[int] | None = None,
         batch_size: int | None = None,
         jitter: float = INDUCING_JITTER,
     ) -> None:
-        super().__init__(kernel, y, num_inducing, index, jitter)
+        super().__init__(X, y, kernel, num_inducing, index, jitter)
         if batch_size is not None and not 1 <= batch_size <= y.shape[-1]:
             raise ValueError(f"batch_size must lie in 1 .. {y.shape[-1]}, the number of data points; got {batch_size}")
         self.likelihood = likelihood
@@ -150,8 +153,9 @@ class SubsetVariationalGP(SubsetModel):
         targets, deviations = gaussian_surrogate(self.likelihood, *self.marginals(), self.y, num_draws, generator)
         scaled = RescaledKernel(self.kernel, deviations)
         subset = InducingSubset(
-            scaled, targets / deviations[:, None], self.num_inducing, 1.0, algorithm=algorithm, index=self.index, generator=generator
-        )
+            scaled, targets / deviations[:, None], num_inducing=self.num_inducing, noise=1.0, algorithm=algorithm, index=self.index,
+            generator=generator,
+        )  # fmt: skip
         subset.optimize(max_attempts=max_attempts, max_seconds=max_seconds)
         return self._carry_over(subset.index)
 

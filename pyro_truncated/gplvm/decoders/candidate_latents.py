@@ -64,7 +64,7 @@ class CandidateLatents:
         latents = decoder.latents(x)
         order = torch.randperm(len(x), generator=generator, device=None if generator is None else generator.device).to(x.device)[:most]
         self.latents = latents[order]
-        mean, variance = decoder.predict(self.latents, noise=False)
+        mean, variance = decoder.predict(self.latents, noiseless=True)
         self._mean, self._variance = mean.double(), variance.double()
         self.noise = decoder.noise_variance.detach().double().expand(mean.shape[1]).clone()
         self.temperature = 1.0
@@ -84,9 +84,9 @@ class CandidateLatents:
         return (self._log_joint(x) / self.temperature).softmax(1)
 
     @torch.no_grad()
-    def predict(self, weights: Tensor) -> tuple[Tensor, Tensor]:
-        """Means and variances ``(M, D)`` of the outputs of data points under posteriors ``(M, K)``, noise included."""
-        return self._moments(weights, self.noise)
+    def predict(self, weights: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Means and variances ``(M, D)`` of the outputs of data points under posteriors ``(M, K)``; ``noiseless`` of the functions."""
+        return self._moments(weights, torch.zeros_like(self.noise) if noiseless else self.noise)
 
     @torch.no_grad()
     def log_density(self, x: Tensor, weights: Tensor, most: int = 50) -> Tensor:

@@ -156,7 +156,7 @@ class SASFunctionDecoder(SASDecoder):
         return found
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
-        return ActiveSet(self.kernel, (self.noise_variance + self.width).detach(), latents, self.sites(x).detach())
+        return ActiveSet(latents, self.sites(x).detach(), self.kernel, (self.noise_variance + self.width).detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
         found: Tensor = self.observe(posterior.predict(latents)[0]).log_prob(x) - 0.5 * latents.square().sum(-1)

@@ -43,7 +43,7 @@ class KeptPoints:
         """The posterior of the functions, on the device and in the type of the noise."""
         latents = self.latents.to(noise)
         if self.outputs is not None:
-            return ActiveSet(kernel, noise, latents, self.outputs.to(noise))
+            return ActiveSet(latents, self.outputs.to(noise), kernel, noise)
         assert self.gram is not None
         assert self.moment is not None
         statistics = ProjectedStatistics(latents, self.gram.to(noise.device), self.moment.to(noise.device))

@@ -19,7 +19,7 @@ class Predictor(Protocol):
 
     latents: Tensor
 
-    def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Predictive means ``(*batch, D)`` and variances ``(*batch, 1)`` or ``(*batch, D)``."""
         ...
 

@@ -18,6 +18,7 @@ from pyro_truncated.gplvm.decoders.latents import maximize_latents
 from pyro_truncated.gplvm.decoders.sas_training import SASTraining
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.former_spellings import takes_noise
 
 
 class SASDecoder(SASTraining):
@@ -145,14 +146,16 @@ class SASDecoder(SASTraining):
         with torch.no_grad():
             return kept.posterior(self.kernel, self.noise_variance.detach())
 
-    def predict(self, latents: Tensor, *, noise: bool = True, block: int = 2000) -> tuple[Tensor, Tensor]:
-        """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; without ``noise`` of the function."""
+    @takes_noise
+    @takes_arrays
+    def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
+        """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; ``noiseless`` of the function."""
         block = check_count("block", block)
         if not bool(latents.isfinite().all()):
             raise ValueError("latents must be finite; they hold NaN or infinity")
         posterior = self.posterior()
         with torch.no_grad():
-            pieces = [posterior.predict(piece, noise=noise) for piece in latents.split(block)]
+            pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]
         return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
 
     @takes_arrays
@@ -183,7 +186,7 @@ class SASDecoder(SASTraining):
     def sample(self, num: int) -> Tensor:
         """New data points ``(num, D)``: latents from the prior, then the predictive mean and noise-free function values around it."""
         z = torch.randn(check_count("num", num), self.latent_dim, dtype=self.loc.dtype, device=self.loc.device)
-        mean, variance = self.predict(z, noise=False)
+        mean, variance = self.predict(z, noiseless=True)
         return mean + variance.sqrt() * torch.randn_like(mean)
 
     def get_extra_state(self) -> dict[str, Tensor]:

@@ -146,7 +146,7 @@ class SASTraining(SASModel):
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """The posterior given data points at their latents; it predicts deviations from ``loc``."""
-        return ActiveSet(self.kernel, self.noise_variance.detach(), latents, x - self.loc)
+        return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
 
     def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
         """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""

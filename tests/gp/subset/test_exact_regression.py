@@ -47,7 +47,7 @@ def test_fit_is_better_than_any_sparse_one_and_predicts_as_the_dense_formulas_do
     value = model.fit()
     assert model.is_exact
     assert value == model.objective_value == model.history[-1][2]
-    assert value <= SubsetGPRegression(smooth_rbf(x), y, 10).fit() + 1e-6
+    assert value <= SubsetGPRegression(smooth_rbf(x), y, num_inducing=10).fit() + 1e-6
     new = torch.linspace(-3, 3, 7, dtype=torch.float64)[:, None]
     mean, variance = model.predict(new)
     with torch.no_grad():
@@ -88,7 +88,7 @@ def test_a_line_says_what_is_taken(data: tuple[Tensor, Tensor], caplog: pytest.L
     with caplog.at_level(logging.INFO):
         SubsetGPRegression(smooth_rbf(data[0]), data[1])
         assert SubsetGPRegression(smooth_rbf(large), large).num_inducing == 512
-        SubsetGPRegression(smooth_rbf(large), large, 20)
+        SubsetGPRegression(smooth_rbf(large), large, num_inducing=20)
     exact, sparse = caplog.messages
     assert "is exact on up to 3000" in exact
     assert "takes 512 inducing inputs" in sparse

@@ -72,7 +72,7 @@ def _shared_letters(first, second):
 @pytest.mark.parametrize("objective", ["vfe", "pp"])
 def test_joint_posterior_agrees_with_dense_formulas(num_inducing, objective):
     x, y = curve()
-    model = SubsetGPRegression(smooth_rbf(x), torch.stack([y, 3 - 2 * y], 1), num_inducing, objective=objective)
+    model = SubsetGPRegression(smooth_rbf(x), torch.stack([y, 3 - 2 * y], 1), num_inducing=num_inducing, objective=objective)
     model.fit(max_epochs=3)
     new = torch.linspace(-3, 3, 7, dtype=DOUBLE)[:, None]
     with torch.no_grad():
@@ -103,7 +103,7 @@ def test_joint_posterior_agrees_with_dense_formulas(num_inducing, objective):
 def test_draws_are_differentiable_in_numeric_inputs():
     x, y = curve()
     for size in (None, 10):
-        model = SubsetGPRegression(smooth_rbf(x), y, size)
+        model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=size)
         model.fit(max_epochs=3)
         new = torch.tensor([[0.3], [0.9]], dtype=DOUBLE, requires_grad=True)
 
@@ -205,7 +205,7 @@ def test_predictions_of_a_saved_regression_need_the_inducing_inputs_only(tmp_pat
     x, y = curve()
     new = torch.tensor([[0.1], [1.7]], dtype=DOUBLE)
     for polish in (False, True):
-        model = SubsetGPRegression(smooth_rbf(x), y, 8)
+        model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8)
         model.fit(max_epochs=2, polish=polish, polish_evaluations=3)
         model.save(tmp_path / "model.pt")
         predictor = SubsetPredictor(tmp_path / "model.pt", smooth_rbf(x[model.subset]))
@@ -224,12 +224,12 @@ def test_predictions_of_a_saved_regression_need_the_inducing_inputs_only(tmp_pat
 
 def test_a_state_is_refused_by_a_regression_on_other_data(tmp_path):
     x, y = curve()
-    model = SubsetGPRegression(smooth_rbf(x), y, 8)
+    model = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8)
     model.fit(max_epochs=2)
     model.save(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="other targets"):
-        SubsetGPRegression(smooth_rbf(x), y.flip(0), 8).load(tmp_path / "model.pt")
+        SubsetGPRegression(smooth_rbf(x), y.flip(0), num_inducing=8).load(tmp_path / "model.pt")
     with pytest.raises(ValueError, match="other inputs"):
-        SubsetGPRegression(smooth_rbf(x.square()), y, 8).load(tmp_path / "model.pt")
-    again = SubsetGPRegression(smooth_rbf(x), y, 8).load(tmp_path / "model.pt")
+        SubsetGPRegression(smooth_rbf(x.square()), y, num_inducing=8).load(tmp_path / "model.pt")
+    again = SubsetGPRegression(smooth_rbf(x), y, num_inducing=8).load(tmp_path / "model.pt")
     torch.testing.assert_close(again.predict(x)[0], model.predict(x)[0])

@@ -32,7 +32,7 @@ def test_regression_has_the_density_and_predictions_of_pyro(approx):
     kernel, Y = toy(60)
     noise = torch.tensor(0.05, dtype=torch.float64)
     theirs = models.SparseGPRegression(kernel.inputs, Y[:, 0], kernel.kernel, kernel.inputs[INDEX], noise=noise, approx=approx, jitter=1e-8)
-    ours = SubsetSparseGPRegression(kernel, Y[:, 0], 10, index=INDEX, noise=0.05, approx=approx, jitter=1e-8)
+    ours = SubsetSparseGPRegression(kernel, Y[:, 0], num_inducing=10, index=INDEX, noise=0.05, approx=approx, jitter=1e-8)
     expected = poutine.trace(theirs.model).get_trace().log_prob_sum().detach()
     pyro.clear_param_store()
     torch.testing.assert_close(poutine.trace(ours.model).get_trace().log_prob_sum().detach(), expected, rtol=1e-9, atol=1e-9)
@@ -46,7 +46,7 @@ def test_regression_has_the_density_and_predictions_of_pyro(approx):
 
 def test_regression_learns_hyper_parameters_by_svi_and_the_subset_by_exchange():
     kernel, Y = toy(60)
-    gp = SubsetSparseGPRegression(kernel, Y[:, 0], 8, index=torch.arange(8))
+    gp = SubsetSparseGPRegression(kernel, Y[:, 0], num_inducing=8, index=torch.arange(8))
     svi = SVI(gp.model, gp.guide, Adam({"lr": 0.05}), Trace_ELBO())
     first = svi.step()
     for _ in range(30):
@@ -68,7 +68,7 @@ def test_variational_process_has_the_loss_and_marginals_of_pyro():
     theirs = models.VariationalSparseGP(
         kernel.inputs, Y[:, 0], kernel.kernel, kernel.inputs[INDEX], double(likelihoods.Gaussian()), whiten=True
     )
-    ours = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX)
+    ours = SubsetVariationalGP(kernel, Y[:, 0], likelihood=double(likelihoods.Gaussian()), num_inducing=10, index=INDEX)
     losses = []
     for gp in (theirs, ours):
         pyro.clear_param_store()
@@ -100,8 +100,8 @@ def dist_normal(y, mean, noise):
 
 def test_minibatches_are_unbiased():
     kernel, Y = toy(60)
-    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX, batch_size=7)
-    whole = SubsetVariationalGP(toy(60)[0], Y[:, 0], double(likelihoods.Gaussian()), 10, index=INDEX)
+    gp = SubsetVariationalGP(kernel, Y[:, 0], likelihood=double(likelihoods.Gaussian()), num_inducing=10, index=INDEX, batch_size=7)
+    whole = SubsetVariationalGP(toy(60)[0], Y[:, 0], likelihood=double(likelihoods.Gaussian()), num_inducing=10, index=INDEX)
     pyro.clear_param_store()
     expected = TraceMeanField_ELBO().loss(whole.model, whole.guide)
     pyro.clear_param_store()
@@ -131,7 +131,7 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
     kernel, Y = toy(60)
     likelihood, y, options = targets(name, Y[:, 0])
     generator = torch.Generator().manual_seed(0)
-    gp = SubsetVariationalGP(kernel, y, likelihood, 20, index=torch.arange(20), batch_size=30, **options)
+    gp = SubsetVariationalGP(kernel, y, likelihood=likelihood, num_inducing=20, index=torch.arange(20), batch_size=30, **options)
     assert gp.reselect(max_attempts=5, generator=generator)
     svi = SVI(gp.model, gp.guide, ClippedAdam({"lr": 0.1, "lrd": 0.985, "clip_norm": 1e6}), Trace_ELBO())
     losses = []
@@ -153,7 +153,7 @@ def test_likelihoods_train_with_minibatches_and_reselection(name):
 
 def test_surrogate_of_gaussian_noise_is_exact():
     kernel, Y = toy(60)
-    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.3))), 10, index=INDEX)
+    gp = SubsetVariationalGP(kernel, Y[:, 0], likelihood=double(likelihoods.Gaussian(torch.tensor(0.3))), num_inducing=10, index=INDEX)
     found, deviations = gaussian_surrogate(gp.likelihood, *gp.marginals(), gp.y, 2, torch.Generator().manual_seed(0))
     torch.testing.assert_close(found[:, 0], Y[:, 0], rtol=0, atol=1e-6)
     torch.testing.assert_close(deviations.square(), torch.full((60,), 0.3, dtype=torch.float64), rtol=1e-6, atol=0)
@@ -161,7 +161,8 @@ def test_surrogate_of_gaussian_noise_is_exact():
 
 def test_reselection_carries_the_posterior_over():
     kernel, Y = toy(60)
-    gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.02))), 30, index=torch.arange(30))
+    likelihood = double(likelihoods.Gaussian(torch.tensor(0.02)))
+    gp = SubsetVariationalGP(kernel, Y[:, 0], likelihood=likelihood, num_inducing=30, index=torch.arange(30))
     with torch.no_grad():
         gp.u_loc.copy_(torch.randn(30, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     before = gp.marginals()
@@ -178,7 +179,8 @@ def test_selection_lowers_the_best_loss_of_the_variational_process():
     for choose in (False, True):
         pyro.clear_param_store()
         kernel, Y = toy(60)
-        gp = SubsetVariationalGP(kernel, Y[:, 0], double(likelihoods.Gaussian(torch.tensor(0.02))), 8, index=torch.arange(8))
+        likelihood = double(likelihoods.Gaussian(torch.tensor(0.02)))
+        gp = SubsetVariationalGP(kernel, Y[:, 0], likelihood=likelihood, num_inducing=8, index=torch.arange(8))
         if choose:
             gp.reselect(generator=torch.Generator().manual_seed(0))
         optimizer = torch.optim.LBFGS([gp.u_loc, *(p for n, p in gp.named_parameters() if n == "u_scale_tril_unconstrained")], max_iter=60)
@@ -202,7 +204,7 @@ def test_strings_and_loading():
     words = ["ab" * k + "c" * j for k in range(1, 6) for j in range(4)]
     y = torch.tensor([float("c" in word) for word in words], dtype=torch.float64)
     features = spectrum(words, 2, shorter=True)
-    gp = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihoods.Binary(), 6)
+    gp = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihood=likelihoods.Binary(), num_inducing=6)
     gp.reselect(generator=torch.Generator().manual_seed(0))
     svi = SVI(gp.model, gp.guide, Adam({"lr": 0.1}), Trace_ELBO())
     for _ in range(80):
@@ -210,7 +212,7 @@ def test_strings_and_loading():
     mean, _ = gp(features)
     assert ((mean > 0) == (y > 0)).double().mean() >= 0.9
     pyro.clear_param_store()
-    again = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihoods.Binary(), 6)
+    again = SubsetVariationalGP(CountKernel(features, "cosine", 10.0), y, likelihood=likelihoods.Binary(), num_inducing=6)
     again.load_state_dict(gp.state_dict())
     torch.testing.assert_close(again(features)[0], mean)
 
@@ -219,12 +221,12 @@ def test_bad_input():
     kernel, Y = toy(60)
     y = Y[:, 0]
     with pytest.raises(ValueError, match=r"y must be a tensor of shape \(\.\.\., 60\)"):
-        SubsetSparseGPRegression(kernel, y[:5], 3)
+        SubsetSparseGPRegression(kernel, y[:5], num_inducing=3)
     with pytest.raises(ValueError, match="index must hold num_inducing=3 positions; got 10"):
-        SubsetSparseGPRegression(kernel, y, 3, index=INDEX)
+        SubsetSparseGPRegression(kernel, y, num_inducing=3, index=INDEX)
     with pytest.raises(ValueError, match='approx must be "VFE" or "DTC"'):
-        SubsetSparseGPRegression(kernel, y, 3, approx="FITC")
+        SubsetSparseGPRegression(kernel, y, num_inducing=3, approx="FITC")
     with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 60"):
-        SubsetVariationalGP(kernel, y, likelihoods.Binary(), 61)
+        SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=61)
     with pytest.raises(ValueError, match=r"batch_size must lie in 1 \.\. 60"):
-        SubsetVariationalGP(kernel, y, likelihoods.Binary(), 6, batch_size=0)
+        SubsetVariationalGP(kernel, y, likelihood=likelihoods.Binary(), num_inducing=6, batch_size=0)

@@ -106,8 +106,8 @@ def test_dependent_inducing_inputs_change_nothing(objective):
         value = backward(Basis(doubled, index), Y, log_noise, objective)
         found.append(torch.stack([torch.tensor(value), log_noise.grad, *(p.grad for p in doubled.parameters())]))
         torch.testing.assert_close(
-            SparsePosterior(Basis(doubled, index), Y, 0.1).predict(kernel.inputs[:5])[0],
-            SparsePosterior(Basis(doubled, torch.tensor([0, 1, 2, 9])), Y, 0.1).predict(kernel.inputs[:5])[0],
+            SparsePosterior(Basis(doubled, index), Y, 0.1).marginals(kernel.inputs[:5])[0],
+            SparsePosterior(Basis(doubled, torch.tensor([0, 1, 2, 9])), Y, 0.1).marginals(kernel.inputs[:5])[0],
         )
     torch.testing.assert_close(*found, rtol=1e-8, atol=1e-8)
 
@@ -122,7 +122,7 @@ def test_predictions():
     variance = (
         1.2 - (cross * torch.linalg.solve(square, cross.mT).mT).sum(1) + 0.02 * (cross * torch.linalg.solve(Sigma, cross.mT).mT).sum(1)
     )
-    found = posterior.predict(new)
+    found = posterior.marginals(new)
     torch.testing.assert_close(found[0], mean, rtol=0, atol=1e-10)
     torch.testing.assert_close(found[1], variance, rtol=0, atol=1e-10)
 
@@ -159,7 +159,7 @@ def test_equals_the_sparse_regression_of_pyro(objective, approx):
     assert -float(log_density.detach()) == pytest.approx(ours + 40 * LOG_2PI, rel=1e-6)
     new = torch.randn(9, 3, dtype=torch.float64)
     # The projected process as published keeps all of the prior variance, as the free energy does; ours calibrates it (below).
-    mean, variance = SparsePosterior(Basis(kernel, index), Y, 0.05, "fitc" if objective == "fitc" else "vfe").predict(new)
+    mean, variance = SparsePosterior(Basis(kernel, index), Y, 0.05, "fitc" if objective == "fitc" else "vfe").marginals(new)
     with torch.no_grad():
         their_mean, their_variance = theirs(new)
     torch.testing.assert_close(mean[:, 0], their_mean, rtol=0, atol=1e-6)
@@ -193,14 +193,16 @@ def test_projected_process_calibrates_what_the_inducing_inputs_leave():
         problem.kernel.diag_new(new)
         - (problem.kernel.cross(new, index) @ torch.linalg.solve(K[index][:, index], problem.kernel.cross(new, index).mT)).diagonal()
     )
-    torch.testing.assert_close(plain.predict(new)[1] - posterior.predict(new)[1], (1 - posterior.share) * unexplained, rtol=0, atol=1e-7)
-    torch.testing.assert_close(posterior.predict(new)[0], plain.predict(new)[0])
+    torch.testing.assert_close(
+        plain.marginals(new)[1] - posterior.marginals(new)[1], (1 - posterior.share) * unexplained, rtol=0, atol=1e-7
+    )
+    torch.testing.assert_close(posterior.marginals(new)[0], plain.marginals(new)[0])
 
 
 def test_all_inputs_give_the_exact_process():
     kernel, Y = toy(30, lengthscale=0.6)
     K = matrix(kernel)
-    subset = InducingSubset(kernel, Y[:, 0], 30, 0.05)
+    subset = InducingSubset(kernel, Y[:, 0], num_inducing=30, noise=0.05)
     mean, _ = subset.predict(kernel.inputs)
     torch.testing.assert_close(mean, K @ torch.linalg.solve(K + 0.05 * torch.eye(30, dtype=K.dtype), Y), rtol=0, atol=1e-8)
 
@@ -208,7 +210,7 @@ def test_all_inputs_give_the_exact_process():
 class TestInducingSubset:
     def test_never_rises_and_is_what_it_says(self):
         kernel, Y = toy(100)
-        subset = InducingSubset(kernel, Y, 10, 0.02, generator=torch.Generator().manual_seed(0))
+        subset = InducingSubset(kernel, Y, num_inducing=10, noise=0.02, generator=torch.Generator().manual_seed(0))
         values = [subset.objective_value] + [subset.optimize(max_attempts=5) for _ in range(4)]
         assert all(b <= a for a, b in itertools.pairwise(values))
         assert values[-1] < values[0]
@@ -218,14 +220,14 @@ class TestInducingSubset:
     @pytest.mark.parametrize("algorithm", ["cholqr", RandomSearch(), TitsiasSearch(4), GreedyVarianceSearch()], ids=lambda a: str(a)[:12])
     def test_algorithms(self, algorithm):
         kernel, Y = toy(60)
-        subset = InducingSubset(kernel, Y, 6, 0.02, algorithm=algorithm)
+        subset = InducingSubset(kernel, Y, num_inducing=6, noise=0.02, algorithm=algorithm)
         before = subset.objective_value
         assert subset.optimize(max_attempts=10) <= before
         assert len(subset.index.unique()) == 6
 
     def test_new_targets_and_hyper_parameters(self):
         kernel, Y = toy(60)
-        subset = InducingSubset(kernel, Y, 6, 0.02)
+        subset = InducingSubset(kernel, Y, num_inducing=6, noise=0.02)
         kernel.kernel.lengthscale = torch.tensor(0.5, dtype=torch.float64)
         value = subset.update(noise=0.1, targets=Y.flip(0))
         assert value == pytest.approx(dense_objective(matrix(kernel), Y.flip(0), 0.1, subset.index), rel=1e-9)
@@ -233,15 +235,15 @@ class TestInducingSubset:
     def test_bad_input(self):
         kernel, Y = toy(20)
         with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 20"):
-            InducingSubset(kernel, Y, 21, 0.1)
+            InducingSubset(kernel, Y, num_inducing=21, noise=0.1)
         with pytest.raises(ValueError, match="algorithm must be one of exchange, cholqr"):
-            InducingSubset(kernel, Y, 2, 0.1, algorithm="greedy")
+            InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm="greedy")
         with pytest.raises(TypeError, match="algorithm must be a name or a SubsetSearch"):
-            InducingSubset(kernel, Y, 2, 0.1, algorithm=3)
+            InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm=3)
         with pytest.raises(ValueError, match="index must not hold a position twice"):
-            InducingSubset(kernel, Y, 2, 0.1, index=torch.tensor([1, 1]))
+            InducingSubset(kernel, Y, num_inducing=2, noise=0.1, index=torch.tensor([1, 1]))
         with pytest.raises(ValueError, match="index must be a vector of positions from 0 to 19"):
-            InducingSubset(kernel, Y, 2, 0.1, index=torch.tensor([1, 20]))
+            InducingSubset(kernel, Y, num_inducing=2, noise=0.1, index=torch.tensor([1, 20]))
 
 
 def test_sample_of_rows():
@@ -265,7 +267,7 @@ def regression_data(n: int = 200):
 class TestRegression:
     def test_learns_and_predicts(self):
         X, y = regression_data()
-        model = SubsetGPRegression(smooth_rbf(X[:150]), y[:150], 15, generator=torch.Generator().manual_seed(0))
+        model = SubsetGPRegression(smooth_rbf(X[:150]), y[:150], num_inducing=15, generator=torch.Generator().manual_seed(0))
         value = model.fit(max_epochs=12)
         mean, variance = model.predict(X[150:])
         assert ((mean - y[150:]).square().mean() / y[150:].var()) < 0.05
@@ -284,7 +286,7 @@ class TestRegression:
 
     def test_both_phases_lower_the_objective(self):
         X, y = regression_data()
-        model = SubsetGPRegression(smooth_rbf(X), y, 10, generator=torch.Generator().manual_seed(0))
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=10, generator=torch.Generator().manual_seed(0))
         model.fit(max_epochs=6)
         values = [objective for _, _, objective in model.history]
         assert all(b <= a + 1e-6 for a, b in itertools.pairwise(values))
@@ -292,7 +294,7 @@ class TestRegression:
     @pytest.mark.parametrize("objective", ["vfe", "fitc"])
     def test_some_rows_at_a_time_never_raise_the_objective_of_all(self, objective):
         X, y = regression_data(400)
-        model = SubsetGPRegression(smooth_rbf(X), y, 10, objective=objective, generator=torch.Generator().manual_seed(0))
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=10, objective=objective, generator=torch.Generator().manual_seed(0))
         value = model.fit(max_epochs=8, max_rows=60)
         log_noise = model.log_noise.detach().requires_grad_()
         assert value == pytest.approx(backward(Basis(model.kernel, model.subset), model.targets, log_noise, objective), rel=1e-9)
@@ -304,7 +306,7 @@ class TestRegression:
     @pytest.mark.slow
     def test_some_rows_become_all(self):
         X, y = regression_data(100)
-        model = SubsetGPRegression(smooth_rbf(X), y, 10, generator=torch.Generator().manual_seed(0))
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=10, generator=torch.Generator().manual_seed(0))
         model.fit(max_epochs=40, max_rows=20)
         # Phases "subset" are recorded where all rows take part.
         assert "subset" in {phase for _, phase, _ in model.history}
@@ -312,13 +314,13 @@ class TestRegression:
     @pytest.mark.parametrize("objective", ["pp", "fitc"])
     def test_other_objectives(self, objective):
         X, y = regression_data(100)
-        model = SubsetGPRegression(smooth_rbf(X), y, 10, objective=objective)
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=10, objective=objective)
         model.fit(max_epochs=4)
         assert ((model.predict(X)[0] - y).square().mean() / y.var()) < 0.1
 
     def test_several_outputs(self):
         X, y = regression_data(100)
-        model = SubsetGPRegression(smooth_rbf(X), torch.stack([y, 3 * y - 7], 1), 10)
+        model = SubsetGPRegression(smooth_rbf(X), torch.stack([y, 3 * y - 7], 1), num_inducing=10)
         model.fit(max_epochs=4)
         mean, variance = model.predict(X[:6])
         torch.testing.assert_close(mean[:, 1], 3 * mean[:, 0] - 7)
@@ -326,7 +328,7 @@ class TestRegression:
 
     def test_polish_goes_on_from_the_subset(self):
         X, y = regression_data(120)
-        model = SubsetGPRegression(smooth_rbf(X), y, 5, generator=torch.Generator().manual_seed(0))
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=5, generator=torch.Generator().manual_seed(0))
         subset_value = model.fit(max_epochs=6)
         model.fit(polish=True, max_epochs=1, polish_evaluations=40)
         assert model.objective_value < subset_value - 1
@@ -337,10 +339,10 @@ class TestRegression:
     def test_saved_and_loaded(self, tmp_path):
         X, y = regression_data(80)
         for polish in (False, True):
-            model = SubsetGPRegression(smooth_rbf(X), y, 6)
+            model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=6)
             model.fit(max_epochs=2, polish=polish, polish_evaluations=5)
             model.save(tmp_path / "model.pt")
-            again = SubsetGPRegression(smooth_rbf(X), y, 6).load(tmp_path / "model.pt")
+            again = SubsetGPRegression(smooth_rbf(X), y, num_inducing=6).load(tmp_path / "model.pt")
             for one, other in zip(model.predict(X[:7]), again.predict(X[:7]), strict=True):
                 assert torch.equal(one, other)
             assert again.objective_value == model.objective_value
@@ -351,7 +353,7 @@ class TestRegression:
         y = torch.tensor([float(word.count("c")) for word in words])
         features = spectrum(words, 2, shorter=True)
         train, test = torch.arange(0, 42, 2), torch.arange(1, 42, 2)
-        model = SubsetGPRegression(CountKernel(features[train], "inner"), y[train], 12, noise=0.1)
+        model = SubsetGPRegression(CountKernel(features[train], "inner"), y[train], num_inducing=12, noise=0.1)
         model.fit(max_epochs=6)
         mean, _ = model.predict(features[test])
         assert ((mean - y[test]).square().mean() / y[test].var()) < 0.2
@@ -365,26 +367,26 @@ class TestRegression:
         junk = torch.randn(120, 4, generator=generator, dtype=torch.float64)
         bad = torch.exp(-0.5 * torch.cdist(junk, junk).square())
         kernel = SumKernel([PrecomputedKernel(good), PrecomputedKernel(bad)], redundant_sum=True, identity=True)
-        SubsetGPRegression(kernel, y, 25).fit(max_epochs=15)
+        SubsetGPRegression(kernel, y, num_inducing=25).fit(max_epochs=15)
         assert kernel.relevance[0] > 5 * kernel.relevance[1]
 
     def test_all_noise_warns(self):
         generator = torch.Generator().manual_seed(0)
         y = torch.randn(80, generator=generator, dtype=torch.float64)
         kernel = FunctionKernel(lambda x, z: float(x == z), list(range(80)))
-        model = SubsetGPRegression(kernel, y, 4)
+        model = SubsetGPRegression(kernel, y, num_inducing=4)
         with pytest.warns(AllNoiseWarning, match="as noise"):
             model.fit(max_epochs=3)
         X, y = regression_data(80)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            SubsetGPRegression(smooth_rbf(X), y, 10).fit(max_epochs=2)
+            SubsetGPRegression(smooth_rbf(X), y, num_inducing=10).fit(max_epochs=2)
 
     def test_all_noise_warns_where_the_prior_variance_is_carried_but_nothing_explained(self):
         """Noise for targets, and a kernel that has become a constant: the inducing inputs carry all of its variance."""
         generator = torch.Generator().manual_seed(0)
         X, y = torch.randn(300, 2, generator=generator, dtype=torch.float64), torch.randn(300, generator=generator, dtype=torch.float64)
-        model = SubsetGPRegression(smooth_rbf(X), y, 8)
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=8)
         with pytest.warns(AllNoiseWarning, match="as noise"):
             model.fit(max_epochs=20)
 
@@ -392,20 +394,21 @@ class TestRegression:
     def test_inputs_of_any_unit_start_alike(self, unit):
         X, y = regression_data(80)
         values = [
-            SubsetGPRegression(smooth_rbf(x), y, 10, generator=torch.Generator().manual_seed(0)).fit(max_epochs=2) for x in (X, unit * X)
+            SubsetGPRegression(smooth_rbf(x), y, num_inducing=10, generator=torch.Generator().manual_seed(0)).fit(max_epochs=2)
+            for x in (X, unit * X)
         ]
         assert values[1] == pytest.approx(values[0], rel=1e-6)
 
     def test_time_limit(self):
         X, y = regression_data(80)
         ticks = itertools.count()
-        model = SubsetGPRegression(smooth_rbf(X), y, 6)
+        model = SubsetGPRegression(smooth_rbf(X), y, num_inducing=6)
         model.fit(max_seconds=40, clock=lambda: float(next(ticks)))
         assert model.history[-1][0] < 60
 
     def test_single_precision_inputs(self):
         X, y = regression_data(80)
-        model = SubsetGPRegression(smooth_rbf(X.float()), y.float(), 8)
+        model = SubsetGPRegression(smooth_rbf(X.float()), y.float(), num_inducing=8)
         model.fit(max_epochs=3)
         assert ((model.predict(X.float())[0] - y).square().mean() / y.var()) < 0.2
 
@@ -413,16 +416,16 @@ class TestRegression:
         X, y = regression_data(20)
         kernel = smooth_rbf(X)
         cases = [
-            ({"targets": y[:5]}, r"targets must be finite and of shape \(20,\) or \(20, H\)"),
-            ({"targets": torch.full((20,), math.nan)}, "targets must be finite"),
+            ({"y": y[:5]}, r"targets, must be finite and of shape \(20,\) or \(20, H\)"),
+            ({"y": torch.full((20,), math.nan)}, "targets, must be finite"),
             ({"num_inducing": 0}, r"num_inducing must be a positive integer"),
             ({"noise": -1.0}, "noise must be a variance above"),
             ({"objective": "elbo"}, "objective must be one of"),
         ]
         for changed, message in cases:
             with pytest.raises(ValueError, match=message):
-                SubsetGPRegression(**({"kernel": kernel, "targets": y, "num_inducing": 5} | changed))
+                SubsetGPRegression(**({"X": kernel, "y": y, "num_inducing": 5} | changed))
         with pytest.raises(ValueError, match="max_rows must be at least num_inducing=5"):
-            SubsetGPRegression(kernel, y, 5).fit(max_rows=4)
+            SubsetGPRegression(kernel, y, num_inducing=5).fit(max_rows=4)
         with pytest.raises(RuntimeError, match="call fit"):
-            SubsetGPRegression(kernel, y, 5).predict(X)
+            SubsetGPRegression(kernel, y, num_inducing=5).predict(X)

@@ -144,8 +144,8 @@ class Candidates:
     def __init__(self, predict: Callable[..., tuple[Tensor, Tensor]], latents: Tensor) -> None:
         self._predict, self.latents = predict, latents[:: max(1, len(latents) // 300)]
 
-    def predict(self, latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
-        return self._predict(latents, noise=noise)
+    def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        return self._predict(latents, noiseless=noiseless)
 
 
 def mlp(num_inputs: int, width: int, num_outputs: int) -> nn.Sequential:
@@ -177,9 +177,9 @@ def fit_vae(data: Images, epochs: int) -> Fit:
         z, encoded = (encoder(x - loc).chunk(2, -1)[0] for x in (data.x, data.x_test))
     noise = log_noise.detach().exp()
 
-    def predict(latents: Tensor, *, noise_variance: Tensor = noise, noise: bool = True) -> tuple[Tensor, Tensor]:
+    def predict(latents: Tensor, *, noise_variance: Tensor = noise, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         mean = network(latents)
-        return mean, noise_variance.expand(mean.shape[:-1]).unsqueeze(-1) * float(noise)
+        return mean, noise_variance.expand(mean.shape[:-1]).unsqueeze(-1) * float(not noiseless)
 
     posterior = Candidates(predict, z)
     latents = infer_latents(posterior, data.x_test - loc, starts=2, steps=40, extra_start=encoded)
@@ -209,9 +209,9 @@ def fit_gpytorch(data: Images, inducing: int, seconds: float) -> Fit:
     model.eval()
     z = model.X.q_mu.detach()
 
-    def predict(latents: Tensor, *, noise: bool = True) -> tuple[Tensor, Tensor]:
+    def predict(latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         found = model(latents.reshape(-1, 2))
-        variance = found.variance + (likelihood.noise.detach() if noise else 0.0)
+        variance = found.variance + (0.0 if noiseless else likelihood.noise.detach())
         return tuple(values.mT.reshape(*latents.shape[:-1], width) for values in (found.mean, variance))  # type: ignore[return-value]
 
     posterior = Candidates(predict, z)

@@ -35,13 +35,13 @@ def estimator(num_train: int = 5000, active: int = 200, epochs: int = 40, draws:
     with torch.no_grad():
         z, y = decoder.latents(x).double(), (x - decoder.loc).double()
         noise = decoder.noise_variance.double()
-        exact = ActiveSet(decoder.kernel, noise, z, y).log_prob_terms().sum()
+        exact = ActiveSet(z, y, decoder.kernel, noise).log_prob_terms().sum()
         rows = []
         for size in ACTIVE:
             estimates: dict[str, list[float]] = {}
             for _ in range(draws):
                 first, others = torch.randperm(num_train).tensor_split([size])
-                given = ActiveSet(decoder.kernel, noise, z[first], y[first])
+                given = ActiveSet(z[first], y[first], decoder.kernel, noise)
                 terms = conditional_log_prob(y[others], *given.predict(z[others]))
                 for rest in REST:
                     total = given.log_prob_terms().sum() + len(others) * terms[:rest].mean()
@@ -119,7 +119,7 @@ def conditional_nlpd(decoder: SASDecoder, x: Tensor, active: int) -> float:
         for draw in range(3):
             order = torch.randperm(len(x), generator=torch.Generator().manual_seed(draw))
             first, others = order[:active], order[active : active + 1000]
-            given = ActiveSet(decoder.kernel, decoder.noise_variance.detach(), z[first], x[first] - decoder.loc)
+            given = ActiveSet(z[first], x[first] - decoder.loc, decoder.kernel, decoder.noise_variance.detach())
             terms = conditional_log_prob(x[others] - decoder.loc, *given.predict(z[others]))
             values.append(-float(terms.mean()) / x.shape[1])
     return statistics.mean(values)

@@ -248,7 +248,7 @@ def run(name: str, method: str, m: int, seed: int, seconds: float | None = None)
     if method == "subset of data":
         rows = torch.randperm(len(y), generator=generator)[:m]
         kernel, y = RestrictedKernel(kernel, rows), y[rows]
-    model = SubsetGPRegression(kernel, y, m, algorithm=options.search(), generator=generator, **options.model)
+    model = SubsetGPRegression(kernel, y, num_inducing=m, algorithm=options.search(), generator=generator, **options.model)
     if name == "snelson":
         # Figure 4: all inducing inputs start at the left end.
         model.index.copy_(_leftmost(kernel)[:m])
@@ -264,7 +264,7 @@ def run(name: str, method: str, m: int, seed: int, seconds: float | None = None)
 def warm_up() -> None:
     """Pays for what torch imports when its first optimiser is made, which is no method's own time."""
     X = torch.linspace(0, 1, 20, dtype=torch.float64)[:, None]
-    SubsetGPRegression(smooth_rbf(X), X.squeeze(1).sin(), 3).fit(max_epochs=1, polish=True, polish_evaluations=2)
+    SubsetGPRegression(smooth_rbf(X), X.squeeze(1).sin(), num_inducing=3).fit(max_epochs=1, polish=True, polish_evaluations=2)
     torch.optim.Adam([torch.zeros(1, requires_grad=True)])
 
 

@@ -56,7 +56,7 @@ def errors(x: Tensor, mean: Tensor, variance: Tensor) -> dict[str, float]:
 
 def errors_given(trained: Fit, data: Images, rows: Tensor) -> dict[str, float]:
     """Errors on test images at their latents, given an active set of training images."""
-    active = ActiveSet(trained.kernel, trained.noise, trained.latents[rows], data.x[rows] - trained.loc)
+    active = ActiveSet(trained.latents[rows], data.x[rows] - trained.loc, trained.kernel, trained.noise)
     mean, variance = active.predict(trained.latents_test)
     return errors(data.x_test, mean + trained.loc, variance)
 

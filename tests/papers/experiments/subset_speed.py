@@ -47,7 +47,7 @@ def run(n: int, m: int, z: int, published: bool) -> dict[str, Any]:
 def run_large(n: int, m: int, seconds: float) -> dict[str, Any]:
     """A whole fit: subset, hyper-parameters on samples of rows verified on all, predictions."""
     X, y = surface(n + 2000)
-    model = SubsetGPRegression(smooth_rbf(X[:n]), y[:n], m, generator=torch.Generator().manual_seed(0))
+    model = SubsetGPRegression(smooth_rbf(X[:n]), y[:n], num_inducing=m, generator=torch.Generator().manual_seed(0))
     start = time.process_time()
     value = model.fit(max_seconds=seconds, clock=time.process_time)
     used = time.process_time() - start

@@ -22,7 +22,7 @@ class RandomSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60, dtype=torch.float64).unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 5, algorithm=RandomSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=5, algorithm=RandomSearch())
         >>> objective = model.fit(max_epochs=2)
         >>> len(model.subset)
         5
@@ -42,7 +42,7 @@ class TitsiasSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=TitsiasSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=TitsiasSearch())
         >>> objective = model.fit(max_epochs=2)
 
     Args:
@@ -80,7 +80,7 @@ class GreedyVarianceSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=GreedyVarianceSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=GreedyVarianceSearch())
         >>> objective = model.fit(max_epochs=2)
     """
 
@@ -99,7 +99,7 @@ class InformativeVectorSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=InformativeVectorSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=InformativeVectorSearch())
         >>> objective = model.fit(max_epochs=2)
 
     Reference:
@@ -119,7 +119,7 @@ class KMeansSearch(SubsetSearch):
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), 8, algorithm=KMeansSearch())
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=8, algorithm=KMeansSearch())
         >>> objective = model.fit(max_epochs=2)
 
     Args:
