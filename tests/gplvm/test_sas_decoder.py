@@ -303,11 +303,11 @@ def test_encoders_that_see_the_active_set_are_shown_the_same_one_for_every_point
 
 
 def test_inference_in_blocks_and_without_gradients(generator):
-    x, new = circle(70, 4, generator).split(50)
-    decoder = make("free", False, 50, 4).initialize(x).condition_(x)
+    x, new = circle(70, 4, generator).double().split(50)
+    decoder = make("free", False, 50, 4).double().initialize(x).condition_(x)
     whole = decoder.infer(new, steps=5)
     with torch.no_grad():
-        torch.testing.assert_close(decoder.infer(new, steps=5, block=6), whole, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(decoder.infer(new, steps=5, block=6), whole, rtol=1e-8, atol=1e-8)
 
 
 def test_learning_rates_find_hyperparameters_inside_other_modules():

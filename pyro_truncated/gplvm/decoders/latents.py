@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import conditional_log_prob
-from pyro_truncated.utils.counts import check_count
+from pyro_truncated.gplvm.decoders.climbs import maximize_each
 
 
 class Predictor(Protocol):
@@ -46,7 +44,7 @@ def infer_latents(
     x: Tensor,
     *,
     starts: int = 3,
-    steps: int = 100,
+    steps: int = 30,
     lr: float = 0.05,
     extra_start: Tensor | None = None,
     num_candidates: int = 2000,
@@ -54,15 +52,15 @@ def infer_latents(
 ) -> Tensor:
     r"""Latents that maximise :math:`\log p(x_n \mid z) + \log \mathcal N(z; 0, I)` for data points ``(M, D)``, NaN where missing.
 
-    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_latents`. Points do not
+    Starts are the candidates among the posterior's own latents that explain a point best, see :func:`maximize_each`. Points do not
     influence each other.
 
     Args:
         posterior: predicts outputs at latents.
         x: data points.
         starts: number of starts per point.
-        steps: steps of Adam; 0 returns the best start.
-        lr: its learning rate, in units of the latent space.
+        steps: most quasi-Newton steps; 0 returns the best start.
+        lr: length of the first of them, in units of the latent space.
         extra_start: one more start for each point, ``(M, Q)``.
         num_candidates: largest number of candidates to consider.
         block: data points at a time.
@@ -77,46 +75,10 @@ def infer_latents(
         with torch.no_grad():
             begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
         begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
-        found.append(maximize_latents(functools.partial(log_joint, posterior, value), begin, steps, lr))
+        found.append(maximize_each(lambda z, n, value=value: log_joint(posterior, value[n], z), begin, steps, lr))  # type: ignore[misc]
     return torch.cat(found)
 
 
 def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
     r""":math:`\log p(x_n \mid z_n) + \log \mathcal N(z_n; 0, I)`, up to a constant, of data points at latents ``(*batch, M, Q)``."""
     return conditional_log_prob(x, *posterior.predict(latents)) - 0.5 * latents.square().sum(-1)
-
-
-def maximize_latents(objective: Callable[[Tensor], Tensor], begin: Tensor, steps: int, lr: float) -> Tensor:
-    """The best latents ``(M, Q)`` that Adam finds from several starts ``(S, M, Q)`` at once.
-
-    The best value on the way is kept for each data point; the learning rate falls to a tenth.
-
-    Args:
-        objective: values ``(S, M)`` of latents ``(S, M, Q)``, of which each depends on its own latent only.
-        begin: starts.
-        steps: steps of Adam; 0 returns the best start.
-        lr: learning rate at first.
-
-    Raises:
-        ValueError: if there is no start, or ``steps`` is negative.
-    """
-    steps = check_count("steps", steps, least=0)
-    if not len(begin):
-        raise ValueError("begin must hold a start at least; got none")
-    best = begin.clone()
-    value = torch.full(begin.shape[:-1], -math.inf, dtype=begin.dtype, device=begin.device)
-    z = begin.clone().requires_grad_()
-    optimizer = torch.optim.Adam([z], lr)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1 ** (1 / max(steps, 1)))
-    for step in range(steps + 1):
-        with torch.enable_grad():
-            now = objective(z)
-            loss = -now.sum()
-        with torch.no_grad():
-            better = now > value
-            value, best = torch.where(better, now, value), torch.where(better.unsqueeze(-1), z, best)
-        if step < steps:
-            (z.grad,) = torch.autograd.grad(loss, z)
-            optimizer.step()
-            schedule.step()
-    return best.gather(0, value.argmax(0)[None, :, None].expand(1, *best.shape[1:])).squeeze(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Self
 
 import torch
@@ -13,8 +12,8 @@ from torch import Tensor
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
 from pyro_truncated.gp.active_sets.splits import Choose, least_variance
+from pyro_truncated.gplvm.decoders.climbs import maximize_each
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, checksum, is_same, keep_points
-from pyro_truncated.gplvm.decoders.latents import maximize_latents
 from pyro_truncated.gplvm.decoders.sas_training import SASTraining
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
@@ -159,17 +158,17 @@ class SASDecoder(SASTraining):
         return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
 
     @takes_arrays
-    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 100, lr: float = 0.05, block: int = 2000) -> Tensor:
+    def infer(self, x: Tensor, *, starts: int = 3, steps: int = 30, lr: float = 0.05, block: int = 2000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
 
         Entries that are NaN are left out. Every point starts from the kept latents that explain it best, and from the encoder's if there is
-        one and no entry is missing.
+        one and no entry is missing; after a few quasi-Newton steps from each start only the best goes on.
 
         Args:
             x: data points ``(M, D)``.
             starts: number of kept latents to start from.
-            steps: steps of Adam.
-            lr: its learning rate, which falls to a tenth.
+            steps: most quasi-Newton steps; points that have arrived take no more.
+            lr: length of the first step, in units of the latent space.
             block: data points at a time.
         """
         self._check_points(x)
@@ -180,7 +179,8 @@ class SASDecoder(SASTraining):
             with torch.no_grad():
                 begin = self._best_candidates(posterior, x[rows], starts)
             begin = begin if own is None else torch.cat([begin, own[rows].unsqueeze(0)])
-            found.append(maximize_latents(functools.partial(self._log_joint, posterior, x[rows]), begin, steps, lr))
+            here = x[rows]
+            found.append(maximize_each(lambda z, n, here=here: self._log_joint(posterior, here[n], z), begin, steps, lr))  # type: ignore[misc]
         return torch.cat(found)
 
     def sample(self, num: int) -> Tensor:
