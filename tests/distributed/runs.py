@@ -27,6 +27,8 @@ class Run:
         steps: steps of training.
         driver: ``"closed form"``, or ``"gradient"`` for Adam.
         mutation: that of the evolutionary search.
+        size: data points per minibatch.
+        block: successive ones that stay together.
     """
 
     model: str
@@ -36,6 +38,8 @@ class Run:
     steps: int = 6
     driver: str = "closed form"
     mutation: str = "randflips"
+    size: int = 5
+    block: int = 2
 
     def search(self) -> Any:
         space = CONFIGURATIONS[self.model].space()
@@ -54,7 +58,7 @@ class Run:
         driver = ClosedForm(model, minibatch=self.minibatch) if self.driver == "closed form" else distributed.AllReduced(Adam({"lr": 0.02}))
         size = min(4, row.space().size - 1)
         svi = SVI(model, AutoTruncated(model, num_states=size), driver, Truncated_ELBO(self.search()))
-        batches = distributed.Batches(y, 5, block=2) if self.minibatch else None
+        batches = distributed.Batches(y, self.size, block=self.block) if self.minibatch else None
         losses = []
         for step in range(self.steps):
             if batches is None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pyro
 import pytest
 import torch
+from pyro.infer import SVI
 
+from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, distributed
 from tests.distributed.runs import Run, losses
 from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
 
@@ -27,6 +30,56 @@ SHORT = [
     Run("BinarySparseCoding", num_data=3),
     Run("NoisyOr", num_data=4),
 ]
+
+
+def test_a_process_without_data_points_in_a_minibatch_leaves_its_populations_alone():
+    # The last of four processes with 23 data points.
+    row = CONFIGURATIONS["BinarySparseCoding-offset"]
+    y = distributed.Shard.of(row.generate(6), distributed.Portion(17, 6, 23))
+    model = row.make(torch.float64).initialize(y)
+    guide = AutoTruncated(model, num_states=4)
+    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), Truncated_ELBO(Run("BinarySparseCoding").search()))
+    batches, num_idle = distributed.Batches(y, 8, block=3), 0
+    svi.step(y)
+    for step in range(12):
+        before, batch = (guide.words.clone(), guide.log_joint.clone()), batches.at(step)
+        with batch:
+            loss = svi.step(y)
+        others = [n for n in range(6) if batch.is_idle or n not in batch.rows]
+        num_idle += batch.is_idle
+        assert torch.equal(guide.words[others], before[0][others])
+        assert torch.equal(guide.log_joint[others], before[1][others])
+        assert loss == 0.0 or not batch.is_idle
+    assert num_idle > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("minibatch", ["online", "incremental"])
+def test_a_minibatch_with_all_data_points_of_one_process_is_a_minibatch(minibatch, crew):
+    run = Run("BinarySparseCoding-offset", minibatch=minibatch, num_data=23, steps=12, size=8, block=3)
+    expected, parameters = losses(run)
+    for found, held in crew.results(4, losses, run):
+        assert found == pytest.approx(expected, rel=1e-12, abs=0)
+        for name, value in parameters.items():
+            torch.testing.assert_close(held[name], value, rtol=1e-8, atol=1e-8)
+
+
+def minibatches_of_its_own() -> float:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    row = CONFIGURATIONS["BinarySparseCoding-offset"]
+    y = distributed.shard(row.generate(11))
+    model = row.make(torch.float64).initialize(y)
+    svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO(Run("BinarySparseCoding").search()))
+    for _ in range(30):
+        svi.step(y, 3)
+    return float(svi.optim.statistics["num_data"])
+
+
+@pytest.mark.slow
+def test_what_is_all_data_for_one_process_is_a_minibatch_where_others_have_more(crew):
+    # Of three, four and four data points each process draws three.
+    assert crew.results(3, minibatches_of_its_own) == pytest.approx([11.0] * 3)
 
 
 @pytest.mark.slow

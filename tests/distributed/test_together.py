@@ -222,7 +222,7 @@ def test_what_needs_whole_data_refuses_shards_by_name():
     decoder = SASDecoder(10, 9, num_active=3, batch_size=6)
     with pytest.raises(NotImplementedError, match="SASDecoder conditions minibatches on active sets of all data"):
         decoder.initialize(y)
-    with pytest.raises(NotImplementedError, match="SpikeSlabGPLVM has inducing variables that all data share"):
+    with pytest.raises(NotImplementedError, match="SpikeSlabGPLVM takes shards of data in fit_minibatches only"):
         SpikeSlabGPLVM(10, 9, num_latents=2).bound(y)
 
 

@@ -12,7 +12,7 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import refuse_part
+from pyro_truncated.distributed.shards import portion_of, refuse_part
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
@@ -134,15 +134,19 @@ class SpikeSlabBound(UniqueModule):
             self.loc, self.scale = loc.detach().to(self.loc, copy=True), scale.detach().to(self.scale, copy=True)
 
     @takes_arrays
-    def check_data(self, y: Views) -> list[Tensor]:
+    def check_data(self, y: Views, *, takes_shards: bool = False) -> list[Tensor]:
         """The views' outputs as a list.
 
         Raises:
             ValueError: if their number or shapes do not fit the model, or a value is infinite.
+            NotImplementedError: for shards of data, where they are not taken.
         """
         views = [y] if isinstance(y, Tensor) else list(y)
-        refuse_part(views, f"{type(self).__name__} has inducing variables that all data share, and its steps are those of one process")
-        expected = [(self.num_data, d) for d in self.num_observed]
+        if not takes_shards:
+            refuse_part(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
+        portion = portion_of(views)
+        num_data = self.num_data if portion is None or portion.total != self.num_data else portion.size
+        expected = [(num_data, d) for d in self.num_observed]
         if [tuple(v.shape) for v in views] != expected:
             raise ValueError(f"data must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
         if any(bool(v.isinf().any()) for v in views):
@@ -175,10 +179,13 @@ class SpikeSlabBound(UniqueModule):
     def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
         """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
         latents = self.latents(index)
-        scale = self.num_data / len(latents.loc)
+        return self.bound_of([data[index] for data in views], latents, self.num_data / len(latents.loc))
+
+    def bound_of(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
+        """The bound from the outputs and latents of some data points, their terms scaled, and a share of what belongs to none."""
         inputs = [self._seen(latents, c) for c in range(self.num_views)]
-        terms = [view.data_term(seen, data[index], scale) for view, seen, data in zip(self.views, inputs, views, strict=True)]
-        return torch.stack(terms).sum() - self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
+        terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
+        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
 
     def check_batch(self, batch_size: int | None) -> None:
         """Raises ``ValueError`` if a minibatch is asked of a collapsed model, or of latents with a prior over time."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import draw_alike
+from pyro_truncated.distributed.world import agree, failing_together
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.gplvm.spike_slab.shared_minibatch import Minibatch, add_gradients, drawn, is_part, latents_of_owners
 from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
@@ -53,19 +57,21 @@ def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(No
         raise ValueError("the inducing variables of a collapsed model are at their optimum already; use collapsed=False")
     if not 0 < rate <= 1:
         raise ValueError(f"rate must lie in (0, 1]; got {rate}")
-    _natural_step(model, model.check_data(y), index, rate)
+    views = model.check_data(y)
+    _natural_step(model, Minibatch(index, index, model.num_data / len(views[0][index])), views, rate)
 
 
 @torch.no_grad()
-def _natural_step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor | slice, rate: float) -> None:
+def _natural_step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float) -> None:
     for c, (view, outputs) in enumerate(zip(model.views, views, strict=True)):
-        posterior, data = view.explicit(), outputs[index]
-        scale = model.num_data / len(data)
+        posterior, data = view.explicit(), outputs[batch.rows]
         with torch.enable_grad():
             mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
             moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
-            expected = scale * view.log_likelihood(model.inputs(c, index), data, moved).sum()
-            by_mean, by_covariance = torch.autograd.grad(expected, (mean, covariance))
+            expected = 0.0 * (mean.sum() + covariance.sum())
+            if len(data):
+                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, moved).sum()
+            by_mean, by_covariance = batch.total(torch.autograd.grad(expected, (mean, covariance)))
         # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
         gain = -(by_covariance + by_covariance.mT) / view.num_functions
         precision = torch.cholesky_inverse(view.scale_tril.double())
@@ -92,6 +98,10 @@ def fit_minibatches(
     callback: Callable[[int, float], None] | None = None,
 ) -> list[float]:
     """Trains a model on minibatches, from where it is: for data of any size.
+
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), all of which have the model of all data,
+    initialised alike: gradients of what belongs to no data point are summed, each process moves the latents of its own data points, and in
+    the end all have all latents.
 
     Every step draws data points without replacement, takes a natural-gradient step for the inducing variables and an Adam step for all
     other parameters, whose rate falls to a tenth over the last half. Switches are held on for a share of the steps.
@@ -120,38 +130,56 @@ def fit_minibatches(
         ValueError: if the model is collapsed, or a number is out of range.
     """
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
-    views = model.check_data(y)
+    views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
+    with failing_together() if is_part(views) else nullcontext():
+        if is_part(views):
+            model.load_state_dict(agree(model.state_dict()))
+            draw_alike(generator)
+        estimates = _fit(model, views, steps, batch_size, learning_rate, rate, int(switches_from * steps), generator, callback)
+        if is_part(views):
+            latents_of_owners(model, views)
+    return estimates
+
+
+def _fit(
+    model: SpikeSlabMRD,
+    views: list[Tensor],
+    steps: int,
+    batch_size: int,
+    learning_rate: float,
+    rate: float,
+    free_from: int,
+    generator: torch.Generator | None,
+    callback: Callable[[int, float], None] | None,
+) -> list[float]:
     parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
     optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    device = None if generator is None else generator.device
     estimates = []
     for step in range(steps):
         decay = 0.1 ** max(0.0, 2 * step / steps - 1)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * decay
-        index = torch.randperm(model.num_data, generator=generator, device=device)[:batch_size].to(model.loc.device)
-        if step == int(switches_from * steps) > 0:
+        batch = drawn(model, views, batch_size, generator)
+        if step == free_from > 0:
             with torch.no_grad():
                 model.logits = torch.full_like(model.logits, NEARLY_ON)
-        if step < int(switches_from * steps):
-            with model.holding(1.0):
-                estimate = _step(model, views, index, rate * decay, optimizer)
-        else:
-            estimate = _step(model, views, index, rate * decay, optimizer)
+        with model.holding(1.0) if step < free_from else nullcontext():
+            estimate = _step(model, batch, views, rate * decay, optimizer)
         estimates.append(estimate)
         if callback is not None:
             callback(step, estimate)
     return estimates
 
 
-def _step(model: SpikeSlabMRD, views: list[Tensor], index: Tensor, rate: float, optimizer: torch.optim.Optimizer) -> float:
-    _natural_step(model, views, index, rate)
+def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
+    _natural_step(model, batch, views, rate)
     model.zero_grad()
-    bound = model.bound_at(views, index)
+    bound = model.bound_of([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
     (-bound / model.num_data).backward()
+    add_gradients(model, batch)
     optimizer.step()
-    return float(bound.detach())
+    return float(batch.total([bound.detach()])[0])
 
 
 @names_arguments

@@ -147,13 +147,14 @@ class View(UniqueModule):
         root = self.scale_tril.double()
         return InducingPosterior(self.cholesky(), self.mean.double(), root @ root.mT)
 
-    def data_term(self, inputs: SpikeSlabInputs, y: Tensor, scale: float = 1.0) -> Tensor:
-        """Expected log likelihood, scaled up from a minibatch, less the divergence of the inducing variables."""
+    def data_term(self, inputs: SpikeSlabInputs, y: Tensor, scale: float = 1.0, share: float = 1.0) -> Tensor:
+        """Expected log likelihood, scaled up from a minibatch, less (a share of) the divergence of the inducing variables."""
         if self.collapsed:
             return self.optimal(inputs, y)[0]
         posterior = self.explicit()
-        expected = self.log_likelihood(inputs, y, posterior).sum()
-        return scale * expected - divergence(posterior, self.scale_tril.double())
+        # Of a minibatch of several processes, this one may have no data point.
+        expected = self.log_likelihood(inputs, y, posterior).sum() if len(y) else posterior.mean.new_zeros(())
+        return scale * expected - share * divergence(posterior, self.scale_tril.double())
 
     def log_likelihood(self, inputs: SpikeSlabInputs, y: Tensor, posterior: InducingPosterior, per_datum: bool = False) -> Tensor:
         """Expected log likelihood of outputs; their sum where that is cheaper. Of labels, its tightest bound."""
