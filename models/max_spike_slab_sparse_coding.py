@@ -95,6 +95,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         size = len(y) if y is not None else num_data or 1
@@ -153,6 +154,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         Returns:
             Draws ``(n, sweeps, K)``, zero where a latent is off, and the probabilities ``(n, K)`` that the latents are on.
         """
+        self._meet(y)
         slabs = {"prior": self.prior, "slab_mean": self.slab_mean, "slab_scale": self.slab_scale}
         budget: dict[str, Any] = {"burn_in": burn_in, "sweeps": sweeps, "temperature": temperature, "rows": rows, "generator": generator}
         drawn: tuple[Tensor, Tensor] = self.likelihood().draw_coefficients(
@@ -233,7 +235,6 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             scaled.
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
-
         likelihood, scale = self.likelihood(), self.scale
 
         def errors_of(weight: Tensor, dimensions: Tensor) -> Tensor:

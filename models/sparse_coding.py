@@ -38,6 +38,7 @@ class SparseCoding(SuperposedCauses):
     """
 
     is_positive: ClassVar[bool] = False
+    _has_met_data = False
 
     weight: Tensor
     prior: Tensor
@@ -83,10 +84,16 @@ class SparseCoding(SuperposedCauses):
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self
 
+    def _meet(self, y: Tensor | None) -> None:
+        """Looks once, at the first data."""
+        if self.is_positive and y is not None and not self._has_met_data:
+            self._has_met_data = True
+            warn_of_background(self, y)
+
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements and the deviation of the noise to start from."""
-        if self.is_positive:
-            warn_of_background(self, y)
+        self._has_met_data = False
+        self._meet(y)
         weight, deviation, floor = first_dictionary(y, self.num_latents, generator)
         return weight.abs().maximum(floor) if self.is_positive else weight, deviation
 

@@ -62,6 +62,7 @@ class SuperposedCauses(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
         size = len(y) if y is not None else num_data or 1
@@ -85,6 +86,9 @@ class SuperposedCauses(UniqueModule):
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         """What the likelihood takes after the dictionary."""
         return ()
+
+    def _meet(self, y: Tensor | None) -> None:
+        """Looks at data that the model is run with; those that it cannot explain are told."""
 
     @torch.no_grad()
     @takes_arrays

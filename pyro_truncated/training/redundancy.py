@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -45,6 +47,21 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
         missed = torch.where(is_on[rows], (top[rows] - reached).clamp(min=0.0), 0.0)
         losses.scatter_add_(0, positions[rows].flatten(), missed.flatten())
     return losses
+
+
+def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> float:
+    """What spare latents may have gained where there is nothing to explain: half a nat per parameter, in nats per data point.
+
+    Spare are those that are missed by less than twice what the Bayesian information criterion asks for their parameters: of two that share
+    a component the one that stays would move half of the way to the other. For the same reason half of them count.
+
+    Args:
+        losses: what the data would lose without each latent, ``(H,)``, see :func:`losses_without`.
+        num_parameters: how many parameters a latent has.
+        num_data: number of data points.
+    """
+    num_spare = int((losses < num_parameters * math.log(num_data)).sum())
+    return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 
 def _replaced(states: Tensor, positions: Tensor, single: Tensor, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:

@@ -26,7 +26,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.redundancy import losses_without
+from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.own_store import empty_store
@@ -48,12 +48,11 @@ class ResizableModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all runs of a call have in common; ``spares_mixtures`` leaves the temperature of mixtures at one."""
+    """What all runs of a call have in common."""
 
     search: Search | None
     num_states: int
     lr: float = 0.02
-    spares_mixtures: bool = False
 
 
 class Run:
@@ -71,8 +70,7 @@ class Run:
         else:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(space, settings.num_states)
-            is_spared = self.guide is not self.truncated or (settings.spares_mixtures and space.num_latents == 1)
-            elbo = Truncated_ELBO(search, temperature=1.0 if is_spared else temperature)
+            elbo = Truncated_ELBO(search, temperature=temperature if self.guide is self.truncated else 1.0)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
 
     def step(self, y: Tensor) -> float:
@@ -100,6 +98,11 @@ def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated,
     return guide, truncated, layout.space
 
 
+def is_mixture(model: Any, y: Tensor) -> bool:
+    """Whether a model has a single discrete latent per data point, with few or many values."""
+    return not isinstance(model, GibbsModel) and _guides(model, y, 1)[2].num_latents == 1
+
+
 def _selection() -> Search:
     from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
 
@@ -114,11 +117,15 @@ def _default_search(space: StateSpace, num_states: int) -> Search:
 
 
 class Start(NamedTuple):
-    """What a short run reached: the free energy per data point, the model's parameters, and the states of binary latents."""
+    """What a short run reached: the free energy per data point, the model's parameters, and the states of binary latents.
+
+    ``noise`` is the part of the free energy that spare latents may have gained from noise, which is not the same in any two starts.
+    """
 
     free_energy: float
     parameters: dict[str, Tensor]
     states: Tensor | None
+    noise: float = 0.0
 
 
 def start(
@@ -156,13 +163,26 @@ def _grown_and_shrunk(
     run = Run(model, y, settings, temperature)
     free_energy = trained(run, y, steps)
     while model.num_latents > number:
-        kept = _needed(run, y, max(number, model.num_latents - max(1, (model.num_latents - number) // 3)))
+        fewer = max(number, model.num_latents - max(1, (model.num_latents - number) // 3))
+        # Those that are missed most, in the order in which the model has them.
+        kept = _losses(run, y).topk(fewer).indices.sort().values
         states = _states(run)[..., kept]
         model = model.with_latents(kept)
         run = Run(model, y, settings)
         offer(run, y, states)
         free_energy = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
-    return Start(free_energy, copies(model, y), _states(run))
+    return Start(free_energy, copies(model, y), _states(run), _gained_from_noise(model, run, y))
+
+
+def _gained_from_noise(model: Any, run: Run, y: Tensor) -> float:
+    if model.num_latents == 1:
+        return 0.0
+    fewer = model.with_latents(torch.arange(model.num_latents - 1))
+    return gained_from_noise(_losses(run, y), _num_parameters(model, y) - _num_parameters(fewer, y), total_rows(y))
+
+
+def _num_parameters(model: Any, y: Tensor) -> int:
+    return sum(value.numel() for value in _tensors(model, y).values())
 
 
 def _states(run: Run) -> Tensor:
@@ -178,11 +198,9 @@ def trained(run: Run, y: Tensor, steps: int) -> float:
     return free_energy
 
 
-def _needed(run: Run, y: Tensor, number: int) -> Tensor:
-    """The latents that are missed most, in the order in which the model has them."""
+def _losses(run: Run, y: Tensor) -> Tensor:
     assert run.truncated is not None
-    losses = losses_without(run.truncated.population(), run.truncated.log_joint_of(y))
-    return losses.topk(number).indices.sort().values
+    return losses_without(run.truncated.population(), run.truncated.log_joint_of(y))
 
 
 @torch.no_grad()

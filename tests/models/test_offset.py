@@ -13,7 +13,7 @@ import torch
 from pyro.infer import SVI, Predictive
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO, learn, models
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO, learn, models
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.models.background import BackgroundWarning
@@ -221,3 +221,29 @@ def test_positive_models_say_that_data_lie_on_a_background(family: Any) -> None:
             family(9, 6).initialize(y + 100)
     assert len(caught) == 1
     assert isinstance(models.NoisyOr(16, 4).initialize(noisy_or_bars(50, 4).data), models.NoisyOr)
+
+
+@pytest.mark.parametrize("family", [MaximalCauses, MaxSpikeSlabSparseCoding])
+def test_whoever_trains_a_positive_model_is_told_of_a_background_once(family: Any) -> None:
+    y = linear_bars(30, 3, mean_active=1.0, generator=generator()).data.abs()
+    is_sampled = family is MaxSpikeSlabSparseCoding
+
+    def first_steps(data: Tensor) -> None:
+        model = family(9, 6)
+        guide, elbo = (GibbsGuide(model), GibbsEM(GPSelect(3))) if is_sampled else (AutoTruncated(model, num_states=8), Truncated_ELBO())
+        svi = SVI(model, guide, ClosedForm(model), elbo)
+        for _ in range(2):
+            svi.step(data)
+
+    def short_learn(data: Tensor) -> None:
+        learn(family(9, 6), data, starts=2, steps=1, short_steps=1, num_states=8, tolerance=1e6, progress=False)
+
+    for train in (first_steps, short_learn):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            train(y)
+        assert not caught
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            train(y + 100)
+        assert [warning.category for warning in caught] == [BackgroundWarning]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 
 import pyro
 import pyro.distributions as dist
@@ -25,7 +26,7 @@ from pyro_truncated.models import (
 )
 from pyro_truncated.search import Singletons
 from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
-from pyro_truncated.training.redundancy import losses_without
+from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 
 QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
 
@@ -92,6 +93,9 @@ def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_ev
     single = losses_without(*complete(model, bars.data))
     assert (losses[5:] < 1e-3 * single[5]).all()
     assert (single > 1000).all()
+    # Where two starts differ by what a spare latent's nine parameters gain from noise, they agree.
+    assert gained_from_noise(losses, 9, 200) == pytest.approx(0.5 * 9 / 200)
+    assert gained_from_noise(single, 9, 200) == 0.0
 
 
 def test_every_data_point_counts_however_little_memory_there_is():
@@ -249,6 +253,17 @@ def test_continuous_latents_get_a_guide_of_their_own():
     assert isinstance(guide, AutoGuideList)
     assert isinstance(guide[-1], AutoTruncated)
     assert set(guide(y)) >= {"loc", "z"}
+
+
+@pytest.mark.slow
+def test_starts_that_differ_in_what_spare_latents_make_of_noise_agree():
+    bars = linear_bars(300, 4, mean_active=1.5, generator=generator(1))
+    pyro.set_rng_seed(1)
+    model = BinarySparseCoding(16, 16)
+    with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
+        guide = learn(model, bars.data, starts=2, steps=2, num_states=32, progress=False)
+    assert matched_bars(model.weight, bars.components) == 8
+    assert abs(guide.starts[0] - guide.starts[1]) > 0.05
 
 
 def test_starts_that_disagree_are_told():

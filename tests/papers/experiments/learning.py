@@ -1,13 +1,14 @@
 """Whether `learn` finds all components, on bars that no setting was chosen on: ``python -m tests.papers.experiments.learning --seeds 20``.
 
-Beside it the recipe of the reproductions (the best of eight short annealed starts) and one plain start, on the first of the seeds.
+Beside it the recipe of the reproductions (the best of eight short annealed starts) and one plain start, on the first of the seeds. Every
+run is written down when it ends, and not made again.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
+import json
 import math
 import statistics
 import time
@@ -34,7 +35,8 @@ from pyro_truncated import (
 from pyro_truncated.datasets import Bars, bar_components, matched_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
 
-RESULTS = Path(__file__).parents[1] / "results" / "learning.md"
+RESULTS = Path(__file__).parents[1] / "results" / "learning.jsonl"
+FIRST_SEED = 101
 NUM_DATA, SIZE, MEAN_ACTIVE, AMPLITUDE, NOISE = 1000, 10, 4.0, 10.0, 2.0
 
 
@@ -68,7 +70,7 @@ def _weak_noisy_or(seed: int) -> Bars:
 
 
 def _sparse_coding(num_latents: int = 2 * SIZE) -> BinarySparseCoding:
-    return BinarySparseCoding(SIZE**2, num_latents, offset=False)
+    return BinarySparseCoding(SIZE**2, num_latents)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,61 +122,69 @@ def _train(model: Any, y: Tensor, search: EvolutionarySearch, num_states: int) -
         svi.step(y)
 
 
-def run(variant: Variant, seed: int, method: Callable[[Any, Tensor], bool]) -> tuple[bool, int, float, bool]:
-    """Whether all bars were found, how many, in how many CPU seconds, and whether a warning was given."""
+METHODS: dict[str, Callable[[Any, Tensor], bool]] = {"learn": by_learn, "recipe": by_recipe, "plain": by_plain_start}
+
+
+def run(name: str, method: str, seed: int) -> dict[str, Any]:
+    """How many bars were found, in how many CPU seconds, and whether a warning was given."""
+    variant = VARIANTS[name]
     data = variant.data(seed)
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     model = variant.model()
     start = time.process_time()
-    warned = method(model, data.data)
+    warned = METHODS[method](model, data.data)
     seconds = time.process_time() - start
     found = matched_bars(model.weight, data.components)
-    return found == data.components.shape[1], found, seconds, warned
+    key = {"variant": name, "method": method, "seed": seed}
+    return {**key, "found": found, "of": data.components.shape[1], "seconds": seconds, "warned": warned}
 
 
-def row(name: str, seeds: int, compared: int) -> str:
-    """One line of the table."""
-    cells = [name]
-    for method, number in ((by_learn, seeds), (by_recipe, compared), (by_plain_start, compared)):
-        runs = [run(VARIANTS[name], seed, method) for seed in range(1, number + 1)]
-        complete = sum(is_complete for is_complete, *_ in runs)
-        missed = ", ".join(f"{found}{' (warned)' if warned else ''}" for ok, found, _, warned in runs if not ok)
-        warned = f"; {sum(w for ok, _, _, w in runs if ok)} of the complete warned" if method is by_learn else ""
-        seconds = statistics.mean(s for _, _, s, _ in runs)
-        cells.append(f"{complete} of {number}" + (f" (else {missed})" if missed else "") + warned)
-        cells.append(f"{seconds:.1f}")
-        print(name, method.__name__, cells[-2:], flush=True)
-    return "| " + " | ".join(cells) + " |"
+def done(output: Path) -> list[dict[str, Any]]:
+    """The runs already in the output file."""
+    return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+
+
+def cells(runs: list[dict[str, Any]], method: str) -> list[str]:
+    """Complete runs and mean CPU seconds."""
+    if not runs:
+        return ["", ""]
+    missed = ", ".join(f"{r['found']}{' (warned)' if r['warned'] else ''}" for r in runs if r["found"] < r["of"])
+    warned = sum(r["warned"] for r in runs if r["found"] == r["of"])
+    text = f"{sum(r['found'] == r['of'] for r in runs)} of {len(runs)}" + (f" (else {missed})" if missed else "")
+    text += f"; {warned} of the complete warned" if method == "learn" else ""
+    return [text, f"{statistics.mean(r['seconds'] for r in runs):.1f}"]
+
+
+def table(results: list[dict[str, Any]]) -> list[str]:
+    """Markdown lines: a row per variant."""
+    lines = ["| variant | `learn` | CPU s | best of eight | CPU s | plain start | CPU s |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for name in VARIANTS:
+        row = [name]
+        for method in METHODS:
+            row += cells([r for r in results if (r["variant"], r["method"]) == (name, method)], method)
+        lines.append("| " + " | ".join(row) + " |")
+    return lines
 
 
 def main() -> None:
-    """Writes the table."""
+    """Makes the runs that the output file lacks, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--compared", type=int, default=3, help="seeds for the other two methods")
-    parser.add_argument("--variants", nargs="*", default=list(VARIANTS))
+    parser.add_argument("--compared", type=int, default=1, help="seeds for the other two methods")
+    parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
+    parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    rows = [row(name, args.seeds, args.compared) for name in args.variants]
-    RESULTS.write_text(_HEAD.format(seeds=args.seeds, compared=args.compared, date=datetime.date.today()) + "\n".join(rows) + "\n")
-
-
-_HEAD = """\
-# Learning that does not get stuck
-
-`python -m tests.papers.experiments.learning --seeds {seeds} --compared {compared}`, {date}, two cores shared with other work,
-one thread a run.
-
-Runs that found all components (cosine at least .9, none twice) on variants of the bars test: 10x10 pixels, 20 bars, 4 of them
-in an image on average, N=1000, amplitude 10, noise 2 unless said; noisy-OR: 8x8 pixels, 16 bars. `learn(model, y)` as it is
-called in the README, on seeds 1 to {seeds}; its settings were chosen on seeds from 9001 on. Beside it, on seeds 1 to {compared}: the
-recipe of the reproductions (the best of eight annealed starts of 80 steps, then 100 steps; 120 states, 8 parents, 2
-generations), and one plain start of 100 steps. Sparse coding is without an offset. CPU seconds are means of a run.
-
-| variant | `learn` | CPU s | best of eight | CPU s | plain start | CPU s |
-| --- | --- | --- | --- | --- | --- | --- |
-"""
+    before = {(r["variant"], r["method"], r["seed"]) for r in done(args.output)}
+    jobs = [(name, "learn", FIRST_SEED + k) for k in range(args.seeds) for name in args.variants]
+    jobs += [(name, method, FIRST_SEED + k) for k in range(args.compared) for name in args.variants for method in ("plain", "recipe")]
+    with args.output.open("a") as file:
+        for job in jobs:
+            if job not in before:
+                file.write(json.dumps(run(*job)) + "\n")
+                file.flush()
+    print("\n".join(table(done(args.output))))
 
 
 if __name__ == "__main__":
