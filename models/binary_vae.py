@@ -128,8 +128,13 @@ class BinaryVAE(UniqueModule):
         return mean
 
     @torch.no_grad()
-    def reconstruct(self, population: Population) -> Tensor:
-        r"""Posterior mean of the noise-free data, :math:`c + u \langle f(s) \rangle`, ``(N, D)`` for the population's data points."""
+    def reconstruct(self, population: Population, y: Tensor | None = None) -> Tensor:
+        r"""Posterior mean of the noise-free data, :math:`c + u \langle f(s) \rangle`, ``(N, D)`` for the population's data points.
+
+        Args:
+            population: truncated posteriors.
+            y: the data, which play no role given the population; other models' need them.
+        """
         return population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
 
 

@@ -167,7 +167,7 @@ def short_learn() -> dict[str, Any]:
 
 
 def short_denoise() -> dict[str, Any]:
-    quick = functools.partial(pyro_truncated.restoration.denoise, side=4, num_latents=6, passes=2, num_states=6, progress=False)
+    quick = functools.partial(pyro_truncated.restoration.denoise, progress=False)
     return {"photograph": 100 + 25 * torch.randn(16, 16), "denoise": quick}
 
 

@@ -22,14 +22,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         image, mask = _read(args.image), _read_mask(args.mask)
         _check_output(args.output)
         torch.manual_seed(args.seed)
-        options = {"side": args.side, "num_latents": args.latents, "passes": args.passes, "stride": args.stride}
+        options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         restored = inpaint(image, mask, args.noise, **options) if mask is not None else denoise(image, args.noise, **options)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     pixels = restored.image.round().clamp(0, 255).to(torch.uint8).numpy()
     Image.fromarray(pixels).save(args.output)
-    print(f"{args.output}: noise of standard deviation {restored.noise:.1f} (of 255) taken off, {len(restored.free_energies)} passes")
+    print(f"{args.output}: noise of standard deviation {restored.noise:.1f} (of 255) taken off")
     return 0
 
 
@@ -42,9 +42,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output", type=Path, required=True, help="where the restored picture goes")
     parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black is missing")
     parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated")
-    parser.add_argument("--side", type=int, help="side of a patch in pixels; default: by the noise")
-    parser.add_argument("--latents", type=int, default=576, help="dictionary elements (default: %(default)s)")
-    parser.add_argument("--passes", type=int, default=20, help="passes through all patches (default: %(default)s)")
+    parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
+    parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of learning (default: %(default)s)")
     parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
     return parser

@@ -59,6 +59,10 @@ class Patches:
         """Number of entries of a patch, ``D``."""
         return math.prod(self.size) * (self.channels or 1)
 
+    def places(self) -> Tensor:
+        """Where the patches begin: indices ``(N, P)`` of their first entries, for ``P`` dimensions without channels."""
+        return torch.stack(self._grid(self._starts), -1).flatten(0, -2)
+
     def extract(self, array: Tensor) -> Tensor:
         """The patches ``(N, D)`` of an array ``(*shape)`` or ``(*shape, channels)``; missing entries (NaN) stay missing.
 

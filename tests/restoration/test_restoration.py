@@ -11,12 +11,16 @@ import torch
 from PIL import Image
 
 from pyro_truncated import AutoTruncated
-from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.models import BinarySparseCoding, BinaryVAE, GaussianMixture, MaximalCauses, SpikeSlabSparseCoding
 from pyro_truncated.restoration import Patches, Pursuit, denoise, inpaint
 from pyro_truncated.restoration.__main__ import main
-from pyro_truncated.restoration.restore import filled, noise_level
+from pyro_truncated.restoration.first_guesses import filled, noise_level
 
-QUICK = {"num_latents": 32, "passes": 6, "num_states": 10, "batch_size": 300, "progress": False}
+QUICK = {"passes": 6, "num_states": 10, "batch_size": 300, "progress": False}
+
+
+def spike_and_slab(num_observed: int) -> SpikeSlabSparseCoding:
+    return SpikeSlabSparseCoding(num_observed, 32, offset=False)
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -120,32 +124,67 @@ def test_pursuit_proposes_the_path_of_a_loop():
 # --- restoration ---
 
 
-@pytest.mark.slow
 def test_most_of_the_noise_goes_and_its_level_is_learned():
     truth = picture()
-    # In double precision: rounding may turn a choice between two states.
+    damaged = truth.double() + 20 * torch.randn(truth.shape, generator=generator(1))
+    restored = denoise(damaged, generator=generator(2), progress=False)
+    assert error(restored.image, truth) < 0.4 * error(damaged, truth)
+    assert restored.noise == pytest.approx(20, rel=0.2)
+    assert restored.guide is None
+    # In another unit the same happens.
+    small = denoise(damaged / 256, generator=generator(2), progress=False)
+    torch.testing.assert_close(256 * small.image, restored.image, rtol=1e-6, atol=1e-6)
+    assert 256 * small.noise == pytest.approx(restored.noise)
+
+
+@pytest.mark.slow
+def test_another_model_learns_the_noise_too():
+    truth = picture()
     damaged = truth.double() + 20 * torch.randn(truth.shape, generator=generator(1))
     pyro.set_rng_seed(0)
-    restored = denoise(damaged, side=6, generator=generator(2), **QUICK)
+    restored = denoise(damaged, model=lambda size: spike_and_slab(size).double(), side=6, generator=generator(2), **QUICK)
     assert error(restored.image, truth) < 0.75 * error(damaged, truth)
     assert restored.noise == pytest.approx(20, rel=0.2)
     assert restored.free_energies[-1] > restored.free_energies[0]
-    # In another unit the same happens; a choice between two states of nearly the same probability may fall otherwise.
-    pyro.set_rng_seed(0)
-    small = denoise(damaged / 256, side=6, generator=generator(2), **QUICK)
-    assert error(256 * small.image, truth) < 0.75 * error(damaged, truth)
-    assert 256 * small.noise == pytest.approx(restored.noise, rel=0.02)
+    assert len(restored.guide.population()) == len(restored.patches)
 
 
 @pytest.mark.slow
-def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_nan():
+@pytest.mark.parametrize(
+    ("make", "passes"),
+    [
+        (lambda size: BinarySparseCoding(size, 16), 8),
+        (lambda size: MaximalCauses(size, 16), 8),
+        (lambda size: BinaryVAE(size, 8, hidden=(16,)), 100),
+        (SpikeSlabSparseCoding(16, 8, covariance="full"), 8),
+    ],
+    ids=["binary", "maximal", "network", "made already"],
+)
+def test_any_model_of_patches_restores(make, passes):
+    truth = picture(16)
+    damaged = truth + 20 * torch.randn(truth.shape, generator=generator(1))
+    pyro.set_rng_seed(0)
+    restored = denoise(damaged, model=make, side=4, generator=generator(2), **{**QUICK, "passes": passes, "batch_size": 60})
+    assert error(restored.image, truth) < error(damaged, truth)
+
+
+def test_models_of_other_patches_and_without_reconstructions_are_refused():
+    with pytest.raises(ValueError, match="patches of 16 entries"):
+        denoise(picture(), model=BinarySparseCoding(9, 4), side=4)
+    with pytest.raises(TypeError, match="reconstruct"):
+        denoise(picture(), model=GaussianMixture(16, 4), side=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", [None, spike_and_slab], ids=["mixtures", "spike and slab"])
+def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_nan(model):
     truth = picture()
     damaged = truth + 2 * torch.randn(truth.shape, generator=generator(1))
     mask = torch.rand(truth.shape, generator=generator(2)) < 0.6
     results = []
     for arguments in ((damaged, mask), (torch.where(mask, damaged, math.nan),)):
         pyro.set_rng_seed(0)
-        results.append(inpaint(*arguments, noise=2.0, side=6, generator=generator(2), **QUICK).image)
+        results.append(inpaint(*arguments, noise=2.0, model=model, side=6, generator=generator(2), **QUICK).image)
     torch.testing.assert_close(*results)
     smoothed = filled(torch.where(mask, damaged, math.nan), 2)
     assert error(results[0][~mask], truth[~mask]) < error(smoothed[~mask], truth[~mask])
@@ -155,8 +194,7 @@ def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_na
 def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
     pyro.set_rng_seed(0)
     array = np.random.default_rng(0).normal(size=shape)
-    options = {**QUICK, "passes": 1, "num_latents": 8, "side": 4, "stride": 2}
-    restored = denoise(array, **options)
+    restored = denoise(array, side=4, stride=2, progress=False)
     assert restored.image.shape == shape
     assert restored.image.dtype == torch.float64
     assert restored.patches.channels == (3 if shape[-1] == 3 else None)
@@ -170,6 +208,8 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
         (torch.randn(8, 8), {"noise": 0.0}, "noise"),
         (torch.randn(8, 8), {"side": 9}, "size"),
         (torch.randn(8, 8), {"passes": 0}, "passes"),
+        (torch.randn(8, 8), {"rounds": 0}, "rounds"),
+        (torch.randn(8, 8), {"num_components": 0}, "num_components"),
     ],
 )
 def test_what_cannot_be_restored_is_refused(image, options, named):
@@ -186,7 +226,7 @@ def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsy
     rng = np.random.default_rng(0)
     for name, shape in (("grey.png", (14, 15)), ("colour.png", (14, 15, 3))):
         Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)).save(tmp_path / name)
-        arguments = [str(tmp_path / name), "--output", str(tmp_path / f"out_{name}"), "--side", "4", "--latents", "8", "--passes", "1"]
+        arguments = [str(tmp_path / name), "--output", str(tmp_path / f"out_{name}"), "--side", "4", "--components", "8", "--rounds", "1"]
         assert main(arguments) == 0
         assert np.array(Image.open(tmp_path / f"out_{name}")).shape == shape
     Image.fromarray((rng.random((14, 15)) < 0.5).astype(np.uint8) * 255).save(tmp_path / "mask.png")
