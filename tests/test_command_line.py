@@ -74,6 +74,6 @@ def test_pictures_are_restored(tmp_path, capsys):
     assert "none.png" in capsys.readouterr().err
     picture = tmp_path / "in.png"
     Image.fromarray((np.indices((12, 12)).sum(0) * 10).astype(np.uint8)).save(picture)
-    flags = ["--output", str(tmp_path / "out.png"), "--side", "4", "--latents", "6", "--passes", "2"]
+    flags = ["--output", str(tmp_path / "out.png"), "--side", "4", "--components", "6", "--rounds", "2"]
     assert main(["restoration", str(picture), *flags]) == 0
     assert (tmp_path / "out.png").exists()

@@ -54,6 +54,11 @@ class PatchMixture:
     where :math:`p_n` is the place of patch ``n``; its likelihood has the power :math:`\beta = 1/2`. Directions with a variance below 5 % of
     the noise's are left out.
 
+    Example:
+        >>> mixture = denoise(torch.randn(16, 16), side=4, num_components=3, progress=False).model
+        >>> mixture.loc.shape
+        torch.Size([3, 16])
+
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
         loc: means :math:`\mu`, ``(K, D)``.
@@ -166,21 +171,25 @@ def _coefficients(above: Tensor, directions: Tensor, variances: Tensor, noise: f
     return solution * variances.sqrt(), (inverse * variances).sum((1, 2)), noise * (1 - inverse.sum(1)).sum(1)
 
 
-def k_means(points: Tensor, number: int, steps: int, generator: torch.Generator | None = None) -> Responsibilities:
-    """Clusters of points ``(N, D)`` by Lloyd's algorithm from random points, as certain responsibilities."""
+def k_means(points: Tensor, number: int, steps: int, candidates: int, generator: torch.Generator | None = None) -> Responsibilities:
+    """Clusters of points ``(N, D)`` by Lloyd's algorithm from random points.
+
+    Returns:
+        Of every point so many clusters, the nearest first, which is certain.
+    """
     means = points[torch.randperm(len(points), generator=generator, device="cpu")[:number].to(points.device)]
-    nearest = _nearest(points, means)
     for _ in range(steps):
+        nearest = _nearest(points, means, 1).squeeze(1)
         count = nearest.bincount(minlength=len(means)).unsqueeze(1)
         sums = torch.zeros_like(means).index_add_(0, nearest, points)
         means = torch.where(count > 0, sums / count.clamp(min=1), means)
-        nearest = _nearest(points, means)
-    return Responsibilities(nearest.unsqueeze(1), points.new_ones(len(points), 1))
+    nearest = _nearest(points, means, min(candidates, len(means)))
+    return Responsibilities(nearest, torch.zeros_like(nearest, dtype=points.dtype).index_fill_(1, nearest.new_zeros(1), 1.0))
 
 
-def _nearest(points: Tensor, means: Tensor) -> Tensor:
+def _nearest(points: Tensor, means: Tensor, number: int) -> Tensor:
     power = 0.5 * means.square().sum(1)
-    return torch.cat([(power - block @ means.mT).argmin(1) for block in points.split(_ROWS)])
+    return torch.cat([(power - block @ means.mT).topk(number, 1, largest=False).indices for block in points.split(_ROWS)])
 
 
 def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:

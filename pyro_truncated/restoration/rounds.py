@@ -13,7 +13,7 @@ from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_ITERATIONS, _KEPT, _CANDIDATES = 4, 3, 12
+_ITERATIONS, _KEPT, _CANDIDATES, _NEAREST = 4, 3, 12, 32
 _LLOYD_STEPS = 6
 _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
@@ -45,19 +45,22 @@ def restored_by_mixtures(
         progress: whether to show a progress bar.
 
     Returns:
-        The array; the standard deviation of the noise that the last mixture asks for; and this mixture.
+        The mean of the arrays of the last two rounds; the standard deviation of the noise that the last mixture asks for; and this mixture.
     """
-    estimate = torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)
+    arrays = [torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)]
     with progress_bar(progress, total=rounds * len(patches) * _ITERATIONS, desc="restoring") as bar:
         for number in range(rounds):
             found = []
             for windows in patches:
                 per_component = _PATCHES_PER_COMPONENT if number == 0 else _PATCHES_PER_COMPONENT / 2
-                wanted = num_components or math.ceil(len(windows) / per_component)
-                found.append(_restored_by_mixture(image, estimate, windows, min(wanted, len(windows)), noise, generator, bar))
-            estimate = torch.stack([array for array, _, _ in found]).mean(0)
-    _, learned_noise, mixture = found[-1]
-    return estimate, learned_noise, mixture
+                wanted = min(num_components or math.ceil(len(windows) / per_component), len(windows))
+                found.append(_restored_by_mixture(image, arrays[-1], windows, wanted, noise, generator, bar))
+            arrays.append(torch.stack([array for array, _, _ in found]).mean(0))
+            _, learned_noise, mixture = found[-1]
+            if number == 0:
+                # Half of the way: the first mixture is fitted to what is left of the noise, too.
+                noise = 0.5 * (noise + learned_noise)
+    return torch.stack(arrays[-2:] if rounds > 1 else arrays[-1:]).mean(0), learned_noise, mixture
 
 
 def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
@@ -95,7 +98,7 @@ def _restored_by_mixture(
     y, x = patches.extract(image), patches.extract(estimate)
     filled = torch.where(y.isnan(), x, y)
     places = patches.places().to(x)
-    clusters = k_means(torch.cat([x, _NEARNESS * noise * places], 1), num_components, _LLOYD_STEPS, generator)
+    clusters = k_means(torch.cat([x, _NEARNESS * noise * places], 1), num_components, _LLOYD_STEPS, _NEAREST, generator)
     mixture, posterior = _learned(filled, x, places, clusters, noise, bar)
     means, errors, seen_errors = mixture.posterior_means(y, posterior.most_probable(_KEPT))
     variance = ((y - means).square().nansum() + seen_errors.sum()) / (~y.isnan()).sum()
@@ -105,12 +108,12 @@ def _restored_by_mixture(
 def _learned(
     y: Tensor, x: Tensor, places: Tensor, posterior: Responsibilities, noise: float, bar: ProgressBar
 ) -> tuple[PatchMixture, Responsibilities]:
-    """EM in which patches without noise are taken to be known, after the first iteration among the most probable components only."""
+    """EM in which patches without noise are taken to be known, among the nearest clusters, later among the most probable components."""
     number = int(posterior.components.max()) + 1
-    candidates = None
+    kept, candidates = posterior.most_probable(1), posterior
     for _ in range(_ITERATIONS):
-        mixture = PatchMixture.of(x, places, posterior.most_probable(_KEPT), number, noise)
-        posterior = mixture.responsibilities(y, places, _CANDIDATES) if candidates is None else mixture.among(y, places, candidates)
-        candidates = candidates or posterior
+        mixture = PatchMixture.of(x, places, kept, number, noise)
+        posterior = mixture.among(y, places, candidates)
+        kept, candidates = posterior.most_probable(_KEPT), posterior.most_probable(_CANDIDATES)
         bar.update()
     return mixture, posterior

@@ -101,10 +101,12 @@ def test_posterior_means_are_conditional_expectations_of_what_is_observed(share_
 
 def test_clusters_are_those_of_the_nearest_means_and_components_without_data_are_never_taken() -> None:
     points = torch.cat([torch.zeros(10, 2), torch.full((10, 2), 9.0)]) + torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    found = k_means(points, 2, 10, torch.Generator().manual_seed(3))
+    found = k_means(points, 2, 10, 5, torch.Generator().manual_seed(3))
+    assert found.weights.tolist() == 20 * [[1.0, 0.0]]
+    assert bool((found.components.sum(1) == 1).all())
     means = torch.stack([points[found.components[:, 0] == k].mean(0) for k in range(2)])
-    assert torch.equal(torch.cdist(points, means).argmin(1), found.components[:, 0])
-    model = PatchMixture.of(points, torch.zeros(20, 2), found, 4, 1.0)
+    assert torch.equal(torch.cdist(points, means).argsort(1), found.components)
+    model = PatchMixture.of(points, torch.zeros(20, 2), found.most_probable(1), 4, 1.0)
     assert bool((model.responsibilities(points, torch.zeros(20, 2), 2).components < 2).all())
 
 
