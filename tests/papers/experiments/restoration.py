@@ -82,6 +82,8 @@ def bm3d(image: np.ndarray, noise: float) -> tuple[np.ndarray, dict[str, Any]]:
 
 def run(method: Any, folder: Path, pattern: str) -> None:
     for path in sorted(folder.glob(f"{pattern}.npz")):
+        if (folder / f"{method.__name__}_{path.stem}.npy").exists():
+            continue
         data = np.load(path)
         start = time.process_time()
         image, extra = method(data["damaged"], float(data["noise"]))
