@@ -28,7 +28,7 @@ class AffinitySearch(Search):
     @property
     def learns(self) -> bool:
         """Whether the affinity does."""
-        return hasattr(self.affinity, "meet")
+        return getattr(self.affinity, "learns_together", False)
 
     def meet(self, batch: SearchBatch) -> None:
         """Lets the affinity learn."""

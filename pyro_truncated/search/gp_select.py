@@ -58,6 +58,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         ValueError: if an argument is out of range.
     """
 
+    learns_together = True
     _memory: MetData | None
 
     @names_arguments

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     Attributes:
         regression: the Gaussian process regression, ``None`` before the first batch.
+        learns_together: whether it learns from shards of data, by a method ``meet`` like that of a search.
     """
+
+    learns_together: ClassVar[bool] = False
 
     regression: LeaveOneOutRegression | None
     _is_of_new_data: bool
@@ -38,9 +41,14 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
+            NotImplementedError: for shards of data, if it does not learn from these together.
         """
+        if batch.is_spread and not self.learns_together:
+            raise NotImplementedError(
+                f"{type(self).__name__} learns from the data of one process; these are shards: train it on whole data"
+            )
         data = self._data_of(batch)
-        if batch.is_met:
+        if batch.is_met and self.learns_together:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
         if (batch.is_new and knows) or not self._can_learn_from(batch):
@@ -49,14 +57,6 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             self.forget()
         self._is_of_new_data = batch.is_new
         return self._learn(data, batch)
-
-    def meet(self, batch: SearchBatch) -> None:
-        """Learns from shards of data, see :meth:`.Search.meet`.
-
-        Raises:
-            NotImplementedError: unless what learns knows how to bring several processes' data together.
-        """
-        raise NotImplementedError(f"{type(self).__name__} learns from the data of one process; these are shards: train it on whole data")
 
     def forget(self) -> None:
         """Forgets all data, and what was fitted to them; a kernel that was given keeps its parameters."""

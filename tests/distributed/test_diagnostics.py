@@ -12,7 +12,8 @@ import torch
 from pyro_truncated import check_truncation, distributed, to_arviz
 from pyro_truncated.diagnostics import population_growth
 from pyro_truncated.search import EvolutionarySearch
-from tests.distributed.test_together import data, list_of_guides, made
+from tests.distributed.test_guide_lists import list_of_guides
+from tests.distributed.test_together import data, made
 
 GROUPS = ("truncated_posterior", "log_likelihood", "observed_data", "posterior")
 

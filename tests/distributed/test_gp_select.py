@@ -10,7 +10,8 @@ import torch
 from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed
-from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
+from pyro_truncated.scenes import PlaceRegression
 from pyro_truncated.search import SearchBatch, gp_select
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -87,3 +88,12 @@ def test_affinities_are_those_of_one_process(rank, crew):
     two, three = (crew.results(number, affinities, rank, 30) for number in (2, 3))
     assert (two[0][1] < 60) == (rank is not None)
     torch.testing.assert_close(torch.cat([own for own, _ in two]), torch.cat([own for own, _ in three]), rtol=1e-8, atol=1e-10)
+
+
+def test_what_learns_from_one_process_refuses_shards_by_name():
+    space = StateSpace([2] * 2)
+    population = Population(space, space.enumerate()[None], torch.zeros(1, 4))
+    batch = SearchBatch(population, lambda words: words.sum(-1), is_spread=True)
+    affinity = PlaceRegression(OcclusiveComponents(2, (8, 8), (3, 3)).canvas)
+    with pytest.raises(NotImplementedError, match="PlaceRegression learns from the data of one process"):
+        affinity(batch)

@@ -1,0 +1,69 @@
+"""Guides beside others on several processes: each takes its data, and an equal share of what belongs to none."""
+
+from __future__ import annotations
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.optim import Adam
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, distributed
+from pyro_truncated.distributed import OtherProcessError
+from tests.distributed.test_together import data
+
+
+def rows_with_weights(y: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+    with pyro.plate("features", y.shape[1]):
+        weight = pyro.sample("weight", dist.Normal(torch.zeros(3).double(), 1.0).to_event(1))
+    prior = pyro.sample("prior", dist.Beta(torch.ones(3).double(), 3.0).to_event(1))
+    with pyro.plate("data", len(y)):
+        loudness = 1.0 if scale is None else pyro.sample("loudness", dist.LogNormal(scale, 1.0)).unsqueeze(-1)
+        s = pyro.sample("s", dist.Bernoulli(prior).to_event(1))
+        pyro.sample("y", dist.Normal(loudness * (weight * s.unsqueeze(-2)).sum(-1), 0.5).to_event(1), obs=y)
+
+
+def list_of_guides() -> SVI:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(4)
+    guide = AutoGuideList(rows_with_weights)
+    guide.append(AutoNormal(pyro.poutine.block(rows_with_weights, hide=["s"])))
+    guide.append(AutoTruncated(rows_with_weights, num_states=4))
+    driver = distributed.AllReduced(Adam({"lr": 0.05}))
+    return SVI(rows_with_weights, guide, driver, Truncated_ELBO(EvolutionarySearch(3, 2)))
+
+
+def beside_others() -> tuple[list[float], dict[str, torch.Tensor], torch.Tensor]:
+    y = distributed.shard(data(17))
+    svi = list_of_guides()
+    losses = [svi.step(y) for _ in range(4)] + [svi.evaluate_loss(y) for _ in range(2)]
+    return losses, {name: value.detach() for name, value in pyro.get_param_store().items()}, svi.guide[1].words
+
+
+@pytest.mark.slow
+def test_guides_beside_others_are_trained_as_by_one_process(crew):
+    losses, parameters, words = beside_others()
+    # Draws differ from loss to loss.
+    assert len(set(losses)) == len(losses)
+    for number in (2, 3):
+        ranks = crew.results(number, beside_others)
+        for found, held, _ in ranks:
+            assert found == pytest.approx(losses, rel=1e-12)
+            for name, value in parameters.items():
+                torch.testing.assert_close(held[name], value, rtol=1e-9, atol=1e-9)
+                assert torch.equal(held[name], ranks[0][1][name])
+        assert torch.equal(torch.cat([own for *_, own in ranks]), words)
+
+
+def beside_local_draws() -> float:
+    y = distributed.shard(data(17))
+    return list_of_guides().step(y, torch.zeros(()).double())
+
+
+@pytest.mark.slow
+def test_guides_that_draw_for_every_data_point_are_refused(crew):
+    for found in crew.run(2, beside_local_draws):
+        assert isinstance(found, (NotImplementedError, OtherProcessError))
+        assert "other guides sample ['loudness_unconstrained', 'loudness'] for every data point" in str(found)
