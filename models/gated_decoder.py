@@ -66,6 +66,10 @@ class GatedDecoder(UniqueModule):
 
     Poses are guided by a network (:meth:`pose_guide`), which :meth:`dream` teaches with images that the model itself makes up.
 
+    .. note:: Inferred images do not join the active set. Given active images whose states are known all others are independent, and each
+        state of an image has a density of its own; uncertain active images would have a joint density only, over all combinations of their
+        states. With their most probable states taken for known, what is wrong there would teach a part the looks of another.
+
     Example::
 
         model = GatedDecoder(examples, switches, poses)

@@ -68,6 +68,7 @@ def run(seed: int, num_train: int = 3000, num_test: int = 500) -> list[dict[str,
     most_probable = Fit(decoder.latents(data.x), posterior, decoder.loc, decoder.latents(data.x)[:0], 0.0)
     found = rows("SAS, one latent", data, lambda x: one_latent(most_probable, x), seed)
     found += rows("SAS, candidates", data, lambda x: candidates.predict(candidates.infer(x)), seed)
+    found += rows("SAS, candidates and own latent", data, candidates.reconstruct, seed)
     for name, method, size, epochs in (("GP-LVM", "gplvm", 100, 400), ("VAE", "vae", 0, 100)):
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
