@@ -77,15 +77,49 @@ def run(seed: int, num_train: int = 3000, num_test: int = 500) -> list[dict[str,
     return found
 
 
+HEAD = """# Posteriors over latents: intervals of what is hidden
+
+    python -m tests.papers.experiments.candidate_latents
+
+3000 images of MNIST to train on and 500 to test, two latent dimensions; means over {num} splits (seeds {seeds}). RMSE / negative log
+density per pixel / share of pixels in 95 % intervals: of all pixels where none is hidden, else of the hidden ones. "One latent" predicts at
+the most probable latent of an image; "candidates" (`CandidateLatents.predict`) from a truncated mixture over the latents of the training
+images, with a noise for each pixel and a temperature learned on half-hidden training images; with its "own latent" (`reconstruct`), the
+most probable latent of the image is one more component, whose share was chosen on a further split. The others have one noise for all
+pixels, from which much of the difference in density comes. CPU seconds are for all 500 images.
+
+| method | none hidden | random half hidden | lower half hidden | CPU s |
+| --- | --- | --- | --- | --- |
+"""
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """Means over the splits on which every method has been run."""
+
+    def mean(method: str, part: str, what: str) -> float:
+        values = [row[what] for row in found if row["method"] == method and row["hidden"] == part]
+        return sum(values) / len(values)
+
+    parts, lines = list(dict.fromkeys(row["hidden"] for row in found)), []
+    for method in dict.fromkeys(row["method"] for row in found):
+        cells = [f"{mean(method, p, 'rmse'):.4f} / {mean(method, p, 'nlpd'):.3f} / {mean(method, p, 'cover'):.3f}" for p in parts]
+        seconds = sum(mean(method, p, "seconds") for p in parts) / len(parts)
+        lines.append(f"| {method} | {' | '.join(cells)} | {seconds:.2f} |")
+    seeds = sorted({row["seed"] for row in found})
+    return HEAD.format(num=len(seeds), seeds=", ".join(map(str, seeds))) + "\n".join(lines) + "\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[20, 21, 22])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[20, 21, 22])
     parser.add_argument("--output", type=Path, default=RESULTS / "candidate_latents.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
     for seed in args.seeds:
         with args.output.open("a") as file:
             file.writelines(json.dumps(row) + "\n" for row in run(seed))
+    found = [json.loads(line) for line in args.output.read_text().splitlines()]
+    args.output.with_suffix(".md").write_text(table(found))
 
 
 if __name__ == "__main__":
