@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from pyro_truncated.distributions.component import Component
+from pyro_truncated.distributions.component_normal import ComponentNormal
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.distributions.max_family import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum
@@ -21,6 +22,7 @@ __all__ = [
     "BernoulliMaximum",
     "Canvas",
     "Component",
+    "ComponentNormal",
     "CorrelatedSlabSuperposition",
     "DepthOrder",
     "ExponentialMaximum",

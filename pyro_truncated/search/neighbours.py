@@ -28,14 +28,15 @@ class NeighbourSearch(Search):
 
     averaged over what has been scored so far, with half the weight for every search that has passed. Neither the number of candidates nor
     the cost of a search depends on that of the components; as neighbours of neighbours become neighbours, the lists are good after a few
-    passes through the data.
+    passes through the data. From populations of random components that takes many more passes than from likely ones, see ``init`` below.
 
     What was learned is part of :meth:`state_dict`; new data (``guide.infer``) use it and add nothing.
 
     Example:
         >>> y = torch.randn(500, 2)
         >>> model = GaussianMixture(2, 50, covariance="spherical").initialize(y)
-        >>> svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO(NeighbourSearch(5)))
+        >>> guide = AutoTruncated(model, num_states=4, init=model.likeliest_components(y, 4))
+        >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(NeighbourSearch(5)))
         >>> losses = [svi.step(y, 100) for _ in range(3)]
 
     Args:

@@ -9,7 +9,7 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, StateSpace, Truncated_ELBO
-from pyro_truncated.distributions import Component
+from pyro_truncated.distributions import Component, ComponentNormal
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture
 from pyro_truncated.search import NeighbourSearch, SearchBatch
 
@@ -63,14 +63,13 @@ def test_em_on_minibatches_reaches_what_looking_at_all_reaches() -> None:
     for name, search in (("all", ExhaustiveSearch()), ("near", NeighbourSearch(6, parents=3))):
         pyro.clear_param_store()
         model = GaussianMixture(2, 36, covariance="spherical", dtype=D64).initialize(y, torch.Generator().manual_seed(1))
-        model.scale = torch.ones_like(model.scale)
-        svi = SVI(model, AutoTruncated(model, num_states=4), ClosedForm(model), Truncated_ELBO(search))
+        guide = AutoTruncated(model, num_states=4, init=model.likeliest_components(y, 4))
+        svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
         for _ in range(40):
             svi.step(y, 1000)
         reached[name] = evidence(model, y)
-    # Both end in local optima, of the same quality.
-    assert reached["near"] == pytest.approx(reached["all"], abs=0.15)
-    assert reached["near"] > evidence(truth, y) - 0.5
+    assert reached["near"] == pytest.approx(reached["all"], abs=0.02)
+    assert reached["near"] > evidence(truth, y) - 0.05
 
 
 def evidence(model: GaussianMixture, y: Tensor) -> float:
@@ -133,6 +132,31 @@ def test_components_are_drawn_and_scored_like_categorical_numbers() -> None:
     assert component.sample((2,)).shape == (2, 20_000)
     assert Component(weights).sample().shape == ()
     assert Component(weights.expand(3, 4).contiguous()).sample((5,)).shape == (5, 3)
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_normal_distributions_of_components_are_those_of_torch(width: int) -> None:
+    torch.manual_seed(0)
+    loc, scale = torch.randn(5, 3, dtype=D64, requires_grad=True), (torch.rand(5, width, dtype=D64) + 0.5).requires_grad_()
+    component, y = torch.randint(5, (4, 7)), torch.randn(7, 3, dtype=D64)
+    found, expected = ComponentNormal(component, loc, scale), torch.distributions.Normal(loc[component], scale[component])
+    density = expected.log_prob(y).sum(-1)
+    torch.testing.assert_close(found.log_prob(y), density)
+    weight = torch.randn(4, 7, dtype=D64)
+    for ours, theirs in zip(
+        *(torch.autograd.grad((value * weight).sum(), (loc, scale)) for value in (found.log_prob(y), density)), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(found.mean, expected.mean)
+    torch.testing.assert_close(found.variance, expected.variance)
+    larger = ComponentNormal(component[:, :1], loc, scale).expand([4, 7])
+    torch.testing.assert_close(larger.log_prob(y), ComponentNormal(component[:, :1].expand(4, 7), loc, scale).log_prob(y))
+    # Means of 20 000 draws within 6 standard errors: false alarm rate 2e-9 for each of 84 numbers.
+    drawn = found.sample((20_000,))
+    assert ((drawn.mean(0) - found.mean).abs() < 6 * (found.variance / 20_000).sqrt()).all()
+    torch.testing.assert_close(drawn.var(0), found.variance.detach(), rtol=0.06, atol=0.0)
+    with pytest.raises(ValueError, match=r"loc must have shape \(K, D\)"):
+        ComponentNormal(component, loc, scale[:4])
 
 
 @pytest.mark.parametrize("kind", ["full", "diag", "spherical", "tied"])

@@ -1,0 +1,185 @@
+"""Rows that lie spread over the data, for clusters to start from: k-means++ with local search."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+# The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
+_PATIENCE = 10
+_LEAST_GAIN = 0.02
+_FEWEST_TRIES = 25
+# From so many components on they are looked at in groups, of which so many.
+_FEW = 1000
+_LOOKED_AT = 8
+
+
+class Clusters:
+    """Clusters of data around rows that lie spread over them.
+
+    Args:
+        points: rows ``(N, D)``.
+        number: number of clusters ``K``.
+        generator: source of randomness.
+
+    Attributes:
+        means: ``(K, D)``.
+        shares: of the data, ``(K,)``, none zero.
+        covariance: within the clusters, ``(D, D)``; that of all data if every row is a cluster.
+    """
+
+    def __init__(self, points: Tensor, number: int, generator: torch.Generator | None = None) -> None:
+        chosen, nearest = spread_rows(points, number, generator)
+        size = torch.bincount(nearest, minlength=number).to(points)
+        total = torch.zeros_like(points[:1]).repeat(number, 1).index_add_(0, nearest, points)
+        # Of equal rows that are chosen several times only one gets the data.
+        self.means = torch.where(size.unsqueeze(-1) > 0, total / size.clamp(min=1).unsqueeze(-1), points[chosen])
+        self.shares = (size + 1) / (size + 1).sum()
+        within = points - self.means[nearest]
+        freedom = len(points) - int((size > 0).sum())
+        self.covariance = within.mT @ within / max(1, freedom)
+        if not bool(self.covariance.diagonal().sum() > 0):
+            around = points - points.mean(0)
+            self.covariance = around.mT @ around / len(points)
+
+
+def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    r"""Chooses rows with a small sum of square distances from every row to the nearest chosen one.
+
+    Rows are drawn in proportion to their square distance from those chosen so far; of some draws the one is taken that lowers the sum most
+    (greedy k-means++). Then further draws are exchanged for the chosen row with which the sum falls most, as long as it does (local
+    search): one such swap puts right a cluster that has two rows, and another that has none.
+
+    Args:
+        points: rows ``(N, D)``.
+        number: how many to choose, ``K``; where there are fewer different rows some are chosen repeatedly.
+        generator: source of randomness.
+
+    Returns:
+        Positions ``(K,)`` of the chosen rows, and that of the nearest chosen one of every row ``(N,)``, between 0 and ``K - 1``.
+
+    References:
+        Arthur and Vassilvitskii, "k-means++: the advantages of careful seeding", SODA 2007. Lattanzi and Sohler, "A better k-means++
+        algorithm via local search", ICML 2019.
+    """
+    points = points - points.mean(0)
+    trials = 2 + int(math.log(number))
+    chosen = _greedy(points, number, trials, generator)
+    if number == 1:
+        return chosen, torch.zeros(len(points), dtype=torch.int64, device=points.device)
+    nearest = _TwoNearest(points, chosen)
+    failures, least = 0, _LEAST_GAIN * nearest.cost / number
+    for _ in range(max(_FEWEST_TRIES, number)):
+        failures = 0 if nearest.swap(_drawn(nearest.distance[0], trials, generator), least) else failures + 1
+        if failures == _PATIENCE:
+            break
+    return nearest.chosen, nearest.index[0]
+
+
+def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator | None) -> Tensor:
+    chosen = torch.zeros(number, dtype=torch.int64, device=points.device)
+    chosen[:1] = _drawn(torch.ones_like(points[:, 0]), 1, generator)
+    distance = _squared(points, chosen[:1])[0]
+    for k in range(1, number):
+        drawn = _drawn(distance, trials, generator)
+        lower = _squared(points, drawn).minimum(distance)
+        best = lower.sum(1).argmin()
+        chosen[k], distance = drawn[best], lower[best]
+    return chosen
+
+
+class _TwoNearest:
+    """The two nearest of the chosen rows of every row, and what it costs to do without one of them."""
+
+    def __init__(self, points: Tensor, chosen: Tensor) -> None:
+        self.points, self.chosen = points, chosen
+        blocks = points.split(max(1, 2**24 // len(chosen)))
+        self.distance, self.index = (torch.cat(parts, 1) for parts in zip(*map(self._find, blocks), strict=True))
+
+    @property
+    def cost(self) -> Tensor:
+        """Sum of the square distances to the nearest chosen row."""
+        return self.distance[0].sum()
+
+    def swap(self, candidates: Tensor, least: Tensor) -> bool:
+        """Puts a candidate in the place of a chosen row, those two for which the cost falls most; not if it falls by less than is given."""
+        distance = _squared(self.points, candidates)
+        added = distance.minimum(self.distance[0])
+        dearer = distance.minimum(self.distance[1]) - added
+        cost = added.sum(1, keepdim=True) + distance.new_zeros(len(candidates), len(self.chosen)).index_add_(1, self.index[0], dearer)
+        candidate, place = divmod(int(cost.argmin()), len(self.chosen))
+        if not bool(cost[candidate, place] < self.cost - least):
+            return False
+        self.chosen[place] = candidates[candidate]
+        self._enter(distance[candidate], place)
+        return True
+
+    def _enter(self, distance: Tensor, place: int) -> None:
+        """Takes in the distances of the row that has come to a place."""
+        bereft = (self.index == place).any(0).nonzero().squeeze(-1)
+        both = torch.cat([self.distance, distance.unsqueeze(0)])
+        indices = torch.cat([self.index, torch.full_like(self.index[:1], place)])
+        self.distance, order = both.topk(2, dim=0, largest=False)
+        self.index = indices.gather(0, order)
+        self.distance[:, bereft], self.index[:, bereft] = self._find(self.points[bereft])
+
+    def _find(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        found = torch.cdist(points, self.points[self.chosen]).topk(2, largest=False)
+        return found.values.square().mT, found.indices.mT
+
+
+def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """Positions drawn in proportion to weights; evenly if all are zero."""
+    total = weight.double().cumsum(0)
+    total = total if bool(total[-1] > 0) else torch.ones_like(total).cumsum(0)
+    at = torch.rand(number, dtype=torch.float64, generator=generator, device=None if generator is None else generator.device)
+    return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
+
+
+def _squared(points: Tensor, rows: Tensor) -> Tensor:
+    """Square distances ``(T, N)`` of all points from some of them."""
+    some, power = points[rows], points.square().sum(1)
+    return torch.addmm(power.unsqueeze(0), some, points.mT, alpha=-2.0).add_(power[rows].unsqueeze(1)).clamp_(min=0.0)
+
+
+def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Points ``(K, D)`` with noise of a hundredth of the deviations of a covariance ``(D, D)``, which tells equal ones apart."""
+    noise = torch.randn(points.shape, generator=generator, device=None if generator is None else generator.device).to(points)
+    return points + 0.01 * covariance.diagonal().sqrt() * noise
+
+
+class Groups:
+    """Finds the largest of very many linear functions of some features: first the groups of functions that are large on average.
+
+    Args:
+        coefficients: of the functions, ``(K, F)``.
+        places: where the functions belong, ``(K, D)``: those that lie together make a group. Up to a thousand functions are one group.
+    """
+
+    def __init__(self, coefficients: Tensor, places: Tensor) -> None:
+        self.coefficients, number = coefficients, len(places)
+        if number <= _FEW:
+            self.group = torch.zeros(number, dtype=torch.int64, device=places.device)
+        else:
+            self.group = spread_rows(places, round(number**0.5), torch.Generator(places.device).manual_seed(0))[1]
+        self.size = torch.bincount(self.group)
+        total = coefficients.new_zeros(len(self.size), coefficients.shape[1]).index_add_(0, self.group, coefficients)
+        self.mean = total / self.size.unsqueeze(-1)
+
+    def likeliest(self, features: Tensor, number: int) -> Tensor:
+        """The ``number`` largest functions of each of some features ``(N, F)``, largest first; of groups, those in the likeliest ones."""
+        looked_at = min(_LOOKED_AT, len(self.size))
+        if int(self.size.sort().values[:looked_at].sum()) < number:
+            return (features @ self.coefficients.mT).topk(number).indices
+        asked = (features @ self.mean.mT).topk(looked_at).indices
+        best = features.new_full((*asked.shape, number), -math.inf)
+        found = torch.zeros(best.shape, dtype=torch.int64, device=best.device)
+        order = asked.flatten().argsort()
+        members = self.group.argsort().split(self.size.tolist())
+        for those, who in zip(order.split(torch.bincount(asked.flatten(), minlength=len(members)).tolist()), members, strict=True):
+            row, place = those // looked_at, those % looked_at
+            value, which = (features[row] @ self.coefficients[who].mT).topk(min(number, len(who)))
+            best[row, place, : value.shape[1]], found[row, place, : value.shape[1]] = value, who[which]
+        return found.flatten(1).gather(1, best.flatten(1).topk(number).indices)

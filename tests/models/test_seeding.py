@@ -1,0 +1,111 @@
+"""Where mixtures start: rows that lie spread over the data, their clusters, and the likeliest components of every data point."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated.models import GaussianMixture
+from pyro_truncated.models.seeding import Clusters, spread_rows
+
+D64 = torch.float64
+
+
+def clusters(number: int, size: int, seed: int = 0, dims: int = 8) -> tuple[Tensor, Tensor, Tensor]:
+    """Data of as many points in every cluster, the clusters they are of, and the means of these."""
+    generator = torch.Generator().manual_seed(seed)
+    means = 4 * torch.randn(number, dims, generator=generator, dtype=D64)
+    member = torch.arange(number).repeat(size)
+    return means[member] + 0.5 * torch.randn(len(member), dims, generator=generator, dtype=D64), member, means
+
+
+def cost(points: Tensor, chosen: Tensor) -> float:
+    return float(torch.cdist(points, points[chosen]).square().min(1).values.sum())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_cluster_gets_one_row(seed: int) -> None:
+    y, member, _ = clusters(40, 15, seed)
+    chosen, nearest = spread_rows(y, 40, torch.Generator().manual_seed(seed))
+    assert len(member[chosen].unique()) == 40
+    assert torch.equal(nearest, torch.cdist(y, y[chosen]).argmin(1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_spread_rows_cost_hardly_more_than_the_best_ones(seed: int) -> None:
+    points = torch.randn(12, 2, dtype=D64, generator=torch.Generator().manual_seed(seed))
+    best = min(cost(points, torch.tensor(some)) for some in itertools.combinations(range(12), 3))
+    chosen, nearest = spread_rows(points, 3, torch.Generator().manual_seed(100 + seed))
+    assert cost(points, chosen) <= 1.2 * best
+    assert cost(points, chosen) == pytest.approx(float((points - points[chosen][nearest]).square().sum()), rel=1e-9)
+
+
+def test_clusters_of_few_different_rows() -> None:
+    y = torch.tensor([[0.0, 0.0], [4.0, 0.0], [0.0, 4.0]], dtype=D64).repeat(5, 1)
+    found = Clusters(y, 6, torch.Generator().manual_seed(0))
+    assert torch.equal(torch.unique(found.means, dim=0), torch.unique(y, dim=0))
+    assert float(found.shares.sum()) == pytest.approx(1.0)
+    assert bool((found.shares > 0).all())
+    # Nothing varies within the clusters: components start as wide as the data.
+    torch.testing.assert_close(found.covariance, torch.cov(y.mT, correction=0))
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical", "tied"])
+def test_a_mixture_starts_where_its_clusters_are(covariance: str) -> None:
+    y, member, means = clusters(30, 40)
+    model = GaussianMixture(8, 30, covariance=covariance, dtype=D64).initialize(y, torch.Generator().manual_seed(1))
+    distance, nearest = torch.cdist(model.loc.detach(), means).min(1)
+    assert len(nearest.unique()) == 30
+    # Means of 40 points in 8 dimensions are sqrt(8 / 40) * 0.5 = 0.22 away on average; a hundred standard deviations leave no false alarm.
+    assert float(distance.max()) < 0.6
+    scale = model.scale.detach()
+    deviation = scale.diagonal(dim1=-2, dim2=-1) if model.has_factor else scale
+    torch.testing.assert_close(deviation, torch.full_like(deviation, 0.5), rtol=0.1, atol=0.0)
+    # Every data point finds its component at once.
+    assert torch.equal(nearest[model.likeliest_components(y, 1)[:, 0]], member)
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag", "spherical", "tied"])
+@pytest.mark.parametrize("dtype", [torch.float32, D64])
+def test_likeliest_components_are_those_of_the_highest_log_joint(covariance: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    y = torch.randn(50, 3, dtype=dtype) + 20.0
+    model = GaussianMixture(3, 12, covariance=covariance, dtype=dtype).initialize(y)
+    with torch.no_grad():
+        model.weights = torch.rand(12, dtype=dtype).softmax(0)
+        model.scale = (
+            model.scale * (0.5 + torch.rand(12, dtype=dtype).reshape(-1, *(1,) * (model.scale.dim() - 1)).expand_as(model.scale))
+            if (covariance != "tied")
+            else model.scale
+        )
+        if model.has_factor:
+            density = torch.distributions.MultivariateNormal(model.loc, scale_tril=model.scale).log_prob(y.unsqueeze(1))
+        else:
+            density = torch.distributions.Normal(model.loc, model.scale.reshape(12, -1)).log_prob(y.unsqueeze(1)).sum(-1)
+        expected = (model.weights.log() + density).topk(5)
+    found = model.likeliest_components(y, 5)
+    # Where two are as likely, rounding may decide.
+    torch.testing.assert_close((model.weights.log() + density).gather(1, found), expected.values, rtol=1e-4, atol=1e-3)
+    assert model.likeliest_components(y[:3], 99).sort(1).values.equal(torch.arange(12).repeat(3, 1))
+
+
+def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
+    y, _, _ = clusters(1500, 4)
+    model = GaussianMixture(8, 1500, covariance="spherical", dtype=D64)
+    with torch.no_grad():
+        model.loc, model.scale = y[:1500].clone(), torch.full((1500,), 0.7, dtype=D64)
+    found = model.likeliest_components(y[1500:], 3)
+    nearest = torch.cdist(y[1500:], model.loc.detach()).topk(3, largest=False).indices
+    assert float((found[:, 0] == nearest[:, 0]).double().mean()) > 0.97
+    assert found.sort(1).values.diff().min() > 0
+
+
+def test_bad_numbers_and_data_are_refused() -> None:
+    model = GaussianMixture(2, 3)
+    with pytest.raises(ValueError, match="num_states"):
+        model.likeliest_components(torch.randn(5, 2), 0)
+    with pytest.raises(ValueError, match=r"y must have shape \(N, 2\)"):
+        model.likeliest_components(torch.randn(5, 3), 1)
