@@ -15,6 +15,7 @@ from pyro_truncated.search.sampling import SampledSearch
 
 if TYPE_CHECKING:
     from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
+    from pyro_truncated.search.learned_flips import LearnedFlips
 
 __all__ = [
     "Affinity",
@@ -25,6 +26,7 @@ __all__ = [
     "EvolutionarySearch",
     "ExhaustiveSearch",
     "GPSelect",
+    "LearnedFlips",
     "NeighbourSearch",
     "Preselection",
     "Projection",
@@ -36,13 +38,13 @@ __all__ = [
 ]
 
 # Loaded when first asked for (PEP 562), with the Gaussian processes that they need.
-_LATER = ("GPSelect", "RegressionAffinity")
+_LATER = {"GPSelect": "gp_select", "LearnedFlips": "learned_flips", "RegressionAffinity": "gp_select"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module("pyro_truncated.search.gp_select"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"pyro_truncated.search.{_LATER[name]}"), name)
     return value
 
 
