@@ -1,7 +1,8 @@
 """Dictionary learning where values are missing, inside of scikit-learn.
 
 Pixels of handwritten digits are removed at random. A dictionary is learned from what is left, and every image is put together again from
-its elements; beside it, the ways of scikit-learn to fill in what is missing.
+its elements; beside it, the ways of scikit-learn to fill in what is missing. Digits have near twins among each other, so that nearest
+images win here; docs/how-to/scikit-learn.md says where the dictionary does.
 
     python examples/missing_values_in_scikit_learn.py
 """

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.counts import check_count
+
 
 @dataclasses.dataclass(frozen=True)
 class SpikeSlabInputs:
@@ -132,6 +134,9 @@ class Quadrature(Expectation):
 
     degree: int = 20
 
+    def __post_init__(self) -> None:
+        check_count("degree", self.degree)
+
     def nodes(self, inputs: SpikeSlabInputs, row: int = 0) -> Nodes:
         """The grid of every data point, ``S = (degree + 1) ** Q``, or ``(2 degree + 1) ** Q`` if there are standard normal parts."""
         del row
@@ -170,6 +175,10 @@ class Sampling(Expectation):
 
     num_samples: int = 64
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("num_samples", self.num_samples)
+        check_count("seed", self.seed, least=0)
 
     def nodes(self, inputs: SpikeSlabInputs, row: int = 0) -> Nodes:
         """Samples of every data point, with weights of about ``1 / S``."""

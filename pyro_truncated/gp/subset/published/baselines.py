@@ -130,7 +130,7 @@ class KMeansSearch(SubsetSearch):
 
     @names_arguments
     def __init__(self, iterations: int = 20) -> None:
-        self.iterations = iterations
+        self.iterations = check_count("iterations", iterations)
 
     @torch.no_grad()
     def improve(
