@@ -22,7 +22,7 @@ Likelihood = SpikeSlabSuperposition | CorrelatedSlabSuperposition
 _FIRST_VARIANCE = 0.5
 _FLOOR = 1e-6
 # So many data points tell a good step from a bad one.
-_TRIAL = 1000
+_TRIAL = 250
 
 
 class SlabPrior(Protocol):

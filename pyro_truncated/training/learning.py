@@ -167,5 +167,5 @@ def _warn(reached: Sequence[tuple[float, float]]) -> None:
         f"no two of {len(reached)} starts reached the same free energy per data point ({ordered}): the best one may be a local optimum. "
         "Try more starts, more short_steps, or a higher temperature.",
         DisagreeingStartsWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

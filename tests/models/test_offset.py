@@ -223,6 +223,7 @@ def test_positive_models_say_that_data_lie_on_a_background(family: Any) -> None:
     assert isinstance(models.NoisyOr(16, 4).initialize(noisy_or_bars(50, 4).data), models.NoisyOr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [MaximalCauses, MaxSpikeSlabSparseCoding])
 def test_whoever_trains_a_positive_model_is_told_of_a_background_once(family: Any) -> None:
     y = linear_bars(30, 3, mean_active=1.0, generator=generator()).data.abs()

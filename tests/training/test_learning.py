@@ -268,8 +268,9 @@ def test_starts_that_differ_in_what_spare_latents_make_of_noise_agree():
 
 def test_starts_that_disagree_are_told():
     y = linear_bars(60, 5, mean_active=2.0, generator=generator()).data
-    with pytest.warns(DisagreeingStartsWarning, match="local optimum"):
+    with pytest.warns(DisagreeingStartsWarning, match="local optimum") as told:
         learn(BinarySparseCoding(25, 10), y, **{**QUICK, "tolerance": 0.0})
+    assert told[0].filename == __file__
 
 
 @pytest.mark.parametrize(
