@@ -68,7 +68,10 @@ class GatedDecoder(UniqueModule):
 
     .. note:: Inferred images do not join the active set. Given active images whose states are known all others are independent, and each
         state of an image has a density of its own; uncertain active images would have a joint density only, over all combinations of their
-        states. With their most probable states taken for known, what is wrong there would teach a part the looks of another.
+        states. With their most probable states taken for known, what is wrong there would teach a part the looks of another. Poses of
+        the examples have to be known, too: their likelihood has many optima. With sixty images of ``examples/moving_parts.py`` and only
+        their switches, 300 steps of Adam on poses and hyper-parameters end 1000 nats below the true poses from principal components of what
+        the switches leave (rank correlations with these from .42 to .94), and 2300 and more from random ones.
 
     Example::
 
