@@ -14,10 +14,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.mapped_files import file_of, release
 from pyro_truncated.utils.arrays import as_tensors
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
+
+_ROWS_AT_A_TIME = 1000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +130,7 @@ def shard(array: Any, *, split: bool = True) -> Shard:
     portion = Portion(first, len(array), total)
     if min(total, *lengths) < 1 or total < world.size():
         raise ValueError(f"there must be at least one data point per process; got {total} for {world.size()} processes")
-    return Shard.of(_tensor(array), portion, _file_of(array))
+    return Shard.of(_tensor(array), portion, file_of(array))
 
 
 def _tensor(array: Any) -> Tensor:
@@ -145,19 +148,10 @@ def _tensor(array: Any) -> Tensor:
         return torch.from_numpy(array)
 
 
-def _file_of(array: Any) -> mmap.mmap | None:
-    while isinstance(array, np.ndarray):
-        if isinstance(array, np.memmap) and array.mode == "c":
-            # What has been written to it is nowhere else.
-            return None
-        array = array.base
-    return array if isinstance(array, mmap.mmap) else None
-
-
 def let_go(y: Any) -> None:
     """Lets the system take back the memory of what has been read of a file; it can be read again."""
-    if isinstance(y, Shard) and y.file is not None and hasattr(y.file, "madvise"):
-        y.file.madvise(mmap.MADV_DONTNEED)
+    if isinstance(y, Shard):
+        release(y.file)
 
 
 def refuse_part(y: Any, why: str) -> None:
@@ -231,13 +225,24 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
         positions: ``(n,)``, the same on every process.
     """
     if not isinstance(y, Shard) or not y.portion.is_part:
-        rows: Tensor = y.as_subclass(Tensor)[positions.to(y.device)]
-        return rows
+        return _rows_here(y, positions.to(y.device))
     portion, positions = y.portion, positions.to(y.device) - y.portion.first
     is_mine = (positions >= 0) & (positions < portion.size)
     rows = y.new_zeros(len(positions), *y.shape[1:])
-    rows[is_mine] = y[positions[is_mine]]
+    rows[is_mine] = _rows_here(y, positions[is_mine])
     return world.add([rows])[0]
+
+
+def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
+    """Rows of this process, of a file a few at a time: the system maps more around each of them."""
+    plain = y.as_subclass(Tensor)
+    if not isinstance(y, Shard) or y.file is None:
+        return plain[positions]
+    rows = plain.new_empty(len(positions), *plain.shape[1:])
+    for start in range(0, len(positions), _ROWS_AT_A_TIME):
+        rows[start : start + _ROWS_AT_A_TIME] = plain[positions[start : start + _ROWS_AT_A_TIME]]
+        let_go(y)
+    return rows
 
 
 def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:

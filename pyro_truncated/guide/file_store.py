@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.mapped_files import release
 from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.layout import Layout
@@ -89,8 +90,7 @@ class FileStore(PopulationStore):
         if self._num_touched * self.words[0].nbytes > _KEPT_IN_MEMORY:
             self._num_touched = 0
             for memory in self._files.values():
-                if hasattr(memory, "madvise"):
-                    memory.madvise(mmap.MADV_DONTNEED)
+                release(memory)
 
     def change_type_(self, dtype: torch.dtype) -> None:
         """Keeps the log joints in another type from now on."""

@@ -5,6 +5,7 @@ Prints the CPU time of a step and the most memory that the process has had, page
 
 from __future__ import annotations
 
+import multiprocessing
 import resource
 import sys
 import time
@@ -22,18 +23,24 @@ D = H = S = 64
 SIZE, STEPS, WARM_UP = 1024, 1000, 12
 
 
-def data(folder: Path, number: int) -> Path:
+def make_data(path: Path, number: int) -> None:
     """Random sums of random causes in a file, a part at a time."""
+    generator = torch.Generator().manual_seed(0)
+    causes = torch.randn(H, D, generator=generator)
+    y = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(number, D))
+    for start in range(0, number, 100_000):
+        size = min(100_000, number - start)
+        on = (torch.rand(size, H, generator=generator) < 2 / H).float()
+        y[start : start + size] = on @ causes + 0.3 * torch.randn(size, D, generator=generator)
+
+
+def data(folder: Path, number: int) -> Path:
+    """The file, which another process has made: what that took of memory is not counted."""
     path = folder / f"y-{number}.npy"
     if not path.exists():
-        generator = torch.Generator().manual_seed(0)
-        causes = torch.randn(H, D, generator=generator)
-        y = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(number, D))
-        for start in range(0, number, 100_000):
-            size = min(100_000, number - start)
-            on = (torch.rand(size, H, generator=generator) < 2 / H).float()
-            y[start : start + size] = on @ causes + 0.3 * torch.randn(size, D, generator=generator)
-        y.flush()
+        maker = multiprocessing.get_context("spawn").Process(target=make_data, args=(path, number))
+        maker.start()
+        maker.join()
     return path
 
 

@@ -119,3 +119,18 @@ def test_each_process_has_files_of_its_own(y, crew, tmp_path):
     assert all(losses == pytest.approx(expected, rel=1e-12) for losses, _ in found)
     assert torch.equal(torch.cat([own for _, own in found]), words)
     assert len(list((tmp_path / "two").iterdir())) == 4
+
+
+def test_rows_of_files_are_those_of_memory_and_what_was_written_stays(tmp_path):
+    values = np.arange(6000.0).reshape(3000, 2)
+    np.save(tmp_path / "y.npy", values)
+    mapped = distributed.shard(np.load(tmp_path / "y.npy", mmap_mode="r"))
+    positions = torch.randperm(3000, generator=torch.Generator().manual_seed(0))[:2500]
+    np.testing.assert_array_equal(distributed.rows_at(mapped, positions), values[positions])
+    # What is written to a private map is nowhere else.
+    private = np.load(tmp_path / "y.npy", mmap_mode="c")
+    private[7] = -1.0
+    rows = distributed.shard(private)
+    with distributed.Batches(rows, 10).at(0):
+        distributed.rows_at(rows, positions)
+    assert (private[7] == -1.0).all()
