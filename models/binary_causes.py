@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
+import pyro.distributions as dist
 import torch
+from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated import some_rows
@@ -50,6 +52,15 @@ def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch
 def first_prior(num_latents: int, is_shared: bool, dtype: torch.dtype | None = None) -> Tensor:
     """Probabilities to start from, a scalar or ``(H,)``: two active latents on average."""
     return torch.full(() if is_shared else (num_latents,), min(0.5, 2 / num_latents), dtype=dtype)
+
+
+def activation(prior: Tensor, num_latents: int) -> TorchDistribution:
+    """The prior of so many latents, each active with its probability.
+
+    The parameter lies in the unit interval by the way it is kept; on a device, to check that once more would be to wait for it.
+    """
+    probability = dist.Bernoulli(prior, validate_args=None if prior.is_cpu else False)
+    return probability.expand([num_latents]).to_event(1)  # type: ignore[no-any-return]
 
 
 def best_prior(active: Tensor, num_data: Tensor, is_shared: bool) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated import refuse
 from pyro_truncated.models.binary_causes import perturbed_rows
 
 WEIGHT_FLOOR = 1e-6
@@ -32,10 +33,13 @@ def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
     Raises:
         ValueError: if no entry is observed.
     """
-    if not bool(observed > 0):
-        raise ValueError("the data have no observed entry: all of them are NaN, so there is nothing to learn from")
+    refuse(~(observed > 0), _refuse_nothing_observed)
     scale = (squares / observed).sqrt()
     return torch.where(scale > 0, scale, 1.0)
+
+
+def _refuse_nothing_observed() -> None:
+    raise ValueError("the data have no observed entry: all of them are NaN, so there is nothing to learn from")
 
 
 def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,10 +92,16 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
     gradient = cross - rows_times(weight, pairs)
     activity = _mean_square(pairs) if activity is None else activity
     ridge = _RIDGE * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
-    factor = torch.linalg.cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
+    factor = _cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
+
+
+def _cholesky(matrix: Tensor) -> Tensor:
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    refuse((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
+    return factor  # type: ignore[no-any-return]
 
 
 def best_dictionary_and_offset(weight: Tensor, bias: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:

@@ -62,7 +62,7 @@ class LinearDictionary(UniqueModule):
         """What statistics are taken of: with an offset the population's own data points, above the center."""
         if self.bias is None:
             return population, y
-        return dataclasses.replace(population, indices=None), population.rows_of(y).double() - self.center
+        return dataclasses.replace(population, indices=None), population.rows_above(y, self.center)
 
     def _bias_above_center(self) -> Tensor | None:
         return None if self.bias is None else self.bias.double() - self.center

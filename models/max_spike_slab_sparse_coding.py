@@ -11,9 +11,9 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, names_arguments, sums_of, takes_arrays
+from pyro_truncated import GibbsDraws, names_arguments, rows_at, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
 
@@ -100,9 +100,9 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", type(self).superposition(states * slabs, weight, scale), obs=None if y is None else y[index])
+            return pyro.sample("y", type(self).superposition(states * slabs, weight, scale), obs=rows_at(y, index))
 
     @pyro_method
     @takes_arrays

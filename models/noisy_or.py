@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, rows_at, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows, with_latents
+from pyro_truncated.models.binary_causes import (
+    activation,
+    best_prior,
+    check_data,
+    first_prior,
+    first_rows,
+    random_rows,
+    with_latents,
+)
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
@@ -102,8 +109,8 @@ class NoisyOr(UniqueModule):
         weight, leak, prior = self.weight, self.leak, self.prior
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=None if y is None else y[index])
+            states = pyro.sample("s", activation(prior, self.num_latents))
+            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=rows_at(y, index))
 
     def with_latents(self, index: Tensor) -> NoisyOr:
         """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""

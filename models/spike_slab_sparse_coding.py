@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any, Self
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, names_arguments, positions_of, sums_of, takes_arrays
+from pyro_truncated import Population, names_arguments, positions_of, rows_at, sums_of, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -106,9 +105,9 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         bias = self.bias
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
+            states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", self._slabs.distribution(slab_mean, slab_scale))
-            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=None if y is None else y[index])
+            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=rows_at(y, index))
 
     @pyro_method
     @takes_arrays

@@ -7,15 +7,14 @@ from collections.abc import Callable
 from typing import ClassVar, Self
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, rows_at, takes_arrays
 from pyro_truncated.distributions import Superposition
-from pyro_truncated.models.binary_causes import check_data, first_prior, with_latents
+from pyro_truncated.models.binary_causes import activation, check_data, first_prior, with_latents
 
 
 class SuperposedCauses(UniqueModule):
@@ -67,8 +66,8 @@ class SuperposedCauses(UniqueModule):
         prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Bernoulli(prior).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", self.superposition(states, weight, *others), obs=None if y is None else y[index])
+            states = pyro.sample("s", activation(prior, self.num_latents))
+            return pyro.sample("y", self.superposition(states, weight, *others), obs=rows_at(y, index))
 
     def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
         r"""The likelihood :math:`p(y \mid s)`.

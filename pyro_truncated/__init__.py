@@ -11,6 +11,7 @@ from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.program.observed import check_observable
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
@@ -25,6 +26,7 @@ from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.rows import rows_at
 from pyro_truncated.utils.unique_names import UniqueModule
 
 if TYPE_CHECKING:
@@ -76,6 +78,8 @@ __all__ = [
     "learn",
     "names_arguments",
     "positions_of",
+    "refuse",
+    "rows_at",
     "some_rows",
     "sums_of",
     "takes_arrays",

@@ -23,6 +23,7 @@ ABOVE = ("pyro_truncated/__main__.py", "pyro_truncated/warmup.py", "pyro_truncat
 # Private names of others for which there is no public one.
 OF_OTHERS = {
     # torch
+    "_base": "whose memory a tensor is a view of",
     "_version": "whether a tensor was changed in place",
     "_validate_args": "Distribution.expand hands it on; there is no public flag of one distribution",
     "_pytree": "the tensors inside of any arguments; torch has no other place for it",

@@ -15,7 +15,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.finite import finite
-from pyro_truncated.utils.missing import or_missing, without_missing
+from pyro_truncated.utils.missing import has_missing, or_missing, without_missing
 
 
 class LinearSuperposition(GaussianSuperposition):
@@ -70,7 +70,7 @@ class LinearSuperposition(GaussianSuperposition):
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
         """Log density of observations ``(*batch, D)`` under the states, over their observed entries."""
-        if bool(value.isnan().any()):
+        if has_missing(value):
             return super().log_prob(value)
         if self._validate_args:
             self._validate_sample(value)
@@ -155,10 +155,10 @@ class LinearSuperposition(GaussianSuperposition):
         return biased_error(self.weight, self.bias, statistics)
 
     def _has_missing(self, value: Tensor) -> bool:
-        """Whether entries of a value are missing: on a device, to look waits for it, so that the answer is kept."""
+        """Whether entries of a value are missing, asked once for all states that are scored for it."""
         key = _identity(value)
         if key is None or self._seen is None or self._seen[0] != key:
-            self._seen = key, value, bool(value.isnan().any())
+            self._seen = key, value, has_missing(value)
         return self._seen[2]
 
     def _terms(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -103,7 +103,7 @@ class NoisyOrSuperposition(Superposition):
         active, ratio, leak_ratio = ops.noisy_or_statistics(population.words, population.weights(temperature), rows, *complements)
         rows, is_observed = without_missing(rows)
         return {
-            "num_data": active.new_tensor(len(rows)),
+            "num_data": active.new_full((), len(rows)),
             "states": active.sum(0),
             "observed": counts(rows, is_observed),
             "trials": trials(active, rows, is_observed),

@@ -13,7 +13,7 @@ from pyro_truncated.distributions.linear import biased_error
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary
 from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.missing import missing_where, or_missing
 
 _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -60,7 +60,7 @@ class SlabSuperposition(GaussianSuperposition):
         return population.words, weights, self._above_bias(rows), self.weight.double(), self._precision(), mean.double(), spread.double()
 
     def _above_bias(self, value: Tensor) -> Tensor:
-        return value.double() - self.bias.double()
+        return missing_where(value.double() - self.bias.double(), value)
 
     def _mean(self, states: Tensor) -> Tensor:
         return product(self.weight, states.to(self.weight.dtype) * self.slab_mean) + self.bias

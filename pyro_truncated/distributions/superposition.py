@@ -8,7 +8,9 @@ from typing import Any, Self
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
+from torch.distributions import constraints
 
+from pyro_truncated import ops
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.missing import in_blocks
@@ -56,7 +58,7 @@ class Superposition(TorchDistribution):
         for name, value in parameters.items():
             if isinstance(value, Tensor) and value.is_complex():
                 raise TypeError(f"{name} must hold real numbers; got {value.dtype}")
-        tensors = {name: torch.as_tensor(value, dtype=weight.dtype, device=weight.device) for name, value in parameters.items()}
+        tensors = {name: _tensor_like(value, weight) for name, value in parameters.items()}
         for name, tensor in tensors.items():
             if tensor.dim() and tensor.shape[-1] not in (1, *weight.shape[-2:]):
                 raise ValueError(f"{name} must be a scalar or end in a dimension of size D or H; got {tuple(tensor.shape)}")
@@ -64,7 +66,21 @@ class Superposition(TorchDistribution):
         shapes = {shape for shape in (states.shape[:-1], weight.shape[:-2], *(tensor.shape[:-1] for tensor in tensors.values())) if shape}
         # Mostly only the states have batch dimensions; to broadcast takes torch longer than all the rest.
         batch_shape = torch.broadcast_shapes(*shapes) if len(shapes) > 1 else next(iter(shapes), torch.Size())
-        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=validate_args)
+        is_checked_later = ops.is_vectorised(weight) and (self._validate_args if validate_args is None else validate_args)
+        super().__init__(batch_shape, weight.shape[-2:-1], validate_args=False if is_checked_later else validate_args)
+        if is_checked_later:
+            # Whether values are checked is asked again when they are there, unless it was said for this distribution.
+            del self._validate_args
+            if validate_args is not None:
+                self._validate_args = validate_args
+            self._check_parameters()
+
+    def _check_parameters(self) -> None:
+        """Checks all parameters in one look, if need be with those of other operations."""
+        constrained = {name: constraint for name, constraint in self.arg_constraints.items() if not constraints.is_dependent(constraint)}
+        valid = [constraint.check(getattr(self, name)).all() for name, constraint in constrained.items()]
+        shapes = self.batch_shape, self.event_shape
+        ops.refuse(~torch.stack(valid).all(), lambda: super(Superposition, self).__init__(*shapes, validate_args=True))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Self:
         """The same distribution over a larger batch; the distribution itself if the shape is its own."""
@@ -190,6 +206,11 @@ class GaussianSuperposition(Superposition):
         return (self._log_normalizers() * ~value.isnan()).sum(-1)
 
 
+def _tensor_like(value: Tensor | float, like: Tensor) -> Tensor:
+    """A parameter in the type of the dictionary, and where that is; a number is written there, not copied."""
+    return torch.as_tensor(value, dtype=like.dtype, device=like.device) if isinstance(value, Tensor) else like.new_full((), value)
+
+
 def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
     """What all Gaussian likelihoods need of data ``(N, D)``, over the observed entries of each dimension.
 
@@ -201,7 +222,7 @@ def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
         ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.
     """
     return {
-        "num_data": rows.new_tensor(len(rows)),
+        "num_data": rows.new_full((), len(rows)),
         "observed": counts(rows, is_observed),
         "sums": rows.sum(0),
         "squares": rows.square().sum(0),

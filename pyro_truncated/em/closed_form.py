@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,6 +13,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
+from pyro_truncated.ops import together
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.representation import Described
@@ -133,15 +135,21 @@ class ClosedForm(Described, PyroOptim):
         if "model" in state:
             self.drive()
 
-    def previous(self, population: Population, num_data: int) -> Population | None:
-        """The data points among these whose contribution is in the streamed statistics and must be taken out before it is replaced."""
-        if self.minibatch == "online" or self.statistics is None or population.indices is None or self.visited is None:
+    def previous(self, population: Population, indices: Tensor | None) -> Population | None:
+        """The data points among these whose contribution is in the streamed statistics and must be taken out before it is replaced.
+
+        Args:
+            population: the minibatch's populations.
+            indices: its data points, ``None`` for all.
+        """
+        if self.minibatch == "online" or self.statistics is None or indices is None or self.visited is None:
             return None
-        seen = self.visited[population.indices.to(self.visited.device)]
-        if not bool(seen.any()):
-            return None
-        seen = seen.to(population.words.device)
-        return Population(population.space, population.words[seen], population.log_joint[seen], population.indices[seen])
+        seen = self.visited[indices.cpu()].nonzero().squeeze(-1)
+        if len(seen) == len(indices) > 0:
+            return population
+        seen = seen.to(population.words.device, non_blocking=True)
+        where = None if population.indices is None else population.indices[seen]
+        return Population(population.space, population.words[seen], population.log_joint[seen], where) if len(seen) else None
 
     def collect(
         self,
@@ -202,7 +210,7 @@ class ClosedForm(Described, PyroOptim):
             raise RuntimeError("ClosedForm has no statistics to use; train with SVI and a Truncated_ELBO on the very model it was made for")
         self._pending = False
         self.num_steps += 1
-        with torch.no_grad():
+        with torch.no_grad(), _all_or_nothing(self.model):
             self.model.maximize(self.statistics)
 
     def release(self) -> None:
@@ -222,6 +230,20 @@ class ClosedForm(Described, PyroOptim):
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]
         self._pending = False
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: Any) -> Iterator[None]:
+    """A context in which a model's parameters change, unless there is an error: then they are again what they were."""
+    parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    before = [parameter.detach().clone() for parameter in parameters]
+    try:
+        with together():
+            yield
+    except BaseException:
+        for parameter, value in zip(parameters, before, strict=True):
+            parameter.copy_(value)
+        raise
 
 
 def summed(statistics: Statistics) -> Statistics:

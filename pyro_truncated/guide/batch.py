@@ -54,13 +54,18 @@ class Batch:
             raise ValueError(
                 f"the populations are on {store.words.device}, the model's states on {scorer.device}; call guide.to({str(scorer.device)!r})"
             )
-        store.check_indices(self.indices)
+        store.check_indices(self.chosen)
         store.seen.compare(scorer)
 
     @property
     def indices(self) -> Tensor | None:
         """Positions ``(N,)`` of the data points among all, ``None`` for all in order."""
         return self.populations.words.new_empty(0) if self.is_idle else self.scorer.indices
+
+    @property
+    def chosen(self) -> Tensor | None:
+        """The same where the plates have them: on the CPU, mostly."""
+        return torch.empty(0, dtype=torch.int64) if self.is_idle else self.scorer.chosen
 
     @property
     def scale(self) -> float | Tensor:
@@ -134,16 +139,18 @@ class Batch:
         with poutine.block(), memory_budget(self.scorer.memory_budget):
             for rows in blocks:
                 where = rows if self.indices is None else self.indices[rows]
-                words = self.scorer.fitted(store.words[where])
-                score = self.scorer.scorer(rows)
-                known = Population(store.space, words, score(words), self._positions(rows))
                 shown = {name: value[rows] for name, value in observations.items()}
-                batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
                 with ops.together():
+                    words = self.scorer.fitted(store.words[where])
+                    score = self.scorer.scorer(rows)
+                    known = Population(store.space, words, score(words), self._positions(rows))
+                    batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
                     found = search.improve(batch, steps)
-                store.keep_(found.log_joint, where, found.words)
-        store.revision += 1
-        return store.take(self.indices)
+                    store.keep_(found.log_joint, where, found.words)
+                if len(blocks) > 1:
+                    # What is found for one block need not be held until all others have been searched.
+                    ops.look()
+        return found if len(blocks) == 1 else store.take(self.indices)
 
     def _all_at_once(self, observations: Mapping[str, Tensor], keys: Mapping[str, Any]) -> SearchBatch:
         population = self.rescored()
@@ -204,7 +211,7 @@ class Batch:
             return -float(self.outside())
         # With a conditional, the draws that score the states must be the ones that are differentiated.
         step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
-        with torch.enable_grad():
+        with torch.enable_grad(), ops.together():
             return sum(step(batch, temperature, number) for batch in self.draws(particles)) / number
 
     def _backward_by_blocks_(self, temperature: float, particles: int) -> float:
@@ -224,6 +231,9 @@ class Batch:
             weights = ((known[-1] / temperature).softmax(-1) * (self.scale / particles))[:, states]
             # States of probability zero have weight zero but an infinite score.
             _accumulate(-torch.where(weights > 0, weights * scores, 0.0).sum())
+            if len(blocks) > 1:
+                # The graphs of all blocks never exist together.
+                ops.look()
         return self._loss_(torch.cat(known), words, outside)
 
     def _backward_at_once_(self, temperature: float, particles: int) -> float:
@@ -235,15 +245,15 @@ class Batch:
 
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
         """Stores fresh log joints, and returns minus the free energy that they make."""
-        with torch.no_grad():
+        with torch.no_grad(), ops.together():
             population = self.populations.store_(log_joint, self.indices, words if self.scorer.observed else None)
-            return -float(self.scale * population.free_energy().sum() + outside)
+            return -ops.number(self.scale * population.free_energy().sum() + outside)
 
 
 def _accumulate(loss: Tensor) -> None:
-    """Adds to the gradients; blocks share the graph of whatever they all depend on."""
+    """Adds to the gradients, if all that has been checked is well; blocks share the graph of whatever they all depend on."""
     if loss.requires_grad:
-        loss.backward(retain_graph=True)
+        ops.afterwards(lambda: loss.backward(retain_graph=True))
 
 
 def _redrawn(scorer: LogJoint) -> LogJoint:

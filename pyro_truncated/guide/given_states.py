@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,4 +92,18 @@ def old_layout(state_dict: Mapping[str, Any], prefix: str) -> str | None:
     return (
         f"'{prefix}words' is of an earlier version, which kept populations in the guide itself: rename 'words', 'log_joint' and "
         f"'cardinalities' to '{prefix}populations.words' and so on, or train anew"
+    )
+
+
+def check_possible(log_joint: Tensor) -> None:
+    """Refuses log joints ``(N, S)`` by which every state of a data point has probability zero."""
+    ops.refuse((log_joint.amax(-1) == -math.inf).any(), lambda: _refuse_impossible(log_joint))
+
+
+def _refuse_impossible(log_joint: Tensor) -> None:
+    impossible = (log_joint.amax(-1) == -math.inf).nonzero()
+    raise ValueError(
+        f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
+        f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
+        "likelihood a floor (a leak, a noise term)."
     )

@@ -71,13 +71,14 @@ class SeenData:
             self._arguments = arguments
             self._round += 1
         where = slice(None) if log_joint.indices is None else log_joint.indices
-        if self._checked is None or self._checked.device != log_joint.device:
+        chosen = slice(None) if log_joint.chosen is None else log_joint.chosen.cpu()
+        if self._checked is None:
             with ordinary_tensors():
-                self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device=log_joint.device)
-        if bool((self._checked[where] == self._round).all()):
+                self._checked = torch.zeros(log_joint.full_size, dtype=torch.int32, device="cpu")
+        if bool((self._checked[chosen] == self._round).all()):
             return
         self._observed.check(log_joint)
-        self._checked[where] = self._round
+        self._checked[chosen] = self._round
         changed = []
         for name, new in _hash_data(log_joint, log_joint.nodes).items():
             with ordinary_tensors():

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion
-from pyro_truncated.guide.given_states import Init, flaw, given_population
+from pyro_truncated.guide.given_states import Init, check_possible, flaw, given_population
 from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion, saved_portion
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -260,27 +260,22 @@ class PopulationStore(torch.nn.Module):
             ValueError: if a data point's states all have probability zero.
         """
         self.keep_(log_joint, slice(None) if indices is None else indices, words)
-        self.revision += 1
-        return self.take(indices)
+        words = self.take(indices).words if words is None else words
+        return Population(self.space, words, log_joint, indices)
 
     def keep_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None = None) -> None:
-        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step.
+        """Writes log joints, and states if they are new, after checking that the data are possible: the two never fall out of step."""
+        check_possible(log_joint)
+        ops.afterwards(lambda: self._write_(log_joint, where, words))
 
-        This is a part of a change; whoever makes the whole raises :attr:`revision`.
-        """
-        impossible = (log_joint.amax(-1) == -math.inf).nonzero()
-        if len(impossible):
-            raise ValueError(
-                f"the model gives probability zero to every state in the populations of {len(impossible)} data points "
-                f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
-                "likelihood a floor (a leak, a noise term)."
-            )
+    def _write_(self, log_joint: Tensor, where: slice | Tensor, words: Tensor | None) -> None:
         if self.log_joint.dtype != log_joint.dtype:
             with ordinary_tensors():
                 self.change_type_(log_joint.dtype)
         self.log_joint[where] = log_joint
         if words is not None:
             self.words[where] = words
+        self.revision += 1
 
     # --- averages over draws of other guides ---
 

@@ -2,7 +2,7 @@
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use
-from pyro_truncated.ops.checks import refuse, together
+from pyro_truncated.ops.checks import afterwards, cholesky, look, number, refuse, together
 from pyro_truncated.ops.correlated_slabs import (
     correlated_slab_log_prob,
     correlated_slab_moments,
@@ -30,8 +30,10 @@ __all__ = [
     "Source",
     "Stream",
     "activation_probabilities",
+    "afterwards",
     "check_bits",
     "check_words",
+    "cholesky",
     "correlated_slab_log_prob",
     "correlated_slab_moments",
     "correlated_slab_moments_by_dimension",
@@ -44,6 +46,7 @@ __all__ = [
     "flip_sparse",
     "initial_states",
     "is_vectorised",
+    "look",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",
@@ -55,6 +58,7 @@ __all__ = [
     "moments",
     "noisy_or_log_prob",
     "noisy_or_statistics",
+    "number",
     "pack",
     "pair_energy",
     "positions",

@@ -11,12 +11,44 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import is_vectorised
 
-_Pending = list[tuple[Tensor, Callable[[], None]]]
+_Action = Callable[[], None]
+
+
+class _Pending:
+    """Checks that are still to be looked at, and what is to be done when they have found nothing."""
+
+    def __init__(self) -> None:
+        self.checks: list[tuple[Tensor, _Action]] = []
+        self.actions: list[_Action] = []
+
+    def look(self, value: Tensor | None = None) -> float:
+        """Complains, or does what was to be done; the value of a scalar comes along."""
+        checks, actions = self.checks, self.actions
+        self.checks, self.actions = [], []
+        answers = [torch.stack([problem for problem, _ in checks])] if checks else []
+        if value is not None:
+            answers = [*(answer.to(value.dtype) for answer in answers), value.detach().reshape(1)]
+        found = torch.cat(answers).tolist() if answers else []
+        for is_problem, (_, complain) in zip(found, checks, strict=False):
+            if is_problem:
+                complain()
+        for act in actions:
+            act()
+        return float(found[-1]) if value is not None else 0.0
+
+
 _pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_checks", default=None)
 
 
-def refuse(problem: Tensor, complain: Callable[[], None]) -> None:
-    """Complains if there is a problem: at once, or, on a device and within :func:`together`, at the end of that context.
+def refuse(problem: Tensor, complain: _Action) -> None:
+    """Complains if there is a problem: at once, or, on a device and within :func:`together`, at the next look.
+
+    The M-step of a model is in such a context: however many checks it makes, a device is waited for once.
+
+    Example:
+        >>> def complain():
+        ...     raise ValueError("the sum must be positive")
+        >>> refuse(torch.ones(3).sum() <= 0, complain)
 
     Args:
         problem: a Boolean scalar.
@@ -24,33 +56,62 @@ def refuse(problem: Tensor, complain: Callable[[], None]) -> None:
     """
     pending = _pending.get()
     if pending is not None and is_vectorised(problem):
-        pending.append((problem, complain))
+        pending.checks.append((problem, complain))
     elif bool(problem):
         complain()
 
 
+def afterwards(act: _Action) -> None:
+    """Does something that may only be done if no check complains: at once, or, where checks are still to be looked at, after that."""
+    pending = _pending.get()
+    if pending is not None and (pending.checks or pending.actions):
+        pending.actions.append(act)
+    else:
+        act()
+
+
+def number(value: Tensor) -> float:
+    """The value of a scalar; whoever waits for it has looked at all checks so far."""
+    pending = _pending.get()
+    return float(value) if pending is None or not is_vectorised(value) else pending.look(value)
+
+
+def look() -> None:
+    """Looks at all checks so far."""
+    pending = _pending.get()
+    if pending is not None:
+        pending.look()
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """A context at whose end all checks are looked at, in order and in one go; nothing that depends on them may be kept before it.
+    """A context at whose end all checks are looked at, in order and in one go; what depends on them is kept :func:`afterwards`.
 
     What fails in it may do so because of what a check would have found: then the check complains.
     """
     if _pending.get() is not None:
         yield
         return
-    pending: _Pending = []
+    pending = _Pending()
     token = _pending.set(pending)
     try:
         yield
+    except BaseException:
+        pending.actions.clear()
+        raise
     finally:
         _pending.reset(token)
-        _look(pending)
+        pending.look()
 
 
-def _look(pending: _Pending) -> None:
-    if not pending:
-        return
-    found = torch.stack([problem for problem, _ in pending]).tolist()
-    for is_problem, (_, complain) in zip(found, pending, strict=True):
-        if is_problem:
-            complain()
+def cholesky(matrix: Tensor) -> Tensor:
+    """Cholesky factors; that a matrix has none is looked at with other checks."""
+    if not is_vectorised(matrix):
+        return torch.linalg.cholesky(matrix)  # type: ignore[no-any-return]
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    refuse((info != 0).any(), lambda: _complain_of(matrix))
+    return factor  # type: ignore[no-any-return]
+
+
+def _complain_of(matrix: Tensor) -> None:
+    torch.linalg.cholesky(matrix)

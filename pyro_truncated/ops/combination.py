@@ -41,14 +41,14 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
             f"{num_selected} selected latents with up to {limit} of them active make {size} states per data point, over {_MAX_STATES}; "
             "select fewer (num_selected) or lower max_active"
         )
-    return backend("combination", chosen).combine(chosen, *_table(num_selected, limit), limit)  # type: ignore[no-any-return]
+    return backend("combination", chosen).combine(chosen, *_table(num_selected, limit, chosen.device), limit)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(maxsize=16)
-def _table(num_selected: int, max_active: int) -> tuple[Tensor, Tensor]:
+def _table(num_selected: int, max_active: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """For each combination, the position of the one it extends and what it adds to that; the empty one comes first."""
     subsets = [subset for size in range(max_active + 1) for subset in itertools.combinations(range(num_selected), size)]
     position = {subset: i for i, subset in enumerate(subsets)}
-    parent = torch.tensor([position[subset[:-1]] for subset in subsets], device="cpu")
-    last = torch.tensor([subset[-1] if subset else 0 for subset in subsets], device="cpu")
+    parent = torch.tensor([position[subset[:-1]] for subset in subsets], device=device)
+    last = torch.tensor([subset[-1] if subset else 0 for subset in subsets], device=device)
     return parent, last

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_likelihood, check_weights
+from pyro_truncated.utils.facts import known_of
 
 
 def noisy_or_log_prob(
@@ -95,5 +96,5 @@ class _NoisyOrLogProb(torch.autograd.Function):
 
 def _check_noisy_or(words: Tensor, value: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> None:
     check_likelihood(words, value, log_complement, log_leak_complement)
-    if not bool(((value == 0) | (value == 1) | value.isnan()).all()):
+    if not known_of(value, "is binary or missing", lambda: ((value == 0) | (value == 1) | value.isnan()).all()):
         raise ValueError("observations of a noisy-OR must be 0, 1 or, where missing, NaN")

@@ -12,8 +12,8 @@ from pyro_truncated.utils.missing import without_missing
 
 def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
     """Products of data and dictionary ``(N, H)``, the dictionary over the noise deviation, and what is observed (``None``: everything)."""
-    rows, is_observed = without_missing(value.detach())
-    weight, precision = weight.detach().double(), precision.detach().double()
+    rows, is_observed = without_missing(value)
+    rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
     return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
 
 

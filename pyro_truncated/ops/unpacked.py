@@ -7,6 +7,10 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.checks import cholesky
+
+_CERTAIN = 1e15
+
 
 def product(matrix: Tensor, vectors: Tensor) -> Tensor:
     """Matrix ``(*batch, D, H)`` times vectors ``(*batch, H)``; one large product if all vectors share the matrix."""
@@ -15,11 +19,9 @@ def product(matrix: Tensor, vectors: Tensor) -> Tensor:
 
 def log_off(states: Tensor, log_complement: Tensor, log_leak_complement: Tensor) -> Tensor:
     """``log p(y_d = 0 | s)`` of states ``(..., H)``; a weight of one (log complement minus infinity) acts only where its latent is on."""
-    is_certain = log_complement.isneginf()
-    result = log_leak_complement + product(log_complement.masked_fill(is_certain, 0.0), states)
-    if not bool(is_certain.any()):
-        return result
-    return result.masked_fill(product(is_certain.to(states.dtype), states) > 0, -torch.inf)
+    # Zero times infinity is no number: a finite number that is larger than all sums of others stands for it.
+    result = log_leak_complement + product(log_complement.clamp(min=-_CERTAIN), states)
+    return result.masked_fill(result < -_CERTAIN / 2, -torch.inf)
 
 
 def log1mexp(x: Tensor) -> Tensor:
@@ -55,7 +57,7 @@ def collapse(states: Tensor, linear: Tensor, gram: Tensor, mean: Tensor, deviati
     amplitude, spread = states * mean, states * deviation
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
     identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(identity + spread.unsqueeze(-1) * gram * spread.unsqueeze(-2))
+    factor = cholesky(identity + spread.unsqueeze(-1) * gram * spread.unsqueeze(-2))
     target = spread * field
     solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
     energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -79,7 +81,7 @@ def collapse_correlated(states: Tensor, linear: Tensor, gram: Tensor, mean: Tens
     amplitude, spread = states * mean, states.unsqueeze(-1) * root
     field = linear - (gram @ amplitude.unsqueeze(-1)).squeeze(-1)
     identity = torch.eye(states.shape[-1], dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(identity + spread.mT @ gram @ spread)
+    factor = cholesky(identity + spread.mT @ gram @ spread)
     target = (spread.mT @ field.unsqueeze(-1)).squeeze(-1)
     solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
     energy = 0.5 * (amplitude * (linear + field) + target * solution).sum(-1) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.ops.fields import Fields
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.words import check_bits, check_words
@@ -62,8 +63,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     _check_weighted(words, weights, fields)
     out, num_invalid = backend("values", words).value_probabilities(words, weights, fields)
-    if num_invalid:
-        raise ValueError(f"{num_invalid} latents of the states hold values that they do not have; the states belong to another state space")
+    refuse(torch.as_tensor(num_invalid > 0), lambda: _refuse_others(int(num_invalid)))
     return out  # type: ignore[no-any-return]
 
 
@@ -89,6 +89,10 @@ def draw_values(probabilities: Tensor, num_samples: int, fields: Fields, *, rows
     # Tail probabilities are summed from above, so a value of probability zero beyond the last one is never drawn.
     tails = probabilities.detach().double().flip(-1).cumsum(-1).flip(-1)[..., 1:].contiguous()
     return backend("values", tails).draw_values(tails, num_samples, fields, *keys)  # type: ignore[no-any-return]
+
+
+def _refuse_others(number: int) -> None:
+    raise ValueError(f"{number} latents of the states hold values that they do not have; the states belong to another state space")
 
 
 def _check_weighted(words: Tensor, weights: Tensor, fields: Fields) -> None:

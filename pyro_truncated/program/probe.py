@@ -112,7 +112,14 @@ class Probe:
 
     @cached_property
     def indices(self) -> Tensor | None:
+        """:attr:`chosen`, where the states are."""
+        return None if self.chosen is None else self.chosen.to(self.device, non_blocking=True)
+
+    @cached_property
+    def chosen(self) -> Tensor | None:
         """Positions ``(N,)`` of this batch's data points among all of them, or ``None`` if it holds all in order.
+
+        They are where the plates have them: on the CPU, mostly, where to look at them is to wait for nobody.
 
         Raises:
             ValueError: if a plate's subsample is out of range.

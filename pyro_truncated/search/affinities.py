@@ -61,7 +61,7 @@ class Singletons:
 
     def __call__(self, batch: SearchBatch) -> Tensor:
         """Scores ``(N, P)`` of the options of the batch's data points."""
-        words = options_of(batch.space).words.to(batch.population.words.device)
+        words = options_of(batch.space, batch.population.words.device).words
         return batch.score(words.expand(len(batch.population), -1, -1).contiguous())
 
 

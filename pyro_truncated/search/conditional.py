@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.search import runs
 from pyro_truncated.search.base import Search, SearchBatch
-from pyro_truncated.search.moves import Moves
+from pyro_truncated.search.moves import moves_of
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
@@ -68,7 +68,7 @@ class ConditionalSearch(Search):
         """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
         population, space = batch.population, batch.space
         draws = batch.draws(self.generator)
-        moves = Moves(space, population.words.device)
+        moves = moves_of(space, population.words.device)
         size = self.candidates_of(population.num_states)
         num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
         changed = num_parents + int(_REPLACED * size)

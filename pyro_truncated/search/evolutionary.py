@@ -151,7 +151,8 @@ class EvolutionarySearch(Search):
                     f"that are active; got {self.target_activity}"
                 )
             return self.target_activity
-        return float(batch.activity()[binary.to(batch.population.words.device)].sum())
+        activity = batch.activity()
+        return float(activity[batch.space.fields.on(activity.device, "binary")].sum())
 
     def _breed(self, pool: Population, target: float, draws: dict[str, Any], known_distinct: bool) -> Tensor:
         """One generation of children ``(N, C, num_words)``."""

@@ -268,12 +268,12 @@ def _marginals(batch: SearchBatch) -> Tensor:
     if batch.marginals is not None:
         return batch.marginals.double()
     population = batch.population
-    options = options_of(population.space).to(population.words.device)
+    options = options_of(population.space, population.words.device)
     return population.value_probabilities()[:, options.latent, options.value].double()
 
 
 def _num_options(batch: SearchBatch) -> int:
-    return len(options_of(batch.space)) if batch.marginals is None else batch.marginals.shape[1]
+    return len(options_of(batch.space, batch.population.words.device)) if batch.marginals is None else batch.marginals.shape[1]
 
 
 def _alone(value: T) -> list[T]:

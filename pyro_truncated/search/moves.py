@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from pyro_truncated.states.space import StateSpace
+
+
+@functools.lru_cache(maxsize=16)
+def moves_of(space: StateSpace, device: torch.device) -> Moves:
+    """All ways to change one latent of a state, brought to a device once."""
+    return Moves(space, device)
 
 
 class Moves:

@@ -25,30 +25,24 @@ class Options:
         group: options of the same group, numbered from 0 and next to each other, exclude each other in a selection, ``(P,)`` int64:
             those of one latent, or each on its own for a mixture.
         words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
+        num_groups: number of options that can be selected together.
     """
 
     latent: Tensor
     value: Tensor
     group: Tensor
     words: Tensor
+    num_groups: int
 
     def __len__(self) -> int:
         return len(self.latent)
 
-    @property
-    def num_groups(self) -> int:
-        """Number of options that can be selected together."""
-        return int(self.group[-1]) + 1 if len(self.group) else 0
-
-    def to(self, device: torch.device) -> Options:
-        """The options on another device."""
-        return Options(self.latent.to(device), self.value.to(device), self.group.to(device), self.words.to(device))
-
 
 @functools.lru_cache(maxsize=16)
-def options_of(space: StateSpace) -> Options:
-    """The options of a state space, on the CPU."""
+def options_of(space: StateSpace, device: torch.device | str = "cpu") -> Options:
+    """The options of a state space, brought to a device once."""
     is_mixture = space.num_latents == 1
     latent, value, words = single_states(space.fields, first=0 if is_mixture else 1)
     group = torch.arange(len(latent), device="cpu") if is_mixture else latent.unique_consecutive(return_inverse=True)[1]
-    return Options(latent, value, group, words)
+    num_groups = int(group[-1]) + 1 if len(group) else 0
+    return Options(latent.to(device), value.to(device), group.to(device), words.to(device), num_groups)

@@ -90,7 +90,7 @@ class Preselection(AffinitySearch):
 
     def propose(self, batch: SearchBatch) -> Population:
         """The states over the selected latents: ``(N, S)``, distinct within each data point."""
-        options = options_of(batch.space).to(batch.population.words.device)
+        options = options_of(batch.space, batch.population.words.device)
         chosen = options.words[self._select(batch, options)]
         return batch.scored(chosen if batch.space.num_latents == 1 else combine(chosen, self.max_active))
 
@@ -118,7 +118,7 @@ class Preselection(AffinitySearch):
         Raises:
             ValueError: if the affinity is not of the right shape or NaN.
         """
-        options = options_of(batch.space).to(batch.population.words.device)
+        options = options_of(batch.space, batch.population.words.device)
         return (options.value if batch.space.num_latents == 1 else options.latent)[self._select(batch, options)]
 
     def _select(self, batch: SearchBatch, options: Options) -> Tensor:
@@ -130,10 +130,12 @@ class Preselection(AffinitySearch):
         chosen = _best(scores, options, num_selected)
         offset = ops.uniform(shape=(1,), **draws)
         num_random = (self.explore * num_selected + offset).floor().long().clamp(max=num_selected)
-        rows = num_random.squeeze(1).nonzero().squeeze(1)
-        if len(rows):
+        # A device does the work for all data points rather than be waited for to know which ones need it.
+        rows = slice(None) if ops.is_vectorised(chosen) else num_random.squeeze(1).nonzero().squeeze(1)
+        most = min(num_selected, int(self.explore * num_selected) + 1)
+        if len(chosen[rows]) and most:
             keys = ops.uniform(draws["rows"][rows], (len(options),), generator=lottery)
-            chosen[rows] = _with_chance(chosen[rows], num_random[rows], options, keys)
+            chosen[rows] = _with_chance(chosen[rows], num_random[rows], most, options, keys)
         return chosen
 
     def _scores(self, batch: SearchBatch, options: Options) -> Tensor:
@@ -142,19 +144,22 @@ class Preselection(AffinitySearch):
         if not isinstance(scores, Tensor) or tuple(scores.shape) != expected:
             got = tuple(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
             raise ValueError(f"the affinity must return a tensor of shape {expected}, data points by latents (or values); got {got}")
-        if bool(scores.isnan().any()):
-            raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {expected[0]} data points")
+        ops.refuse(scores.isnan().any(), lambda: _refuse_unknown(scores))
         return scores.detach()
 
 
-def _with_chance(chosen: Tensor, num_random: Tensor, options: Options, keys: Tensor) -> Tensor:
+def _refuse_unknown(scores: Tensor) -> None:
+    raise ValueError(f"the affinity is NaN for {int(scores.isnan().any(1).sum())} of {len(scores)} data points")
+
+
+def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
     """Selections ``(N, K)`` whose last ``num_random`` places, ``(N, 1)``, go to the options of largest keys, of groups not selected."""
     place = torch.arange(chosen.shape[1], device=chosen.device) - (chosen.shape[1] - num_random)
     taken = torch.zeros(len(chosen), options.num_groups, dtype=torch.bool, device=chosen.device)
     taken.scatter_(1, options.group[chosen], place < 0)
     # At least as many groups are left as places; what the fill would add beyond them is never looked at.
-    others = _best(keys.masked_fill(taken[:, options.group], -math.inf), options, int(num_random.max()))
-    return torch.where(place < 0, chosen, others.gather(1, place.clamp(min=0)))
+    others = _best(keys.masked_fill(taken[:, options.group], -math.inf), options, most)
+    return torch.where(place < 0, chosen, others.gather(1, place.clamp(0, most - 1)))
 
 
 def _best(scores: Tensor, options: Options, count: int) -> Tensor:

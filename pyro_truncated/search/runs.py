@@ -34,7 +34,7 @@ def replace(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, A
     Returns:
         Packed states ``(N, C, W)``; some may equal the given ones.
     """
-    first, constant = (table.to(words.device) for table in _tables(space))
+    first, constant = _tables(space, words.device)
     uniform = ops.uniform(shape=(5, words.shape[1]), **draws).unbind(1)
     start = (uniform[0] * space.num_latents).long().clamp(max=space.num_latents - 1)
     length = (uniform[1] * math.log(space.num_latents + 1)).exp().long()
@@ -72,11 +72,11 @@ def _translated(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
 
 
 @functools.lru_cache(maxsize=16)
-def _tables(space: StateSpace) -> tuple[Tensor, Tensor]:
+def _tables(space: StateSpace, device: torch.device) -> tuple[Tensor, Tensor]:
     """All bits of the first ``0 .. L`` latents, ``(L + 1, W)``, and the states whose latents have a common value, ``(V, W)``."""
     bits = torch.zeros(space.num_latents + 1, space.num_words, dtype=torch.int64, device="cpu")
     rows = torch.arange(1, space.num_latents + 1, device="cpu")
     field = torch.where(space.bits == WORD_BITS, -1, (1 << space.bits) - 1) << space.shift
     bits[rows, space.word] = field
     values = torch.arange(max(space.cardinalities), device="cpu").unsqueeze(-1)
-    return bits.cumsum(0), space.pack(values.minimum(space.cardinality - 1))
+    return bits.cumsum(0).to(device), space.pack(values.minimum(space.cardinality - 1)).to(device)

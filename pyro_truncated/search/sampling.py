@@ -45,7 +45,7 @@ class SampledSearch(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """``num_samples`` states per data point; repetitions are left to the merge."""
         space, marginals = batch.space, batch.population.value_probabilities()
-        cardinality = space.cardinality.to(marginals.device).unsqueeze(-1)
+        cardinality = space.fields.on(marginals.device, "cardinality").unsqueeze(-1)
         uniform = (torch.arange(marginals.shape[-1], device=marginals.device) < cardinality) / cardinality
         prior = ((marginals.sum(0) + uniform) / (len(marginals) + 1)).expand_as(marginals)
         draws = batch.draws(self.generator)

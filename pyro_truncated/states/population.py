@@ -13,6 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.missing import missing_where
 
 States = Tensor | Mapping[str, Tensor]
 
@@ -123,7 +124,12 @@ class Population:
 
     def rows_of(self, data: Tensor) -> Tensor:
         """The rows of these data points among those ``(N, ...)`` of all data."""
-        return data if self.indices is None else data[self.indices.to(data.device)]
+        return data if self.indices is None else missing_where(data[self.indices.to(data.device)], data)
+
+    def rows_above(self, data: Tensor, center: Tensor) -> Tensor:
+        """The same in float64 with a ``center`` subtracted."""
+        rows = self.rows_of(data)
+        return missing_where(rows.double() - center, rows)
 
     def activity(self) -> Tensor:
         """Expected number of active (non-zero) latents, ``(N,)``."""

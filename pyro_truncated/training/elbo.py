@@ -18,6 +18,7 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.program import Searching
 from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.ops import together
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.search.automatic import AutomaticSearch
@@ -160,10 +161,11 @@ class Truncated_ELBO(Described, ELBO):
         """The batch of a guide that stands alone, after a search if one is due."""
         self._meet(call, guide)
         is_due = self._search_is_due()
-        with torch.enable_grad():
-            batch: Batch = guide.batch_of(*call.args, **call.kwargs)
-        if is_due:
-            batch.search_(self.search, self.search_steps)
+        with together():
+            with torch.enable_grad():
+                batch: Batch = guide.batch_of(*call.args, **call.kwargs)
+            if is_due:
+                batch.search_(self.search, self.search_steps)
         return batch
 
     def _closed_form_step(self, closed_form: ClosedForm, call: Call, guide: Any) -> float:
@@ -173,9 +175,10 @@ class Truncated_ELBO(Described, ELBO):
             )
         self._meet(call, guide)
         temperature = self._temperature()
-        with torch.no_grad(), poutine.block():
-            batch = guide.batch_of(*call.args, **call.kwargs)
-        return self._em_step(closed_form, batch, self._improve, temperature, is_annealed=callable(self.temperature))
+        with together():
+            with torch.no_grad(), poutine.block():
+                batch = guide.batch_of(*call.args, **call.kwargs)
+            return self._em_step(closed_form, batch, self._improve, temperature, is_annealed=callable(self.temperature))
 
     def _improve(self, batch: Batch) -> Population:
         return batch.search_(self.search, self.search_steps) if self._search_is_due() else batch.rescore_()

@@ -13,7 +13,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics, summed
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.ops import together
+from pyro_truncated.ops import number, together
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
@@ -48,25 +48,27 @@ class EMStep:
         with poutine.block(), memory_budget(scorer.memory_budget):
             # Somebody else scored or searched: what will be subtracted is not what is in the sums.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
-            indices = _indices(batch)
-            previous = closed_form.previous(store.take(indices), scorer.full_size)
+            chosen = _chosen(batch)
+            previous = closed_form.previous(store.take(batch.indices if chosen is batch.chosen else chosen), chosen)
             if previous is not None and is_annealed:
                 raise ValueError("incremental minibatches cannot follow a changing temperature; use ClosedForm(model, minibatch='online')")
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
-            population = improve(batch)
+            with together():
+                population = improve(batch)
+                new = _statistics(closed_form, population, temperature, call)
+                free_energy = number(batch.scale * population.free_energy().sum() + batch.outside())
             self._revision = store.revision
-            new = _statistics(closed_form, population, temperature, call)
-            closed_form.collect(new, old, indices, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
-            if closed_form.visited is not None and indices is not None and _anywhere(is_stale, store.is_part):
+            closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
+            if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
                 visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
                 anew = _statistics(closed_form, store.population(visited), temperature, call)
                 closed_form.statistics = summed(anew) if store.is_part else anew
-            return -float(batch.scale * population.free_energy().sum() + batch.outside())
+            return -free_energy
 
 
-def _indices(batch: Batch) -> Tensor | None:
+def _chosen(batch: Batch) -> Tensor | None:
     """Positions of the data points, ``None`` for all of all processes: where all of this one's are in a minibatch, others may have more."""
-    indices, minibatch = batch.indices, current_batch()
+    indices, minibatch = batch.chosen, current_batch()
     if not batch.populations.is_part:
         return indices
     is_minibatch = _anywhere(indices is not None, True) if minibatch is None else minibatch.scale > 1

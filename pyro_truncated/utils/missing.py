@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import current_budget
+from pyro_truncated.utils.facts import known_of, note_of
 
 
 class or_missing(constraints.Constraint):
@@ -56,10 +57,22 @@ transform_to.register(or_missing, lambda constraint: transform_to(constraint.bas
 
 def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
     """Values in float64 with zeros in the place of missing entries, and which entries are observed; ``None`` if all of them are."""
-    is_missing = value.isnan()
-    if not bool(is_missing.any()):
+    if not has_missing(value):
         return value.double(), None
+    is_missing = value.isnan()
     return value.double().masked_fill(is_missing, 0.0), ~is_missing
+
+
+def has_missing(value: Tensor) -> bool:
+    """Whether entries are missing."""
+    return known_of(value, "has missing entries", lambda: value.isnan().any())
+
+
+def missing_where(value: Tensor, other: Tensor) -> Tensor:
+    """Values that were computed from others; on a device they count as having missing entries if the others have."""
+    if not value.is_cpu:
+        note_of(value, "has missing entries", has_missing(other))
+    return value
 
 
 def in_blocks(

@@ -10,7 +10,6 @@ from torch import Tensor
 def combine(chosen: Tensor, parent: Tensor, last: Tensor, max_active: int) -> Tensor:
     """See :func:`pyro_truncated.ops.combination.combine`; given each combination's parent and what it adds to that, ``(S,)``."""
     num_data, num_selected, num_words = chosen.shape
-    parent, last = parent.to(chosen.device), last.to(chosen.device)
     out = chosen.new_zeros(num_data, len(parent), num_words)
     start = 1
     for k in range(1, max_active + 1):

@@ -73,11 +73,11 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
     active = _ones(device)[active].sum(-1)
     changed = torch.zeros_like(words)
     if flips.num_on:
-        changed = _switched_on(words, fields, flips.log_stay_off.to(device)[active], on)
+        changed = _switched_on(words, fields, flips.log_stay_off.to(device, non_blocking=True)[active], on)
     if len(fields.binary):
         halves = off.contiguous().view(torch.int32)
         # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
-        threshold = flips.switch_off.to(device)[active].unsqueeze(-1) - 2**31
+        threshold = flips.switch_off.to(device, non_blocking=True)[active].unsqueeze(-1) - 2**31
         changed = changed | (_packed((halves ^ _SIGN) < threshold) & words & bits)
     if flips.num_other:
         changed = changed | _moved(words, fields, flips.log_stay_other, moves)

@@ -16,8 +16,8 @@ def unpack(words: Tensor, fields: Fields, dtype: torch.dtype) -> Tensor:
     """See :func:`pyro_truncated.ops.unpack`."""
     if fields.is_binary:
         return unpack_bits(words, fields.num_latents, dtype)
-    rows = words[..., fields.word.to(words.device)] >> fields.shift.to(words.device)
-    return (rows & fields.masks.to(words.device)).to(dtype)
+    word, shift, masks = (fields.on(words.device, name) for name in ("word", "shift", "masks"))
+    return ((words[..., word] >> shift) & masks).to(dtype)
 
 
 def unpack_bits(words: Tensor, num_latents: int, dtype: torch.dtype) -> Tensor:
@@ -42,13 +42,13 @@ def activation_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> 
     return torch.cat(blocks) if blocks else weights.new_zeros(0, fields.num_latents)
 
 
-def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple[Tensor, int]:
+def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.value_probabilities`; also how many values are none of their latents'."""
-    out, num_invalid = weights.new_zeros(len(words), fields.num_latents, fields.num_values), 0
-    cardinality = fields.cardinality.to(words.device).unsqueeze(-1)
+    out, num_invalid = weights.new_zeros(len(words), fields.num_latents, fields.num_values), words.new_zeros(())
+    cardinality = fields.on(words.device, "cardinality").unsqueeze(-1)
     for rows in _blocks(words, fields.num_latents):
         values = unpack(words[rows], fields, torch.int64).mT
-        num_invalid += int((values >= cardinality).sum())
+        num_invalid += (values >= cardinality).sum()
         out[rows].scatter_add_(2, values.minimum(cardinality - 1), weights[rows].unsqueeze(1).expand_as(values))
     return out, num_invalid
 

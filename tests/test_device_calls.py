@@ -1,0 +1,181 @@
+"""How often a training step on a device launches something there, and how often it waits: counted on a device that is pretended.
+
+The numbers are upper limits. Whoever adds a look at a value to a step fails here, and is told the line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from pyro.optim import Adam
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Preselection, SampledSearch, Truncated_ELBO, ops
+from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.search import ConditionalSearch, Search, Singletons
+from tests.pretended_device import DEVICE, PretendedDevice, here, there
+
+N, D, H, S = 50, 16, 10, 24
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training step.
+
+    Attributes:
+        model: its class.
+        search: makes the search.
+        launches: at most so many.
+        syncs: at most so many.
+        optimizer: makes the optimiser of a model.
+        batch_size: of minibatches; none: all data.
+        missing: whether entries of the data are missing.
+    """
+
+    model: type
+    search: Callable[[], Search]
+    launches: int
+    syncs: int = 2
+    optimizer: Callable[[Any], Any] = ClosedForm
+    batch_size: int | None = None
+    missing: bool = False
+
+
+def flips() -> Search:
+    return EvolutionarySearch(3, 2, 2)
+
+
+def crossover() -> Search:
+    return EvolutionarySearch(4, generations=2, crossover=True)
+
+
+def sparse_flips() -> Search:
+    return EvolutionarySearch(4, 3, 2, mutation="sparseflips", target_activity=2.0)
+
+
+def learned_sparse_flips() -> Search:
+    return EvolutionarySearch(4, 3, 2, mutation="sparseflips", crossover=True)
+
+
+CASES = {
+    "flips": Case(BinarySparseCoding, flips, 480),
+    "crossover": Case(BinarySparseCoding, crossover, 568),
+    "sparse flips": Case(BinarySparseCoding, sparse_flips, 590),
+    # How often latents are to be flipped decides how many random numbers there are.
+    "learned sparse flips": Case(BinarySparseCoding, learned_sparse_flips, 688, syncs=3),
+    "conditional": Case(BinarySparseCoding, lambda: ConditionalSearch(60), 601),
+    "preselection": Case(BinarySparseCoding, lambda: Preselection(Singletons(), 5, explore=0.5), 387),
+    "samples": Case(BinarySparseCoding, lambda: SampledSearch(12), 371),
+    "missing entries": Case(BinarySparseCoding, flips, 550, missing=True),
+    "incremental": Case(BinarySparseCoding, flips, 532, batch_size=45),
+    "gradients": Case(BinarySparseCoding, flips, 530, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
+    # Factors are as large as the state with most active latents, of every set of states that is scored.
+    "slabs": Case(SpikeSlabSparseCoding, flips, 808, syncs=6),
+    "noisy-OR": Case(NoisyOr, flips, 500),
+}
+
+
+def data(case: Case) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    y = 3 * torch.randn(N, D, generator=generator, dtype=torch.float64)
+    y = (y > 1).double() if case.model is NoisyOr else y
+    return torch.where(torch.rand(y.shape, generator=generator) < 0.1, torch.nan, y) if case.missing else y
+
+
+def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[float], Callable[[], float], AutoTruncated]:
+    """Losses of some steps, the next step, and the guide."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(3)
+    y = data(case)
+    model = case.model(D, H, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1))
+    model, y = move(model), move(y)
+    guide = AutoTruncated(model, S)
+    svi = SVI(model, guide, case.optimizer(model), Truncated_ELBO(case.search()))
+
+    def step() -> float:
+        return svi.step(y, case.batch_size)
+
+    return [step() for _ in range(steps)], step, guide
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
+    case = CASES[name]
+    losses, last, guide = course(case, lambda thing: thing, 3)
+    losses.append(last())
+    with PretendedDevice() as device:
+        found, step, moved = course(case, there, 3)
+        device.forget()
+        found.append(step())
+        assert moved.words.device == DEVICE
+        assert sum(device.syncs.values()) <= case.syncs, device.syncs
+        assert sum(device.launches.values()) <= case.launches, device.launched_by.most_common(40)
+    assert found == pytest.approx(losses, rel=1e-11)
+    assert torch.equal(here(moved.words), guide.words)
+
+
+def test_what_is_refused_is_refused_before_anything_is_kept() -> None:
+    case = CASES["noisy-OR"]
+    with PretendedDevice():
+        _, step, guide = course(case, there, 2)
+        before = [here(tensor).clone() for tensor in (guide.words, guide.log_joint, *guide.model.parameters())]
+        with torch.no_grad():
+            guide.model.leak.fill_(torch.nan)
+        with pytest.raises(ValueError, match="leak"):
+            step()
+        for old, new in zip(before, (guide.words, guide.log_joint, *guide.model.parameters()), strict=True):
+            torch.testing.assert_close(here(new), old, rtol=0, atol=0)
+
+
+def test_an_m_step_that_fails_leaves_the_parameters_as_they_were() -> None:
+    y = data(CASES["flips"])
+    with PretendedDevice():
+        model = there(BinarySparseCoding(D, H, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1)))
+        driver = ClosedForm(model)
+        svi = SVI(model, AutoTruncated(model, S), driver, Truncated_ELBO(flips()))
+        svi.step(there(y))
+        assert driver.statistics is not None
+        before = [here(parameter).clone() for parameter in model.parameters()]
+        driver.collect({**driver.statistics, "pairs": -driver.statistics["pairs"]}, None, None, N)
+        with pytest.raises(torch.linalg.LinAlgError), torch.no_grad():
+            driver(model.parameters())
+        for old, new in zip(before, model.parameters(), strict=True):
+            torch.testing.assert_close(here(new.detach()), old, rtol=0, atol=0)
+
+
+def test_several_checks_cost_one_look() -> None:
+    with PretendedDevice() as device:
+        value, done = there(torch.arange(3.0)), []
+
+        def complain() -> None:
+            raise ValueError("second")
+
+        with ops.together():
+            ops.refuse((value > 5).any(), complain)
+            ops.refuse((value < 0).any(), complain)
+            ops.afterwards(lambda: done.append(1))
+            assert not done
+            assert ops.number(value.sum()) == 3.0
+            assert done
+        assert sum(device.syncs.values()) == 1
+
+        def fail() -> None:
+            with ops.together():
+                ops.refuse((value > 5).any(), complain)
+                ops.refuse((value > 1).any(), complain)
+                ops.afterwards(lambda: done.append(2))
+
+        with pytest.raises(ValueError, match="second"):
+            fail()
+        assert done == [1]
+
+
+def test_a_mixture_of_devices_is_an_error() -> None:
+    with PretendedDevice(), pytest.raises(RuntimeError, match="different devices"):
+        there(torch.ones(3)) + torch.ones(3)
