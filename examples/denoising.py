@@ -95,7 +95,7 @@ def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--crop", type=int, default=0, help="side of a corner of the image to work on; 0: all of it")
     parser.add_argument("--side", type=int, default=None, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of mixtures")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds of mixtures; default: by what is missing")
     parser.add_argument("--elements", type=int, default=0, help="number of dictionary elements H; 0: a mixture")
     parser.add_argument("--states", type=int, default=30, help="states per patch of a dictionary, S")
     parser.add_argument("--passes", type=int, default=20, help="passes through all patches of a dictionary")

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated")
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of learning (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, help="rounds of learning; default: 3, or 8 with a mask")
     parser.add_argument("--stride", type=int, default=1, help="distance of neighbouring patches (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers (default: %(default)s)")
     return parser

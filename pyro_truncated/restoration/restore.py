@@ -21,6 +21,7 @@ from pyro_truncated.utils.counts import check_counts
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (5, 6, 8), (4, 5), (32, 64)
+_ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
@@ -61,7 +62,7 @@ def denoise(
     stride: int = 1,
     channels: bool | None = None,
     num_components: int | None = None,
-    rounds: int = 3,
+    rounds: int | None = None,
     passes: int = 20,
     num_states: int = 30,
     batch_size: int = 5000,
@@ -100,7 +101,7 @@ def denoise(
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
         num_components: components of the mixture; default: one for 150 patches, twice as many after the first round.
-        rounds: rounds of mixtures.
+        rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
         passes: passes of another model through all patches; fewer if the free energy stops growing.
         num_states: states per patch of another model.
         batch_size: patches in a minibatch of another model.
@@ -116,6 +117,7 @@ def denoise(
         TypeError: for a model that cannot reconstruct its data.
     """
     image = _checked(image)
+    rounds = rounds if rounds is not None else _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
     rounds, passes, num_states, batch_size = check_counts(rounds=rounds, passes=passes, num_states=num_states, batch_size=batch_size)
     if num_components is not None:
         (num_components,) = check_counts(num_components=num_components)
