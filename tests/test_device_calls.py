@@ -64,20 +64,20 @@ def learned_sparse_flips() -> Search:
 
 
 CASES = {
-    "flips": Case(BinarySparseCoding, flips, 480),
-    "crossover": Case(BinarySparseCoding, crossover, 568),
-    "sparse flips": Case(BinarySparseCoding, sparse_flips, 590),
+    "flips": Case(BinarySparseCoding, flips, 383),
+    "crossover": Case(BinarySparseCoding, crossover, 417),
+    "sparse flips": Case(BinarySparseCoding, sparse_flips, 523),
     # How often latents are to be flipped decides how many random numbers there are.
-    "learned sparse flips": Case(BinarySparseCoding, learned_sparse_flips, 688, syncs=3),
-    "conditional": Case(BinarySparseCoding, lambda: ConditionalSearch(60), 601),
-    "preselection": Case(BinarySparseCoding, lambda: Preselection(Singletons(), 5, explore=0.5), 387),
-    "samples": Case(BinarySparseCoding, lambda: SampledSearch(12), 371),
-    "missing entries": Case(BinarySparseCoding, flips, 550, missing=True),
-    "incremental": Case(BinarySparseCoding, flips, 532, batch_size=45),
-    "gradients": Case(BinarySparseCoding, flips, 530, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
+    "learned sparse flips": Case(BinarySparseCoding, learned_sparse_flips, 566, syncs=3),
+    "conditional": Case(BinarySparseCoding, lambda: ConditionalSearch(60), 489),
+    "preselection": Case(BinarySparseCoding, lambda: Preselection(Singletons(), 5, explore=0.5), 381),
+    "samples": Case(BinarySparseCoding, lambda: SampledSearch(12), 365),
+    "missing entries": Case(BinarySparseCoding, flips, 450, missing=True),
+    "incremental": Case(BinarySparseCoding, flips, 449, batch_size=45),
+    "gradients": Case(BinarySparseCoding, flips, 447, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
     # Factors are as large as the state with most active latents, of every set of states that is scored.
-    "slabs": Case(SpikeSlabSparseCoding, flips, 808, syncs=6),
-    "noisy-OR": Case(NoisyOr, flips, 500),
+    "slabs": Case(SpikeSlabSparseCoding, flips, 704, syncs=6),
+    "noisy-OR": Case(NoisyOr, flips, 403),
 }
 
 

@@ -20,7 +20,7 @@ from pyro_truncated.ops.quadratic import moments, pair_energy
 from pyro_truncated.ops.selection import repeated, select_top
 from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 from pyro_truncated.ops.square_error import square_error
-from pyro_truncated.ops.streams import Source, Stream, draw_seed, mixed, positions, uniform, uniform_integers
+from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mixed, positions, uniform, uniform_integers
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.words import check_bits, check_words, take
 from pyro_truncated.utils.budget import memory_budget
@@ -38,6 +38,7 @@ __all__ = [
     "correlated_slab_moments",
     "correlated_slab_moments_by_dimension",
     "cross",
+    "draw_ahead",
     "draw_seed",
     "draw_values",
     "enumerate_states",

@@ -41,6 +41,11 @@ class Fields:
         return int(self.word[-1]) + 1
 
     @functools.cached_property
+    def num_bits(self) -> int:
+        """Number of bits of a state up to its last latent."""
+        return WORD_BITS * (self.num_words - 1) + int(self.shift[-1] + self.bits[-1])
+
+    @functools.cached_property
     def num_values(self) -> int:
         """The largest number of values of a latent, ``V``."""
         return int(self.cardinality.max())

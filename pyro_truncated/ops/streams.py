@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, is_vectorised
+from pyro_truncated.utils.budget import rows_per_block
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = 2**64 - 1
@@ -31,13 +32,21 @@ class Stream:
     def __init__(self, seed: int) -> None:
         self.seed, self._count = seed, 0
         self._branches: dict[int, Stream] = {}
+        self._ahead: dict[int, Drawn] = {}
         # Of generators by their identity, which they keep as long as they are held; shared by all streams that begin again.
         self._seeds: dict[int, tuple[torch.Generator, int]] = {}
 
     def next(self) -> int:
         """The next seed."""
         self._count += 1
-        return mixed(self.seed, self._count)
+        seed = mixed(self.seed, self._count)
+        return self._ahead.pop(seed, seed)
+
+    def draw_ahead(self, rows: Tensor, counts: Sequence[int]) -> None:
+        """Draws the first words of the next seeds for data points ``rows`` together, as many as ``counts`` says of each."""
+        seeds = [mixed(self.seed, self._count + 1 + i) for i in range(len(counts))]
+        drawn = backend("random", rows).several(rows, seeds, counts)
+        self._ahead = {seed: Drawn(seed, rows, *words) for seed, words in zip(seeds, drawn, strict=True)}
 
     def again(self) -> Stream:
         """The same stream, with its branches, from the beginning on: the next block of data points draws as the last one did."""
@@ -55,7 +64,43 @@ class Stream:
         return self._branches.setdefault(key, Stream(self._seeds[key][1]))
 
 
+class Drawn(int):
+    """A seed with what has been drawn for it already.
+
+    Args:
+        seed: the seed.
+        rows: positions of the data points for which it has been drawn.
+        streams: their streams, ``(N,)``.
+        words: the first words of these, ``(N, count)``.
+    """
+
+    rows: Tensor
+    streams: Tensor
+    words: Tensor
+
+    def __new__(cls, seed: int, rows: Tensor, streams: Tensor, words: Tensor) -> Drawn:
+        """A number that carries tensors."""
+        drawn = super().__new__(cls, seed)
+        drawn.rows, drawn.streams, drawn.words = rows, streams, words
+        return drawn
+
+
 Source = torch.Generator | Stream | None
+
+
+def draw_ahead(counts: Sequence[int], *, rows: Tensor, generator: Source = None) -> None:
+    """Draws random words for the next calls of operators together; what these draw does not change.
+
+    On a device a few large operations take the place of many small ones. Nothing is drawn ahead by compiled kernels, from a generator, or
+    where the words would take a good part of the memory budget: then the operations are large anyway.
+
+    Args:
+        counts: number of words per data point that each call takes; 0 where that is not known.
+        rows: positions ``(N,)`` of the data points.
+        generator: source of the seeds.
+    """
+    if counts and isinstance(generator, Stream) and is_vectorised(rows) and len(rows) <= rows_per_block(64 * sum(counts)):
+        generator.draw_ahead(rows, counts)
 
 
 def draw_seed(source: Source = None) -> int:

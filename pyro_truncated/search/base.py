@@ -60,7 +60,9 @@ class SearchBatch:
     def positions(self) -> Tensor:
         """Positions ``(N,)`` of the data points among all data, by which random numbers are keyed."""
         indices, device = self.population.indices, self.population.words.device
-        return self.first_position + (torch.arange(len(self.population), device=device) if indices is None else indices.to(device).long())
+        if indices is None:
+            return _in_order(self.first_position, len(self.population), device)
+        return self.first_position + indices.to(device).long()
 
     def draws(self, generator: torch.Generator | None) -> dict[str, Any]:
         """What operators draw with: the arguments ``rows`` and ``generator``, for a search that may have a generator of its own."""
@@ -82,6 +84,12 @@ class SearchBatch:
     def scored(self, words: Tensor) -> Population:
         """Candidates ``(N, C, num_words)`` with their log joints."""
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
+
+
+@functools.lru_cache(maxsize=1)
+def _in_order(first: int, number: int, device: torch.device) -> Tensor:
+    # The same tensor in every step: what random numbers are made of for these positions is then known.
+    return torch.arange(first, first + number, device=device)
 
 
 class Stateful:

@@ -72,6 +72,8 @@ class ConditionalSearch(Search):
         size = self.candidates_of(population.num_states)
         num_parents, num_moves = _shares(int(_NEIGHBOURS * size), moves.count)
         changed = num_parents + int(_REPLACED * size)
+        choices = num_parents * moves.count if num_moves < moves.count else 0
+        ops.draw_ahead([changed, changed, 5 * changed, changed, 2 * changed, *([choices] if choices else [])], **draws)
         before, others = (_members(population, changed, draws) for _ in range(2))
         after = _changed(before, others, space, draws)
         # Half of the parents are states of the population themselves.

@@ -123,6 +123,7 @@ class EvolutionarySearch(Search):
             return self._automatic.propose(batch)
         target = self._target(batch) if self.mutation == "sparseflips" else math.nan
         pool, draws = batch.population, batch.draws(self.generator)
+        ops.draw_ahead(self._words_drawn(pool), **draws)
         generations: list[Population] = []
         for _ in range(self.generations):
             children = batch.scored(self._breed(pool, target, draws, known_distinct=not generations))
@@ -153,6 +154,18 @@ class EvolutionarySearch(Search):
             return self.target_activity
         activity = batch.activity()
         return float(activity[batch.space.fields.on(activity.device, "binary")].sum())
+
+    def _words_drawn(self, pool: Population) -> list[int]:
+        """How many random words per data point the operators of all generations take, one after the other."""
+        counts: list[int] = []
+        num_states = pool.num_states
+        for _ in range(self.generations):
+            num_parents = min(self.parents, num_states)
+            is_crossed = self.crossover and num_parents > 1 and pool.space.num_latents > 1
+            num_children = num_parents * (num_parents - 1 if is_crossed else self.children)
+            counts += [num_parents, *([num_children // 2] if is_crossed else []), 2 * num_children if self.mutation == "randflips" else 0]
+            num_states = num_children + (num_states if self.overlapping else 0)
+        return counts
 
     def _breed(self, pool: Population, target: float, draws: dict[str, Any], known_distinct: bool) -> Tensor:
         """One generation of children ``(N, C, num_words)``."""

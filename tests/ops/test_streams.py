@@ -123,3 +123,22 @@ def test_streams_count_up_and_begin_again() -> None:
     assert [ops.draw_seed(again.branch(generator)) for _ in range(3)] == own
     assert torch.equal(before, generator.get_state())
     assert not set(own) & set(seeds)
+
+
+@pytest.mark.parametrize("counts", [[4, 6, 24, 3], [4, 1, 0, 3], [5]])
+def test_words_drawn_ahead_are_those_drawn_one_call_after_the_other(counts: list[int]) -> None:
+    space, rows = StateSpace([2] * 20), torch.arange(NUM_DATA)
+    words, log_joint = space.random((NUM_DATA, NUM_STATES), 0.2), torch.randn(NUM_DATA, NUM_STATES)
+
+    def drawn(ahead: list[int]) -> list[Tensor]:
+        keys: dict[str, Any] = {"rows": rows, "generator": ops.Stream(5)}
+        ops.draw_ahead(ahead, **keys)
+        parents = ops.take(words, ops.select_parents(log_joint, 4, **keys))
+        children = ops.cross(parents, space.fields, **keys)
+        return [parents, children, ops.flip_random(children, space.fields, **keys), ops.uniform(shape=(3,), **keys)]
+
+    compiled = drawn(counts)
+    with ops.use("vectorised"):
+        for one, other, third in zip(drawn([]), drawn(counts), compiled, strict=True):
+            assert torch.equal(one, other)
+            assert torch.equal(one, third)

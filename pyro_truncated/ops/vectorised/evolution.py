@@ -11,12 +11,11 @@ from torch import Tensor
 from pyro_truncated.ops.fields import Fields
 from pyro_truncated.ops.sparse_flips import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.vectorised import random
-from pyro_truncated.utils.budget import blocks_of_rows
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
     """Successive draws without replacement, all data points at once."""
-    uniform = 1 - random.uniform(random.numbers(random.stream(seed, rows), num_parents))
+    uniform = 1 - random.uniform(random.drawn(seed, rows, num_parents))
     weights, chosen = _fitness(log_joint.double(), by_fitness), []
     for threshold in uniform.split(1, 1):
         running = weights.cumsum(1)
@@ -41,33 +40,42 @@ def cross(parents: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Both offspring of every pair of parents, pair after pair."""
     device = parents.device
     num_parents = parents.shape[1]
-    first, second = torch.triu_indices(num_parents, num_parents, 1, device=device)
-    draws = random.numbers(random.stream(seed, rows), len(first))
+    first, second = _pairs(num_parents, device)
+    draws = random.drawn(seed, rows, len(first))
     # What lies below the field of the first latent that is swapped stays.
     swapped = (parents[:, first] ^ parents[:, second]) & fields.on(device, "tails")[random.below(draws, fields.num_latents - 1)]
     return torch.stack([parents[:, first] ^ swapped, parents[:, second] ^ swapped], 2).flatten(1, 2)
 
 
+@functools.lru_cache(maxsize=16)
+def _pairs(number: int, device: torch.device) -> Tensor:
+    """Positions of the two members of every pair, ``(2, number of pairs)``."""
+    return torch.triu_indices(number, number, 1, device=device)
+
+
 def flip_random(words: Tensor, fields: Fields, rows: Tensor, seed: int) -> Tensor:
     """Changes one latent of every state."""
-    draws = random.numbers(random.stream(seed, rows), 2 * words.shape[1])
+    draws = random.drawn(seed, rows, 2 * words.shape[1])
     return words ^ changed_by(words, fields, draws.view(*words.shape[:2], 2))
 
 
 def flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, rows: Tensor, seed: int) -> Tensor:
     """Sparsity-driven flips, in blocks of data points."""
     out = torch.empty_like(words, memory_format=torch.contiguous_format)
-    size = flips.num_on + 2 * flips.num_other + 2 + 32 * fields.num_words
-    for block in blocks_of_rows(len(words), 64 * words.shape[1] * size):
-        draws = random.numbers(random.stream(seed, rows)[block], words.shape[1] * size)
-        out[block] = _flip_sparse(words[block], fields, flips, draws.unflatten(1, (-1, size)))
+    first = flips.num_on + 2 * flips.num_other + 2
+    # Every state has this many random words, of which those for bits behind the last latent are not needed.
+    size, num_off = first + 32 * fields.num_words, -(-fields.num_bits // 2)
+    streams = random.stream(seed, rows)
+    for block in random.blocks(streams, words.shape[1] * (first + num_off)):
+        own = random.strides(streams[block], words.shape[1], size)
+        out[block] = _flip_sparse(words[block], fields, flips, random.numbers(own, first + num_off))
     return out
 
 
 def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tensor) -> Tensor:
     """Flips in states ``(n, C, W)``, given all random words ``(n, C, .)`` that can be needed."""
     device = words.device
-    on, moves, change, off = draws.split([flips.num_on, 2 * flips.num_other, 2, 32 * fields.num_words], -1)
+    on, moves, change, off = draws.split([flips.num_on, 2 * flips.num_other, 2, -(-fields.num_bits // 2)], -1)
     bits = fields.on(device, "binary_bits")
     active = (words & bits).view(torch.uint8).long()
     active = _ones(device)[active].sum(-1)
@@ -78,7 +86,8 @@ def _flip_sparse(words: Tensor, fields: Fields, flips: SparseFlips, draws: Tenso
         halves = off.contiguous().view(torch.int32)
         # The halves of words are signed here, so they are compared with thresholds moved down by half of their range.
         threshold = flips.switch_off.to(device, non_blocking=True)[active].unsqueeze(-1) - 2**31
-        changed = changed | (_packed((halves ^ _SIGN) < threshold) & words & bits)
+        below = torch.nn.functional.pad((halves ^ _SIGN) < threshold, (0, 64 * fields.num_words - halves.shape[-1]))
+        changed = changed | (_packed(below) & words & bits)
     if flips.num_other:
         changed = changed | _moved(words, fields, flips.log_stay_other, moves)
     same = (changed == 0).all(-1, keepdim=True)
@@ -96,9 +105,13 @@ _SIGN = -(2**31)
 
 def _packed(bits: Tensor) -> Tensor:
     """Words ``(..., W)`` of bits ``(..., 64 W)``."""
-    powers = (1 << torch.arange(8, device=bits.device)).to(torch.uint8)
-    octets: Tensor = (bits.unflatten(-1, (-1, 8)) * powers).sum(-1, dtype=torch.uint8)
+    octets: Tensor = (bits.unflatten(-1, (-1, 8)) * _powers(bits.device)).sum(-1, dtype=torch.uint8)
     return octets.view(torch.int64)
+
+
+@functools.cache
+def _powers(device: torch.device) -> Tensor:
+    return (1 << torch.arange(8, device=device)).to(torch.uint8)
 
 
 def _gaps(draws: Tensor, log_stay: Tensor, number: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
@@ -24,8 +25,13 @@ def unpack_bits(words: Tensor, num_latents: int, dtype: torch.dtype) -> Tensor:
     """Unpacks words ``(..., W)`` of binary latents into ``(..., num_latents)``."""
     # One byte per bit at the most: a shift of whole words would need eight.
     octets = words.contiguous().view(torch.uint8).unsqueeze(-1)
-    bits = (octets >> torch.arange(8, dtype=torch.uint8, device=words.device)) & 1
+    bits = (octets >> _shifts(words.device)) & 1
     return bits.flatten(-2)[..., :num_latents].to(dtype)
+
+
+@functools.cache
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
 
 
 def first_beyond(words: Tensor, beyond: int) -> int:
