@@ -19,7 +19,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.cholesky import stable_cholesky
+from pyro_truncated.gp.cholesky import NotPositiveDefiniteError, stable_cholesky
 from pyro_truncated.utils.arguments import names_arguments
 
 # Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
@@ -37,7 +37,12 @@ class NoisyCovariance(abc.ABC):
         >>> mean, precision = covariance.leave_one_out(torch.ones(2, 1))
         >>> mean.flatten()
         tensor([0., 0.])
+
+    Attributes:
+        num_data: number of data points ``N``.
     """
+
+    num_data: int
 
     @property
     @abc.abstractmethod
@@ -67,6 +72,7 @@ class NoisyCovariance(abc.ABC):
         Returns:
             Means ``(n, P)``, and the variances ``(n,)`` that all outputs share, noise included.
         """
+        self._check(targets)
         chosen = slice(None) if rows is None else rows
         diagonal = self.inverse_diagonal[chosen]
         return targets[chosen] - self.solve(targets, rows) / diagonal.unsqueeze(-1), 1 / diagonal
@@ -78,9 +84,16 @@ class NoisyCovariance(abc.ABC):
             targets: :math:`R`, ``(N, P)``, or any matrix of equal :math:`R R^\top`, see :func:`compress`.
             num_outputs: number of outputs ``P``; default: that of the columns.
         """
+        self._check(targets)
         outputs = targets.shape[1] if num_outputs is None else num_outputs
         constant = len(targets) * math.log(2 * math.pi)
         return -0.5 * (self.quadratic(targets) + outputs * (self.log_determinant + constant))
+
+    def _check(self, targets: Tensor) -> None:
+        if targets.dim() < 2 or targets.shape[-2] != self.num_data:
+            raise ValueError(
+                f"targets must have shape ({self.num_data}, P), a row for each row of factor or kernel_matrix; got {tuple(targets.shape)}"
+            )
 
 
 class DenseCovariance(NoisyCovariance):
@@ -94,11 +107,19 @@ class DenseCovariance(NoisyCovariance):
     Args:
         kernel_matrix: :math:`K`, ``(N, N)``.
         noise: noise variance :math:`\lambda`, a scalar, or one per data point ``(N,)``.
+
+    Raises:
+        ValueError: if the kernel matrix is not square.
+        NotPositiveDefiniteError: if the sum of both is no covariance matrix, or not finite.
     """
 
     @names_arguments
     def __init__(self, kernel_matrix: Tensor, noise: Tensor) -> None:
-        self.cholesky = stable_cholesky(kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix))))
+        if kernel_matrix.dim() != 2 or kernel_matrix.shape[0] != kernel_matrix.shape[1]:
+            raise ValueError(f"kernel_matrix must have shape (N, N); got {tuple(kernel_matrix.shape)}")
+        self.num_data = len(kernel_matrix)
+        matrix = kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix)))
+        self.cholesky = _factor_of(matrix, noise, kernel_matrix=kernel_matrix)
 
     @property
     def log_determinant(self) -> Tensor:
@@ -139,15 +160,21 @@ class LowRankCovariance(NoisyCovariance):
         factor: :math:`L`, ``(N, Q)``.
         noise: diagonal of :math:`\Lambda`: a scalar :math:`\lambda`, or one value per data point ``(N,)``. With :math:`\lambda` plus the
             diagonal of :math:`K - L L^\top` it is the FITC approximation, which keeps the prior variances exact.
+
+    Raises:
+        TypeError: if the factor is complex.
+        NotPositiveDefiniteError: if the noise is not positive, or a number is not finite.
     """
 
     @names_arguments
     def __init__(self, factor: Tensor, noise: Tensor) -> None:
-        self.factor = factor
+        if factor.is_complex():
+            raise TypeError(f"factor must be real; got {factor.dtype}")
+        self.factor, self.num_data = factor, len(factor)
         self.noise = noise.expand(len(factor))
         scaled = factor / self.noise.sqrt().unsqueeze(-1)
         identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
-        self.cholesky = stable_cholesky(identity + scaled.mT @ scaled)
+        self.cholesky = _factor_of(identity + scaled.mT @ scaled, noise, factor=factor)
         self.basis = torch.linalg.solve_triangular(self.cholesky, scaled.mT, upper=False)
 
     @property
@@ -163,6 +190,7 @@ class LowRankCovariance(NoisyCovariance):
 
     def solve(self, targets: Tensor, rows: Tensor | None = None) -> Tensor:
         r""":math:`C^{-1} R`, ``(N, P)``, or only the given rows of it."""
+        self._check(targets)
         chosen = slice(None) if rows is None else rows
         scale = self.noise.sqrt().unsqueeze(-1)
         scaled = targets / scale
@@ -171,6 +199,7 @@ class LowRankCovariance(NoisyCovariance):
 
     def quadratic(self, targets: Tensor) -> Tensor:
         r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
+        self._check(targets)
         scaled = targets / self.noise.sqrt().unsqueeze(-1)
         explained: Tensor = (self.basis @ scaled).square().sum()
         return scaled.square().sum() - explained
@@ -186,5 +215,17 @@ def compress(targets: Tensor) -> Tensor:
 
 def varying_columns(targets: Tensor) -> Tensor:
     """Which outputs ``(N, P)`` are not constant, in whatever units: ``(P,)``."""
-    variance = targets.var(0, correction=0)
-    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * targets.square().mean(0))
+    # Squares of very large or small numbers are infinite or zero.
+    scaled = targets / targets.abs().max().clamp(min=torch.finfo(targets.dtype).tiny)
+    variance = scaled.var(0, correction=0)
+    return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * scaled.square().mean(0))
+
+
+def _factor_of(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:
+    """The Cholesky factor of a matrix, or an error in terms of what it was made of: looked at only then, for a fit takes many steps."""
+    try:
+        return stable_cholesky(matrix)
+    except NotPositiveDefiniteError as error:
+        told = ", ".join(f"{name} {'is' if bool(part.isfinite().all()) else 'is not'} finite" for name, part in parts.items())
+        least, most = noise.detach().aminmax()
+        raise NotPositiveDefiniteError(f"{error}; {told}, noise, which must be positive, is from {least:g} to {most:g}") from error

@@ -12,6 +12,7 @@ from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.kernels.evaluation import Covariance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.finite import check_entries, finite
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13
@@ -83,20 +84,25 @@ def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, toleranc
         The factor in the type of the covariances; use float64.
 
     Raises:
-        ValueError: if the inputs are no matrix with rows, or a number is out of range.
+        ValueError: if the inputs are no matrix with rows, they or their covariances are not finite, or a number is out of range.
 
     Reference:
         Fine and Scheinberg, "Efficient SVM training using low-rank kernel representations", JMLR 2 (2001).
     """
     if inputs.dim() != 2 or not len(inputs):
         raise ValueError(f"inputs must have shape (N, D) with N > 0; got {tuple(inputs.shape)}")
+    check_entries(finite, inputs=inputs)
     max_rank = check_count("max_rank", max_rank)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must not be negative; got {tolerance}")
     ahead = min(max(1, inputs.shape[1] // _DIMENSIONS_PER_COLUMN), _MOST_COLUMNS)
     prior = kernel(inputs, diag=True)
     floor = (_ROUNDING * prior.max()).expand(len(prior))
-    return greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=tolerance * prior.sum(), ahead=ahead)
+    enough = tolerance * prior.sum()
+    found = greedy_cholesky(prior, lambda due: kernel(inputs, inputs[due]), max_rank, floor, enough=enough, ahead=ahead)
+    if not bool(found.residual.isfinite().all()):
+        raise ValueError("kernel is not finite at these inputs: they, or its parameters, are too large, or not numbers")
+    return found
 
 
 def greedy_cholesky(

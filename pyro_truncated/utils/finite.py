@@ -34,7 +34,37 @@ class _PositiveFinite(_Finite):
         return "positive and finite"
 
 
-finite, positive_finite = _Finite(), _PositiveFinite()
+class _NonNegativeFinite(_Finite):
+    """Finite numbers that are not negative."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are finite and not negative."""
+        found: Tensor = (value >= 0) & super().check(value)
+        return found
+
+    def __repr__(self) -> str:
+        return "finite and not negative"
+
+
+finite, positive_finite, nonnegative_finite = _Finite(), _PositiveFinite(), _NonNegativeFinite()
+
+
+# Sums of squares of larger numbers are infinite in float64.
+LARGEST = 1e150
+
+
+def in_double(name: str, values: Tensor) -> Tensor:
+    """Values in float64, of which sums of squares are finite, too.
+
+    Raises:
+        ValueError: naming the argument, if one is not, or they are complex.
+    """
+    if values.is_complex():
+        raise ValueError(f"{name} must be real; got {values.dtype}")
+    found = values.double()
+    if not bool((found.abs() <= LARGEST).all()):
+        raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got NaN, infinity or more")
+    return found
 
 
 def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
@@ -44,5 +74,5 @@ def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None
         ValueError: naming the argument.
     """
     for name, tensor in tensors.items():
-        if tensor.is_complex() or not bool(constraint.check(tensor).all()):
+        if tensor.is_complex() or tensor.dtype == torch.bool or not bool(constraint.check(tensor).all()):
             raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")

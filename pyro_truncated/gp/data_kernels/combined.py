@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 
 
@@ -245,12 +245,19 @@ class RestrictedKernel(DataKernel):
         kernel: the kernel.
         rows: positions ``(n,)`` of the inputs to keep.
         borrowed: whether the kernel stays part of another module, which learns its parameters; otherwise they are this one's.
+
+    Raises:
+        TypeError: if the kernel is none, or rows are no tensor.
+        ValueError: if rows are no positions of the kernel's inputs (of a borrowed kernel, only where they are used).
     """
 
     rows: Tensor
 
     @names_arguments
     def __init__(self, kernel: DataKernel, rows: Tensor, *, borrowed: bool = False) -> None:
+        check_kinds(RestrictedKernel.__init__, kernel=kernel, rows=rows)
+        if not borrowed:
+            _check_rows(rows, kernel.num_data)
         super().__init__(len(rows))
         self._lent = (kernel,)
         if not borrowed:
@@ -281,3 +288,9 @@ class RestrictedKernel(DataKernel):
     def among(self, new: object) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other."""
         return self.kernel.among(new)
+
+
+def _check_rows(rows: Tensor, num_data: int) -> None:
+    is_whole = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
+    if not is_whole or rows.dim() != 1 or not len(rows) or not bool(((rows >= 0) & (rows < num_data)).all()):
+        raise ValueError(f"rows must be positions (n,), integers from 0 to {num_data - 1}; got {rows.dtype} of shape {tuple(rows.shape)}")

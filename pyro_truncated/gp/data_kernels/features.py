@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.fixed import FixedKernel
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 
 _CHUNK = 2**24
 
@@ -210,6 +210,7 @@ class FunctionKernel(FixedKernel):
     ) -> None:
         if not callable(function):
             raise TypeError(f"function must be callable; got {type(function).__name__}")
+        check_kinds(FunctionKernel.__init__, objects=objects, batched=batched)
         super().__init__(len(objects), variance)
         self.function = function
         self.objects = objects
@@ -230,7 +231,7 @@ class FunctionKernel(FixedKernel):
     def _values(self, first: Sequence[Any], second: Sequence[Any]) -> Tensor:
         if self.batched:
             return torch.as_tensor(self.function(list(first), list(second)), dtype=torch.float64)
-        rows = [[float(self.function(x, z)) for z in second] for x in first]
+        rows = [[_number(self.function(x, z)) for z in second] for x in first]
         return torch.tensor(rows, dtype=torch.float64).reshape(len(first), len(second))
 
     def base_diag(self) -> Tensor:
@@ -243,7 +244,15 @@ class FunctionKernel(FixedKernel):
         """Values ``(n_new,)`` of the function for equal new objects."""
         if self.batched:
             return torch.tensor([float(torch.as_tensor(self.function([x], [x])).reshape(())) for x in new], dtype=torch.float64)
-        return torch.tensor([float(self.function(x, x)) for x in new], dtype=torch.float64)
+        return torch.tensor([_number(self.function(x, x)) for x in new], dtype=torch.float64)
+
+
+def _number(value: Any) -> float:
+    """What a function has returned for two objects."""
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"function must return a number for two objects; got {type(value).__name__}: {error}") from error
 
 
 def _intersections(first: Tensor, second: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class DataKernel(UniqueModule, Parameterized):
     def __init__(self, num_data: int) -> None:
         super().__init__()
         if num_data < 1:
-            raise ValueError("a kernel needs at least one training input; got none")
+            raise ValueError("a kernel needs at least one training input, of its matrix, features or objects; got none")
         self.num_data = num_data
 
     def diag(self, rows: Tensor | None = None) -> Tensor:

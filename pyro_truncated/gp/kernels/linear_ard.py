@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.finite import check_entries, nonnegative_finite
 from pyro_truncated.utils.unique_names import UniqueModule
 
 
@@ -29,7 +30,7 @@ class LinearARD(UniqueModule, Kernel):
         variance: weights :math:`a`, ``(Q,)``; a dimension of weight zero is of no use to the kernel.
 
     Raises:
-        ValueError: if there is not one weight per dimension.
+        ValueError: if there is not one weight per dimension, or one is negative or not finite.
     """
 
     variance: Tensor
@@ -40,15 +41,18 @@ class LinearARD(UniqueModule, Kernel):
         variance = torch.ones(input_dim) if variance is None else variance
         if variance.shape != (input_dim,):
             raise ValueError(f"variance must have shape ({input_dim},), one weight per dimension; got {tuple(variance.shape)}")
+        check_entries(nonnegative_finite, variance=variance)
         self.variance = PyroParam(variance, constraints.positive)  # type: ignore[assignment]
 
     def forward(self, X: Tensor, Z: Tensor | None = None, diag: bool = False) -> Tensor:
         """Covariance ``(N, M)`` of the rows of ``X (N, Q)`` and ``Z (M, Q)`` (default: ``X``), or its diagonal ``(N,)``."""
         weight = self.variance
-        X = self._slice_input(X)  # type: ignore[no-untyped-call]
+        # Of two types the finer one, as in Pyro's kernels.
+        dtype = torch.promote_types(X.dtype, weight.dtype)
+        X, weight = self._slice_input(X).to(dtype), weight.to(dtype)  # type: ignore[no-untyped-call]
         if diag:
             return X.square() @ weight
-        other = X if Z is None else self._slice_input(Z)  # type: ignore[no-untyped-call]
+        other = X if Z is None else self._slice_input(Z).to(dtype)  # type: ignore[no-untyped-call]
         if other.shape[1] != X.shape[1]:
             raise ValueError(f"inputs must have the same number of dimensions; got {X.shape[1]} and {other.shape[1]}")
         return (X * weight) @ other.mT

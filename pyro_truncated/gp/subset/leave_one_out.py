@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from pyro.contrib.gp import kernels
@@ -19,6 +19,7 @@ from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, piv
 from pyro_truncated.gp.subset.target_pivots import pivots_for
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.finite import in_double
 
 _PIVOTS, _UNIT = "pivots", "unit"
 
@@ -83,12 +84,10 @@ class LeaveOneOutRegression:
         rank = None if rank is None else check_count("rank", rank)
         if not noise > 0:
             raise ValueError(f"noise must be a positive variance; got {noise}")
-        if fitc and rank is None:
-            raise ValueError("fitc=True needs a rank: without one nothing is approximated")
         if pivots not in ("variance", "targets"):
             raise ValueError(f'pivots must be "variance" or "targets"; got {pivots!r}')
-        if pivots == "targets" and rank is None:
-            raise ValueError('pivots="targets" needs a rank: without one there are no pivots')
+        if rank is None and (fitc or pivots == "targets"):
+            raise ValueError(("fitc=True" if fitc else 'pivots="targets"') + " needs a rank: without one nothing is approximated")
         self._centre = inputs.double().mean(0)
         spread = (inputs.double() - self._centre).square().mean().sqrt()
         self._spread = spread if bool(spread > 0) else torch.ones_like(spread)
@@ -112,9 +111,7 @@ class LeaveOneOutRegression:
 
     def standardize(self, inputs: Tensor) -> Tensor:
         """Inputs ``(M, D)`` as the kernel sees them."""
-        if not bool(inputs.isfinite().all()):
-            raise ValueError("inputs must be finite; they hold NaN or infinity")
-        return (inputs.double() - self._centre) / self._spread
+        return (in_double("inputs", inputs) - self._centre) / self._spread
 
     @names_arguments
     def fit(self, targets: Tensor, steps: int = 20, rows: Tensor | None = None) -> float:
@@ -123,7 +120,8 @@ class LeaveOneOutRegression:
         The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
         fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
         2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
-        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
+        Outputs that do not vary say nothing but "small amplitude" and are left out; if none does, the parameters stay as they are.
+        Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -131,24 +129,21 @@ class LeaveOneOutRegression:
             rows: positions of the data points to fit to; default: all.
 
         Returns:
-            The objective reached, in nats per target that varies; NaN if none does.
+            The objective reached, in nats per target that varies; if none does, that of all targets, per target.
         """
         self._targets, steps = self._checked(targets), check_count("steps", steps, 0)
         chosen = slice(None) if rows is None else rows
-        known = self._targets[:, varying_columns(self._targets[chosen])]
+        some, inputs = self._targets[chosen], self.inputs[chosen]
+        if not some.numel():
+            raise ValueError(f"targets must not be empty at rows; got shape {tuple(some.shape)}")
+        known = self._targets[:, varying_columns(some)]
         if not known.numel():
-            return float("nan")
+            return float(self._objective(some / self.unit, inputs)(self.parameters)) - math.log(self.unit)
         self.unit = float(known.abs().max())
         known /= self.unit
         if self.pivots == "targets":
             self._choose_pivots(known)
-        varying, inputs = known[chosen], self.inputs[chosen]
-        total, outputs, compact = varying.numel(), varying.shape[1], compress(varying)
-
-        def objective(parameters: Parameters) -> Tensor:
-            return self._evidence(parameters, inputs, compact, outputs) / total
-
-        found, value = maximize(objective, self.parameters, self._box, steps)
+        found, value = maximize(self._objective(known[chosen], inputs), self.parameters, self._box, steps)
         self._set_parameters(found)
         if self.pivots == "targets":
             # Other parameters, other pivots: those of the start may have been far off.
@@ -195,7 +190,7 @@ class LeaveOneOutRegression:
         known = self._targets if targets is None else self._checked(targets)
         if known is None:
             raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
-        points, k = self.standardize(new_inputs), self._covariance(self.parameters)
+        points, k = self.standardize(in_double("new_inputs", new_inputs)), self._covariance(self.parameters)
         prior = k(points, diag=True)
         if self.factorization is None:
             cross = k(points, self.inputs)
@@ -280,6 +275,11 @@ class LeaveOneOutRegression:
         for outdated in ("factorization", "covariance"):
             self.__dict__.pop(outdated, None)
 
+    def _objective(self, targets: Tensor, inputs: Tensor) -> Callable[[Parameters], Tensor]:
+        """What :meth:`fit` maximises, in nats per target."""
+        compact = compress(targets)
+        return lambda parameters: self._evidence(parameters, inputs, compact, targets.shape[1]) / targets.numel()
+
     def _evidence(self, parameters: Parameters, inputs: Tensor, targets: Tensor, outputs: int) -> Tensor:
         """What :meth:`fit` maximises, differentiable; ``targets`` may be compressed, ``outputs`` counts the original columns."""
         k, noise = self._covariance(parameters), parameters[NOISE].exp()
@@ -295,6 +295,6 @@ class LeaveOneOutRegression:
         return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
 
     def _checked(self, targets: Tensor) -> Tensor:
-        if targets.dim() != 2 or len(targets) != len(self.inputs) or not bool(targets.isfinite().all()):
+        if targets.dim() != 2 or len(targets) != len(self.inputs):
             raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(targets.shape)}")
-        return targets.detach().double()
+        return in_double("targets", targets.detach())

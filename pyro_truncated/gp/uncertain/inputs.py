@@ -10,8 +10,11 @@ import math
 import numpy as np
 import torch
 from torch import Tensor
+from torch.distributions import constraints
 
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.finite import check_entries, finite, nonnegative_finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +28,9 @@ class SpikeSlabInputs:
     Example:
         >>> inputs = SpikeSlabInputs(torch.zeros(5, 2), torch.ones(5, 2), probability=torch.tensor([1.0, 0.0]))
 
+    Args:
+        validate_args: whether to look at the numbers, too; a step of training, which has computed them itself, need not.
+
     Attributes:
         loc: means of the slabs :math:`\mu`, ``(N, Q)``.
         variance: variances of the slabs :math:`s`, ``(N, Q)``; zero for inputs known exactly.
@@ -32,15 +38,30 @@ class SpikeSlabInputs:
         prior_share: share :math:`r` of the rest that follows the standard normal, ``(Q,)``; ``None`` for zero.
 
     Raises:
-        ValueError: if the shapes do not fit.
+        TypeError: if one of them is no tensor.
+        ValueError: if the shapes do not fit, or a number is out of range.
     """
 
     loc: Tensor
     variance: Tensor
     probability: Tensor | None = None
     prior_share: Tensor | None = None
+    validate_args: dataclasses.InitVar[bool] = True
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, validate_args: bool) -> None:
+        if validate_args:
+            check_kinds(SpikeSlabInputs.__init__, **vars(self))
+        self._check_shapes()
+        if validate_args:
+            self._check_numbers()
+
+    def _check_numbers(self) -> None:
+        check_entries(finite, loc=self.loc)
+        check_entries(nonnegative_finite, variance=self.variance)
+        shares = {"probability": self.probability, "prior_share": self.prior_share}
+        check_entries(constraints.unit_interval, **{name: share for name, share in shares.items() if share is not None})
+
+    def _check_shapes(self) -> None:
         if self.loc.dim() != 2 or self.variance.shape != self.loc.shape:
             raise ValueError(f"loc and variance must have the same shape (N, Q); got {tuple(self.loc.shape)}, {tuple(self.variance.shape)}")
         rest = self.loc.shape[1:]
@@ -64,14 +85,14 @@ class SpikeSlabInputs:
         if dims == list(range(self.loc.shape[1])):
             return self
         probability, share = (None if p is None else p[..., dims] for p in (self.probability, self.prior_share))
-        return SpikeSlabInputs(self.loc[:, dims], self.variance[:, dims], probability, share)
+        return SpikeSlabInputs(self.loc[:, dims], self.variance[:, dims], probability, share, validate_args=False)
 
     def rows(self, index: Tensor | slice) -> SpikeSlabInputs:
         """The inputs of some data points."""
         probability = self.probability
         if probability is not None and probability.dim() == 2:
             probability = probability[index]
-        return SpikeSlabInputs(self.loc[index], self.variance[index], probability, self.prior_share)
+        return SpikeSlabInputs(self.loc[index], self.variance[index], probability, self.prior_share, validate_args=False)
 
     def moments(self) -> tuple[Tensor, Tensor]:
         r"""Means :math:`g \mu` and second moments :math:`g(\mu^2 + s) + (1 - g) r`, each ``(N, Q)``."""

@@ -21,6 +21,7 @@ from pyro_truncated.gplvm.spike_slab.view_kernels import KernelSpec, kernel_weig
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.finite import LARGEST
 from pyro_truncated.utils.unique_names import UniqueModule
 
 Views = Tensor | Sequence[Tensor]
@@ -115,7 +116,8 @@ class SpikeSlabBound(UniqueModule):
 
     def _seen(self, latents: Marginals, view: int) -> SpikeSlabInputs:
         dtype = self.views[view].inducing.dtype
-        return SpikeSlabInputs(latents.loc.to(dtype), latents.scale.to(dtype).square(), self.probability[view].to(dtype))
+        loc, variance = latents.loc.to(dtype), latents.scale.to(dtype).square()
+        return SpikeSlabInputs(loc, variance, self.probability[view].to(dtype), validate_args=False)
 
     def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
         """Means and deviations of the latents of some data points, and how far they are from the prior."""
@@ -138,7 +140,8 @@ class SpikeSlabBound(UniqueModule):
         """The views' outputs as a list.
 
         Raises:
-            ValueError: if their number or shapes do not fit the model, or a value is infinite.
+            TypeError: if they are complex.
+            ValueError: if their number or shapes do not fit the model, or a value is infinite, or its square nearly so.
             NotImplementedError: for shards of data, where they are not taken.
         """
         views = [y] if isinstance(y, Tensor) else list(y)
@@ -148,9 +151,11 @@ class SpikeSlabBound(UniqueModule):
         num_data = self.num_data if portion is None or portion.total != self.num_data else portion.size
         expected = [(num_data, d) for d in self.num_observed]
         if [tuple(v.shape) for v in views] != expected:
-            raise ValueError(f"data must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
-        if any(bool(v.isinf().any()) for v in views):
-            raise ValueError("data must be finite, or NaN where missing; got an infinite value")
+            raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
+        if any(v.is_complex() for v in views):
+            raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
+        if any(map(_is_too_large, views)):
+            raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
         for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
             view.check_labels(data, c)
         return views
@@ -239,3 +244,7 @@ class SpikeSlabBound(UniqueModule):
         if y is None:
             raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
         return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
+
+
+def _is_too_large(data: Tensor) -> bool:
+    return data.is_floating_point() and bool((data.abs() > min(LARGEST, torch.finfo(data.dtype).max)).any())

@@ -249,7 +249,7 @@ class Posterior:
         total = -(divergence if per_datum else divergence.sum())
         for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)
-            inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma)
+            inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma, validate_args=False)
             expected = self.model.views[c].log_likelihood(inputs, y, self.inducing[c], per_datum)
             total = total + (expected if per_datum else expected.sum())
         return total

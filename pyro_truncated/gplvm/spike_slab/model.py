@@ -148,7 +148,7 @@ class SpikeSlabMRD(SpikeSlabBound):
         for row in distinct.view(-1, *self.prior.shape):
             terms = []
             for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
-                seen = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype))
+                seen = SpikeSlabInputs(latents.loc, latents.scale.square(), row[c].to(latents.loc.dtype), validate_args=False)
                 terms.append(view.optimal(seen, data)[0])
             found.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
         return torch.stack(found)[position].reshape(patterns.shape[:-2])

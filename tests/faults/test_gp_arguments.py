@@ -1,0 +1,175 @@
+"""Bad arguments of Gaussian processes: each is refused by name, before it can become NaN or an error of torch."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from pyro_truncated import gp, gplvm
+from pyro_truncated.gp.cholesky import NotPositiveDefiniteError
+from tests.faults.more_calls import data_kernel, rbf
+
+DOUBLE = torch.float64
+X = torch.linspace(-1.0, 1.0, 12, dtype=DOUBLE).reshape(6, 2)
+ONES = torch.ones(6, 2, dtype=DOUBLE)
+NAN, INFINITE, HUGE = torch.full_like(ONES, math.nan), torch.full_like(ONES, math.inf), torch.full_like(ONES, 1e308)
+
+
+def spoiled(value: float) -> torch.Tensor:
+    """Ones but for the first entry."""
+    return torch.cat([torch.tensor([value], dtype=DOUBLE), ONES.flatten()[1:]]).view_as(ONES)
+
+
+@pytest.mark.parametrize("kernel", [3, "x", None, math.nan, [], torch.ones(2, 2)])
+def test_restricted_kernel_takes_a_kernel(kernel):
+    with pytest.raises(TypeError, match="kernel must be a DataKernel; got"):
+        gp.RestrictedKernel(kernel, torch.arange(3))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        torch.arange(3.0),
+        torch.full((3,), math.nan),
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor([0, 12]),
+        torch.tensor([0, -1]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.arange(3).unsqueeze(0),
+        torch.arange(3) + 0j,
+    ],
+)
+def test_restricted_kernel_takes_positions(rows):
+    with pytest.raises((ValueError, TypeError), match=r"rows must be (positions|a tensor)"):
+        gp.RestrictedKernel(data_kernel(), rows)
+
+
+@pytest.mark.parametrize("name", ["loc", "variance", "probability", "prior_share"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 1.5])
+def test_uncertain_inputs_are_finite_and_in_range(name, value):
+    given = {"loc": ONES, "variance": ONES, "probability": ONES, "prior_share": torch.ones(2, dtype=DOUBLE)}
+    if math.isfinite(value) and (name == "loc" or (name == "variance" and value > 0)):
+        gp.SpikeSlabInputs(**given | {name: spoiled(value)})
+        return
+    bad = torch.tensor([value, 1.0], dtype=DOUBLE) if name == "prior_share" else spoiled(value)
+    with pytest.raises(ValueError, match=f"{name} must be"):
+        gp.SpikeSlabInputs(**given | {name: bad})
+
+
+@pytest.mark.parametrize("name", ["loc", "variance", "probability", "prior_share"])
+@pytest.mark.parametrize("value", ["x", 3, [0.5, 0.5]])
+def test_uncertain_inputs_are_tensors(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a tensor"):
+        gp.SpikeSlabInputs(**{"loc": ONES, "variance": ONES, name: value})
+
+
+@pytest.mark.parametrize("inputs", [NAN, INFINITE, spoiled(math.nan), X + 0j])
+def test_pivots_are_chosen_among_finite_inputs(inputs):
+    with pytest.raises(ValueError, match="inputs must be finite"):
+        gp.pivoted_cholesky(rbf(), inputs, 3)
+
+
+def test_covariances_that_overflow_make_no_factor():
+    with torch.no_grad(), pytest.raises(ValueError, match="kernel is not finite at these inputs"):
+        gp.pivoted_cholesky(rbf(), HUGE, 3)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0])
+def test_linear_weights_are_finite_and_not_negative(weight):
+    with pytest.raises(ValueError, match="variance must be finite and not negative"):
+        gp.LinearARD(2, torch.tensor([1.0, weight]))
+
+
+@pytest.mark.parametrize("of_inputs", [torch.float32, DOUBLE])
+@pytest.mark.parametrize("of_weights", [torch.float32, DOUBLE])
+def test_linear_kernel_takes_the_finer_of_two_types(of_inputs, of_weights):
+    kernel, x = gp.LinearARD(2, torch.tensor([1.0, 4.0], dtype=of_weights)), X.to(of_inputs)
+    expected = x.double() @ torch.diag(torch.tensor([1.0, 4.0], dtype=DOUBLE)) @ x.double().mT
+    found = kernel(x, X.float())
+    assert found.dtype == torch.promote_types(of_inputs, of_weights)
+    torch.testing.assert_close(found.double(), expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(kernel(x, diag=True).double(), expected.diagonal(), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("noise", [0.0, -1.0, math.nan])
+@pytest.mark.parametrize("make", [lambda noise: gp.LowRankCovariance(ONES, noise), lambda noise: gp.DenseCovariance(-torch.eye(6), noise)])
+def test_covariances_say_what_their_noise_is(make, noise):
+    with pytest.raises(NotPositiveDefiniteError, match=f"noise, which must be positive, is from {noise:g} to {noise:g}"):
+        make(torch.tensor(noise, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("factor", [NAN, spoiled(math.inf)])
+def test_covariances_say_that_their_factor_is_not_finite(factor):
+    with pytest.raises(NotPositiveDefiniteError, match="factor is not finite"):
+        gp.LowRankCovariance(factor, torch.tensor(1.0, dtype=DOUBLE))
+
+
+@pytest.mark.parametrize("method", ["log_likelihood", "leave_one_out", "solve", "quadratic"])
+@pytest.mark.parametrize("targets", [ONES[:5], ONES[:, 0]])
+def test_targets_have_the_rows_of_a_low_rank_factor(method, targets):
+    covariance = gp.LowRankCovariance(ONES, torch.tensor(1.0, dtype=DOUBLE))
+    with pytest.raises(ValueError, match=r"targets must have shape \(6, P\), a row for each row of factor"):
+        getattr(covariance, method)(targets)
+
+
+@pytest.mark.parametrize("change", [{"batched": torch.ones(2)}, {"batched": 1}, {"objects": {1, 2}}, {"objects": []}])
+def test_function_kernel_names_what_it_cannot_take(change):
+    name = next(iter(change))
+    with pytest.raises((TypeError, ValueError), match=name):
+        gp.FunctionKernel(**{"function": lambda x, z: float(x == z), "objects": [1, 2, 3]} | change)
+
+
+def test_functions_of_two_objects_return_numbers():
+    kernel = gp.FunctionKernel(lambda x, z: torch.ones(2), [1, 2, 3])
+    for evaluate in (kernel.diag, lambda: kernel.columns(torch.arange(2))):
+        with pytest.raises(TypeError, match="function must return a number for two objects; got Tensor"):
+            evaluate()
+
+
+@pytest.mark.parametrize("targets", [torch.zeros(6, 2), torch.full((6, 2), -3.0), torch.ones(6, 2, dtype=torch.bool)])
+@pytest.mark.parametrize("rank", [None, 6])
+def test_constant_targets_leave_a_regression_as_it_is(targets, rank):
+    regression = gp.LeaveOneOutRegression(X, "rbf", rank)
+    before = {name: value.clone() for name, value in regression.parameters.items()}
+    reached = regression.fit(targets)
+    covariance = regression.kernel(regression.inputs) + regression.noise * torch.eye(6, dtype=DOUBLE)
+    exact = torch.distributions.MultivariateNormal(torch.zeros(6, dtype=DOUBLE), covariance).log_prob(targets.double().mT).mean() / 6
+    # A factor of full rank misses nothing but the jitter of its pivots.
+    assert reached == pytest.approx(float(exact), rel=1e-10 if rank is None else 1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in regression.parameters.items())
+    means, variances = regression.loo(targets)
+    assert bool(means.isfinite().all())
+    assert bool((variances > 0).all())
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e140])
+def test_a_fit_is_that_of_other_units(scale):
+    targets = X.sin()
+    expected = gp.LeaveOneOutRegression(X, "rbf").fit(targets, 3)
+    found = gp.LeaveOneOutRegression(X, "rbf").fit(scale * targets, 3)
+    assert found == pytest.approx(expected - math.log(scale), rel=1e-9)
+
+
+@pytest.mark.parametrize("bad", [NAN, INFINITE, HUGE, X + 0j])
+def test_regressions_refuse_numbers_whose_squares_overflow(bad):
+    regression = gp.LeaveOneOutRegression(X, "rbf")
+    with pytest.raises(ValueError, match="targets must be"):
+        regression.fit(bad)
+    with pytest.raises(ValueError, match="new_inputs must be"):
+        regression.predict(bad, ONES)
+
+
+def test_a_fit_to_nothing_is_refused():
+    with pytest.raises(ValueError, match="targets must not be empty at rows"):
+        gp.LeaveOneOutRegression(X, "rbf").fit(X, rows=torch.arange(0))
+
+
+@pytest.mark.parametrize(
+    ("bad", "what"), [(HUGE, "finite"), (INFINITE, "finite"), (X + 0j, "real"), (X[:5], "shapes"), (X[None], "shapes")]
+)
+def test_views_are_named(bad, what):
+    model = gplvm.SpikeSlabGPLVM(6, 2, 1, num_inducing=2)
+    with pytest.raises((ValueError, TypeError), match=f"y must (be|have the) {what}"):
+        gplvm.switch_log_odds(model, bad)
