@@ -138,7 +138,7 @@ class LeaveOneOutRegression:
             raise ValueError(f"targets must not be empty at rows; got shape {tuple(some.shape)}")
         known = self._targets[:, varying_columns(some)]
         if not known.numel():
-            return float(self._objective(some / self.unit, inputs)(self.parameters)) - math.log(self.unit)
+            return float(self._objective(some / self.unit, inputs)(self.parameters).detach()) - math.log(self.unit)
         self.unit = float(known.abs().max())
         known /= self.unit
         if self.pivots == "targets":

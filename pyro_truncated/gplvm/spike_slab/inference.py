@@ -82,7 +82,8 @@ class Posterior:
         """
         loc, scale = as_tensors(loc, self.model.loc), as_tensors(scale, self.model.loc)
         variance = torch.zeros_like(loc) if scale is None else scale.square()
-        return self.predict_at(SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype)), view, full_covariance)
+        inputs = SpikeSlabInputs(loc, variance, self.model.probability[view].to(loc.dtype), validate_args=False)
+        return self.predict_at(inputs, view, full_covariance)
 
     @torch.no_grad()
     def predict_at(self, inputs: SpikeSlabInputs, view: int = 0, full_covariance: bool = False) -> Prediction:
