@@ -30,6 +30,7 @@ _SUPPORTS = {
 }
 _LARGEST_CONCENTRATION = 1e6
 _NEWTON_STEPS = 8
+_ROUNDING = 1e-13
 
 
 class ExponentialFamilyMaximalCauses(SuperposedCauses):
@@ -194,8 +195,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         means = means.clamp(min=floor)
         if self.family != "bernoulli":
             return means
-        probabilities: Tensor = means.clamp(WEIGHT_FLOOR, 1 - WEIGHT_FLOOR)
-        return probabilities
+        # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
+        most = 1 - WEIGHT_FLOOR
+        return torch.where(means > most - _ROUNDING, most, means.clamp(min=WEIGHT_FLOOR))
 
 
 def _unit(y: Tensor) -> Tensor:

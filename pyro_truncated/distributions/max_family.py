@@ -84,7 +84,8 @@ class FamilyMaximum(Superposition):
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density under packed binary states, plus :math:`\sum_h s_h\,\mathrm{logit}_h`: :meth:`Superposition.packed_log_prob`."""
         num_latents, means = self.weight.shape[-1], self._means()
-        score = ops.maximum_score(words, value, self.natural(means), self.partition(means)) + self._log_bases(value).unsqueeze(-1)
+        base = self._elementwise_base(value).sum(-1, keepdim=True)
+        score = ops.maximum_score(words, value, self.natural(means), self.partition(means)) + base
         if state_logits is not None:
             linear = state_logits.double().expand(len(value), num_latents)
             score = score + ops.pair_energy(words, linear, linear.new_zeros(num_latents, num_latents))
@@ -100,7 +101,8 @@ class FamilyMaximum(Superposition):
 
         .. math:: \frac{\partial \mathcal F}{\partial W_{dh}} = \eta'(W_{dh}) (v_{dh} - w_{dh} W_{dh}).
 
-        So it vanishes at the means of what is won, whatever the family. Who wins depends on the dictionary.
+        So it vanishes at the means of what is won, whatever the family. Who wins depends on the dictionary. Of means that are equal up to
+        rounding (the same data point has made them, or they are at a bound) the background wins, else the first.
 
         Args:
             population: truncated posteriors over the ``H`` latents; its ``indices`` select the data points among all data.
@@ -114,7 +116,7 @@ class FamilyMaximum(Superposition):
         """
         check_binary(population, self.weight.shape[-1])
         rows = population.rows_of(value)
-        active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, self._means())
+        active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _rounded(self._means()))
         sums = data_sums(*without_missing(rows))
         return {**sums, "bases": self._elementwise_base(rows).sum(0), "states": active.sum(0), "wins": wins, "won": won}
 
@@ -146,15 +148,18 @@ class FamilyMaximum(Superposition):
         is_missing = value.isnan()
         return self.log_base(torch.where(is_missing, 1.0, value.double())).masked_fill(is_missing, 0.0)
 
-    def _log_bases(self, value: Tensor) -> Tensor:
-        return self._elementwise_base(value).sum(-1)
-
     def _log_prob(self, states: Tensor, value: Tensor) -> Tensor:
         mean, is_missing = self._mean(states).double(), value.isnan()
         data = torch.where(is_missing, 1.0, value.double())
         terms = data * self.natural(mean) - self.partition(mean)
-        log_prob = terms.masked_fill(is_missing, 0.0).sum(-1) + self._log_bases(value)
+        log_prob = terms.masked_fill(is_missing, 0.0).sum(-1) + self._elementwise_base(value).sum(-1)
         return log_prob.to(torch.promote_types(self.weight.dtype, value.dtype))
+
+
+def _rounded(means: Tensor) -> Tensor:
+    """To 41 bits (Veltkamp's splitting): sums over the same data in another order must not decide who wins."""
+    large = means * (2.0**12 + 1)
+    return large - (large - means)
 
 
 def _positive(**others: constraints.Constraint) -> dict[str, constraints.Constraint]:

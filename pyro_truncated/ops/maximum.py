@@ -55,7 +55,12 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     """
     check_weights(words, weights)
     check_likelihood(words, value, weight, weight[:, 0] if weight.dim() == 2 else weight)
-    return backend("maximum", words).maximum_statistics(words, weights, value, weight)  # type: ignore[no-any-return]
+    return _statistics(words, weights, value, weight)
+
+
+def _statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    active, prediction, wins, sums = backend("maximum", words).maximum_statistics(words, weights, value, weight)
+    return active, prediction, wins[:, :-1], sums[:, :-1]
 
 
 class _MaximumError(torch.autograd.Function):
@@ -70,7 +75,7 @@ class _MaximumError(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
         words, *inputs = ctx.saved_tensors
         value, weight, precision = (tensor.double() for tensor in inputs)
-        _, prediction, wins, sums = backend("maximum", words).maximum_statistics(words, grad, value, weight)
+        _, prediction, wins, sums = _statistics(words, grad, value, weight)
         total = grad.double().sum(1, keepdim=True) * ~value.isnan()
         data = value.nan_to_num(0.0)
         # The square of a maximum is that of its winner's entry.

@@ -61,11 +61,7 @@ def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) 
     weight, weights = weight.double(), weights.double()
     background = weight[:, -1:]
     active, above, wins, sums = backend("maximum", words).maximum_statistics(words, weights, value, weight[:, :-1] - background)
-    total = weights.sum(1, keepdim=True)
-    rows, seen = value.double().nan_to_num(0.0), (~value.isnan()).double()
-    all_wins, all_sums = seen.mT @ total, rows.mT @ total
-    rest = all_wins - wins.sum(1, keepdim=True), all_sums - sums.sum(1, keepdim=True)
-    return active, above + total * background.mT, torch.cat([wins, rest[0]], 1), torch.cat([sums, rest[1]], 1)
+    return active, above + weights.sum(1, keepdim=True) * background.mT, wins, sums
 
 
 class _MaximumScore(torch.autograd.Function):

@@ -53,6 +53,14 @@ def test_scores_and_wins_are_those_of_the_largest(kind: str, num_latents: int, w
     torch.testing.assert_close(actual, (active, largest, wins, sums), rtol=1e-11, atol=1e-11)
 
 
+def test_what_little_the_background_wins_has_all_its_digits(kind: str) -> None:
+    words = StateSpace([2]).pack(torch.tensor([[[1.0], [0.0]]]))
+    value, natural = torch.tensor([[3.0]]).double(), torch.tensor([[1.0, 0.5]]).double()
+    _, _, wins, sums = ops.maximum_wins(words, torch.tensor([[1.0, 1e-20]]).double(), value, natural)
+    torch.testing.assert_close(wins, torch.tensor([[1.0, 1e-20]]).double(), rtol=1e-15, atol=0)
+    torch.testing.assert_close(sums, 3 * wins, rtol=1e-15, atol=0)
+
+
 @pytest.mark.parametrize("with_missing", [False, True])
 def test_gradients(kind: str, with_missing: bool) -> None:
     words, _, value, natural, partition = draw(4, with_missing)

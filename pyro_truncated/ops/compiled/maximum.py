@@ -34,7 +34,7 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`."""
+    """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
     num_data, (num_observed, num_latents) = value.shape[0], weight.shape
     active = value.new_zeros(num_data, num_latents, dtype=torch.float64)
     prediction = value.new_zeros(num_data, num_observed, dtype=torch.float64)
@@ -44,7 +44,7 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
     sums = torch.zeros_like(wins)
     inputs = as_words(words), as_array(weights), as_array(value), as_array(weight.mT)
     _maximum_statistics(*inputs, active.numpy(), prediction.numpy(), wins.numpy(), sums.numpy())
-    return active, prediction, wins.sum(0)[:-1].mT, sums.sum(0)[:-1].mT
+    return active, prediction, wins.sum(0).mT, sums.sum(0).mT
 
 
 @njit(cache=True, nogil=True)

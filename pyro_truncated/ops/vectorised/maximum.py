@@ -20,14 +20,14 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.maximum_statistics`."""
+    """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
     num_data, num_latents = value.shape[0], weight.shape[1]
     value, weight = value.double(), weight.double()
     active = value.new_zeros(num_data, num_latents)
     prediction = torch.zeros_like(value)
-    wins, sums = torch.zeros_like(weight), torch.zeros_like(weight)
+    wins, sums = weight.new_zeros(2, weight.shape[0], num_latents + 1)
     is_observed, data = (~value.isnan()).double(), value.nan_to_num(0.0)
-    latents = torch.arange(num_latents, device=weight.device)
+    latents = torch.arange(num_latents + 1, device=weight.device)
     for where, states in blocks_of_states(words, num_latents, weight.numel(), torch.float64):
         share = weights[:, where].double()
         active += (share.unsqueeze(-1) * states).sum(1)
@@ -35,7 +35,8 @@ def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Te
         top = terms.amax(-1)
         prediction += (share.unsqueeze(-1) * top.clamp(min=0.0)).sum(1)
         # Of equal maxima the first wins; zero wins over all that are not above it.
-        wins_here = (terms.argmax(-1, keepdim=True) == latents) & (top > 0).unsqueeze(-1)
+        winner = torch.where(top > 0, terms.argmax(-1), num_latents)
+        wins_here = winner.unsqueeze(-1) == latents
         per_datum = (share.unsqueeze(-1).unsqueeze(-1) * wins_here).sum(1)
         wins += (is_observed.unsqueeze(-1) * per_datum).sum(0)
         sums += (data.unsqueeze(-1) * per_datum).sum(0)
