@@ -129,8 +129,7 @@ class FamilyMaximum(Superposition):
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
         """Posterior mean of the data without noise, see :meth:`Superposition.reconstruct`."""
         check_binary(population, self.weight.shape[-1])
-        rows = population.rows_of(value)
-        return ops.maximum_wins(population.words, population.weights(1.0), rows, self._means())[1].to(value.dtype)
+        return ops.maximum_wins(population.words, population.weights(1.0), population.rows_of(value), self._means())[1].to(value.dtype)
 
     def _family(self, mean: Tensor) -> Distribution:
         """The distribution of single observations."""
