@@ -57,7 +57,7 @@ def _demo(arguments: Sequence[str]) -> int:
     torch.manual_seed(args.seed)
     y = linear_bars(args.images, size=5, mean_active=2.0).data
     model, start = BinarySparseCoding(25, 10), time.monotonic()
-    guide = pyro_truncated.learn(model, y, steps=30, starts=2)
+    guide = pyro_truncated.learn(model, y, steps=30)
     found = matched_bars(model.weight.detach(), 10 * bar_components(5))
     print(f"{args.images} images of 5 x 5 pixels, each the sum of some of ten bars: {found} bars found in {time.monotonic() - start:.0f} s")
     idata = pyro_truncated.to_arviz(model, guide, y, checks=pyro_truncated.check_truncation(guide, y))
