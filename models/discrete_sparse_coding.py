@@ -11,7 +11,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_counts, check_observable, names_arguments, rows_at, takes_arrays
+from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows
 from pyro_truncated.models.dictionary import best_scale
@@ -98,7 +98,7 @@ class DiscreteSparseCoding(LinearDictionary):
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", dist.Categorical(prior).expand([self.num_latents]).to_event(1))
             coefficients = self.values[states.long()]
-            return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=rows_at(y, index))
+            return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()

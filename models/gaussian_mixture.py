@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, rows_at, some_rows, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.distributions import Component, ComponentNormal
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
@@ -84,7 +84,7 @@ class GaussianMixture(UniqueModule):
                 likelihood = dist.MultivariateNormal(loc[z], scale_tril=scale if self.covariance == "tied" else scale[z])
             else:
                 likelihood = ComponentNormal(z, loc, scale if self.covariance == "diag" else scale.unsqueeze(-1))
-            return pyro.sample("y", likelihood, obs=rows_at(y, index))
+            return pyro.sample("y", likelihood, obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()

@@ -11,7 +11,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, names_arguments, rows_at, sums_of, takes_arrays
+from pyro_truncated import GibbsDraws, names_arguments, selected_rows, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
@@ -102,7 +102,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))
-            return pyro.sample("y", type(self).superposition(states * slabs, weight, scale), obs=rows_at(y, index))
+            return pyro.sample("y", type(self).superposition(states * slabs, weight, scale), obs=selected_rows(y, index))
 
     @pyro_method
     @takes_arrays

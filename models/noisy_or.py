@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, rows_at, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.models.binary_causes import (
     activation,
@@ -110,7 +110,7 @@ class NoisyOr(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
-            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=rows_at(y, index))
+            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=selected_rows(y, index))
 
     def with_latents(self, index: Tensor) -> NoisyOr:
         """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""

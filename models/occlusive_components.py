@@ -12,7 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, rows_at, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
 from pyro_truncated.models.binary_causes import best_prior, first_rows
 from pyro_truncated.models.dictionary import data_scale
@@ -121,7 +121,7 @@ class OcclusiveComponents(UniqueModule):
             position = pyro.sample("position", Positions(presence, self.canvas.num_places))
             order = pyro.sample("order", DepthOrder(presence)) if self.order == "depth" else None
             scene = self.likelihood(presence, position, order)
-            return pyro.sample("y", scene, obs=rows_at(y, index))
+            return pyro.sample("y", scene, obs=selected_rows(y, index))
 
     def likelihood(self, presence: Tensor, position: Tensor, order: Tensor | None = None) -> OccludedScene:
         """The likelihood of images of these objects."""

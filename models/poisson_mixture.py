@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, rows_at, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_rows, random_rows
 from pyro_truncated.models.mixture import NEVER_USED, best_weights
 
@@ -57,7 +57,7 @@ class PoissonMixture(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", dist.Categorical(weights))
-            return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=rows_at(y, index))
+            return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()

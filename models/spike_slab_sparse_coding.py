@@ -10,7 +10,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, names_arguments, positions_of, rows_at, sums_of, takes_arrays
+from pyro_truncated import Population, names_arguments, positions_of, selected_rows, sums_of, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
@@ -107,7 +107,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", self._slabs.distribution(slab_mean, slab_scale))
-            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=rows_at(y, index))
+            return pyro.sample("y", LinearSuperposition(states * slabs, weight, scale, bias), obs=selected_rows(y, index))
 
     @pyro_method
     @takes_arrays

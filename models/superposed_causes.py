@@ -12,7 +12,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, rows_at, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, selected_rows, takes_arrays
 from pyro_truncated.distributions import Superposition
 from pyro_truncated.models.binary_causes import activation, check_data, first_prior, with_latents
 
@@ -67,7 +67,7 @@ class SuperposedCauses(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
-            return pyro.sample("y", self.superposition(states, weight, *others), obs=rows_at(y, index))
+            return pyro.sample("y", self.superposition(states, weight, *others), obs=selected_rows(y, index))
 
     def likelihood(self, states: Tensor | None = None, weight: Tensor | None = None) -> Superposition:
         r"""The likelihood :math:`p(y \mid s)`.

@@ -26,7 +26,7 @@ from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.rows import rows_at
+from pyro_truncated.utils.rows import selected_rows
 from pyro_truncated.utils.unique_names import UniqueModule
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ __all__ = [
     "names_arguments",
     "positions_of",
     "refuse",
-    "rows_at",
+    "selected_rows",
     "some_rows",
     "sums_of",
     "takes_arrays",

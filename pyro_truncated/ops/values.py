@@ -63,7 +63,7 @@ def value_probabilities(words: Tensor, weights: Tensor, fields: Fields) -> Tenso
         return torch.stack([weights.sum(1, keepdim=True) - active, active], -1)
     _check_weighted(words, weights, fields)
     out, num_invalid = backend("values", words).value_probabilities(words, weights, fields)
-    refuse(torch.as_tensor(num_invalid > 0), lambda: _refuse_others(int(num_invalid)))
+    refuse(torch.as_tensor(num_invalid > 0, device=words.device), lambda: _refuse_others(int(num_invalid)))
     return out  # type: ignore[no-any-return]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_truncated.utils.missing import missing_where
 
 
-def rows_at(y: Tensor | None, index: Tensor | None) -> Tensor | None:
+def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
     """The data points that a plate selects: ``y[index]``, or ``y`` itself where these are all of them in order.
 
     The data themselves need not be copied, and what is known of them (that nothing is missing, for example) need not be found out again,
@@ -17,8 +17,8 @@ def rows_at(y: Tensor | None, index: Tensor | None) -> Tensor | None:
     Example:
         >>> def model(y, batch_size=None):
         ...     with pyro.plate("data", len(y), batch_size) as index:
-        ...         pyro.sample("y", dist.Normal(0.0, 1.0).expand([3]).to_event(1), obs=rows_at(y, index))
-        >>> poutine.trace(model).get_trace(torch.zeros(5, 3), 2).nodes["y"]["value"].shape
+        ...         pyro.sample("y", dist.Normal(0.0, 1.0).expand([3]).to_event(1), obs=selected_rows(y, index))
+        >>> pyro.poutine.trace(model).get_trace(torch.zeros(5, 3), 2).nodes["y"]["value"].shape
         torch.Size([2, 3])
 
     Args:
