@@ -1,24 +1,23 @@
-"""Mixtures of Gaussians with full, diagonal, spherical or tied covariances."""
+"""Mixtures of Gaussians with full, diagonal, spherical, tied or low-rank covariances."""
 
 from __future__ import annotations
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
-from pyro_truncated.distributions import Component, ComponentNormal
+from pyro_truncated.distributions import Component
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
+from pyro_truncated.models.covariances import COVARIANCES, Covariances, LowRank, floored
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import Clusters, Groups, parted
 
 _VARIANCE_FLOOR = 1e-6
 _ROWS_PER_COMPONENT = 5
 _BLOCK = 2**14
-_COVARIANCES = ("full", "diag", "spherical", "tied")
 
 
 class GaussianMixture(UniqueModule):
@@ -39,51 +38,66 @@ class GaussianMixture(UniqueModule):
     Args:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
-        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component, ``"tied"`` for a full one of all.
+        covariance: ``"full"``, ``"diag"`` or ``"spherical"`` for a covariance of each component, ``"tied"`` for a full one that all share;
+            ``"low-rank"`` for :math:`W_k W_k^\top + \sigma_k^2 I`, a mixture of probabilistic principal component analysers: densities
+            cost ``D R`` instead of ``D^2``, but the M-step takes ``K D^2`` sums of products as for full ones.
+        rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
+        shared_noise: whether all components of low rank have the same :math:`\sigma`.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
         loc: means :math:`\mu`, ``(K, D)``.
         scale: Cholesky factors of the covariances, ``(K, D, D)`` if full and ``(D, D)`` if tied; standard deviations ``(K, D)`` if diagonal
-            and ``(K,)`` if spherical.
+            and ``(K,)`` if spherical; those of the noise :math:`\sigma`, ``(K,)`` or ``()``, if of low rank.
+        factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
         center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
 
     Raises:
-        ValueError: for an unknown kind of covariance.
+        ValueError: for an unknown kind of covariance, or a rank that is missing, out of range, or given for another kind.
+
+    Reference:
+        Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
     """
 
     weights: Tensor
     loc: Tensor
     scale: Tensor
+    factor: Tensor
     center: Tensor
 
     @names_arguments
-    def __init__(self, num_observed: int, num_components: int, *, covariance: str = "full", dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        num_observed: int,
+        num_components: int,
+        *,
+        covariance: str = "full",
+        rank: int | None = None,
+        shared_noise: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         check_counts(num_observed=num_observed, num_components=num_components)
-        if covariance not in _COVARIANCES:
-            raise ValueError(f"covariance must be one of {_COVARIANCES}; got {covariance!r}")
-        self.num_observed, self.num_components, self.covariance = num_observed, num_components, covariance
-        self.has_factor = covariance in ("full", "tied")
-        support = constraints.lower_cholesky if self.has_factor else constraints.positive
+        self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
+        self._kind = _kind(covariance, num_observed, rank, shared_noise)
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
-        self.scale = PyroParam(self._scale_of(torch.eye(num_observed, dtype=dtype)), support)  # type: ignore[assignment]
+        for name, value in self._kind.start(torch.eye(num_observed, dtype=dtype), num_components).items():
+            # Directions of length zero would have no gradient.
+            value = 0.1 * torch.randn_like(value) if name == "factor" else value
+            setattr(self, name, PyroParam(value, self._kind.supports[name]))
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
-        weights, loc, scale = self.weights, self.loc, self.scale
+        weights, loc, spreads = self.weights, self.loc, self._spreads()
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", Component(weights))
-            if self.has_factor:
-                likelihood = dist.MultivariateNormal(loc[z], scale_tril=scale if self.covariance == "tied" else scale[z])
-            else:
-                likelihood = ComponentNormal(z, loc, scale if self.covariance == "diag" else scale.unsqueeze(-1))
+            likelihood = self._kind.likelihood(z, loc, spreads)
             return pyro.sample("y", likelihood, obs=selected_rows(y, index))
 
     @names_arguments
@@ -110,9 +124,10 @@ class GaussianMixture(UniqueModule):
         self.center = rows.mean(0)
         clusters = Clusters(rows - self.center, self.num_components, generator)
         variance = (rows - self.center).square().mean()
-        covariance = _floored(clusters.covariance, self._floor(variance, rows.square().mean()))
+        covariance = floored(clusters.covariance, self._floor(variance, rows.square().mean()))
         self.loc = (self.center + parted(clusters.means, covariance, generator)).to(self.loc)
-        self.scale = self._scale_of(covariance).to(self.scale)
+        for name, value in self._kind.start(covariance, self.num_components).items():
+            setattr(self, name, value.to(self.loc))
         self.weights = clusters.shares.to(self.weights)
         return self
 
@@ -147,29 +162,19 @@ class GaussianMixture(UniqueModule):
         num_states = min(num_states, self.num_components)
         return torch.cat([groups.likeliest(self._features(rows), num_states) for rows in check_data(y, self.num_observed).split(_BLOCK)])
 
+    def _spreads(self) -> dict[str, Tensor]:
+        """The parameters of the covariances by name."""
+        return {name: getattr(self, name) for name in self._kind.supports}
+
     def _features(self, y: Tensor) -> Tensor:
         """What log joints are linear in, ``(N, F)``: one, the data, and the squares and products that the covariances need."""
         x = y - self.center.to(y)
-        squares = {
-            "full": lambda: (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(1),
-            "tied": lambda: x[:, :0],
-            "diag": lambda: x.square(),
-            "spherical": lambda: x.square().sum(1, keepdim=True),
-        }[self.covariance]()
-        return torch.cat([torch.ones_like(x[:, :1]), x, squares], 1)
+        return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
     def _coefficients(self) -> Tensor:
         """Coefficients ``(K, F)`` of the features in the log joints, but for what is the same for all components."""
-        loc, scale = self.loc.double() - self.center, self.scale.double()
-        if self.has_factor:
-            precision = torch.cholesky_inverse(scale)
-            linear = (precision @ loc.unsqueeze(-1)).squeeze(-1)
-            squares = precision.flatten(1) if self.covariance == "full" else loc[:, :0]
-            size = scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        else:
-            squares = scale.reshape(self.num_components, -1) ** -2
-            linear = squares * loc
-            size = scale.reshape(self.num_components, -1).log().expand_as(loc).sum(-1)
+        loc = self.loc.double() - self.center
+        linear, squares, size = self._kind.precisions(loc, {name: value.double() for name, value in self._spreads().items()})
         offset = self.weights.double().log() - size - 0.5 * (linear * loc).sum(-1)
         return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
 
@@ -188,12 +193,7 @@ class GaussianMixture(UniqueModule):
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
         shares = Shares(population, self.num_components, temperature)
-        if self.covariance == "full":
-            products = shares.outer_products(rows)
-        elif self.covariance == "tied":
-            products = rows.mT @ rows
-        else:
-            products = shares.sums(rows.square())
+        products = self._kind.products(shares, rows)
         return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": products}
 
     @torch.no_grad()
@@ -211,11 +211,12 @@ class GaussianMixture(UniqueModule):
         shift = sums.sum(0) / total
         variance = statistics["squares"] / total - shift.square()
         floor = self._floor(variance.mean().clamp(min=0.0), (variance + (self.center + shift).square()).mean())
-        scale = self._best_scale(statistics, loc, floor)
-        if self.covariance != "tied":
-            scale = torch.where(is_used.reshape(-1, *(1,) * (scale.dim() - 1)), scale, self.scale.double())
+        for name, best in self._kind.best(statistics, loc, floor).items():
+            old = getattr(self, name)
+            is_own = self._kind.is_own and best.dim() > 0
+            keeps = ~is_used.reshape(-1, *(1,) * (best.dim() - 1)) if is_own else is_used.new_zeros(())
+            setattr(self, name, torch.where(keeps, old, best.to(old)))
         self.loc = (loc + self.center).to(self.loc)
-        self.scale = scale.to(self.scale)
         self.weights = best_weights(counts).to(self.weights)
 
     def _floor(self, variance: Tensor, power: Tensor) -> Tensor:
@@ -223,42 +224,15 @@ class GaussianMixture(UniqueModule):
         unit = torch.where(power > 0, power, 1.0)
         return _VARIANCE_FLOOR * variance.maximum(torch.finfo(self.loc.dtype).eps * unit)
 
-    def _best_scale(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Tensor:
-        counts, sums, products = statistics["counts"], statistics["sums"], statistics["products"]
-        counts = counts.clamp(min=NEVER_USED).unsqueeze(-1)
-        if not self.has_factor:
-            variance = (products - 2 * loc * sums + counts * loc.square()) / counts
-            if self.covariance == "spherical":
-                variance = variance.mean(-1)
-            return variance.maximum(floor).sqrt()
-        if self.covariance == "tied":
-            cross = loc.mT @ sums
-            return _cholesky(_floored((products - cross - cross.mT + (counts * loc).mT @ loc) / counts.sum(), floor))
-        cross = loc.unsqueeze(-1) * sums.unsqueeze(-2)
-        spread = products - cross - cross.mT + counts.unsqueeze(-1) * loc.unsqueeze(-1) * loc.unsqueeze(-2)
-        return _cholesky(_floored(spread / counts.unsqueeze(-1), floor))
 
-    def _scale_of(self, covariance: Tensor) -> Tensor:
-        """The parameter for components that all have the given covariance."""
-        if self.covariance == "tied":
-            return _cholesky(covariance)
-        if self.covariance == "full":
-            return _cholesky(covariance).repeat(self.num_components, 1, 1)
-        variance = covariance.diagonal()
-        if self.covariance == "diag":
-            return variance.sqrt().repeat(self.num_components, 1)
-        return variance.mean().sqrt().repeat(self.num_components)
-
-
-def _floored(covariance: Tensor, floor: Tensor) -> Tensor:
-    """The likeliest covariance with no eigenvalue below the floor."""
-    values, vectors = torch.linalg.eigh(covariance)
-    if bool((values >= floor).all()):
-        return covariance
-    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
-    return floored
-
-
-def _cholesky(covariance: Tensor) -> Tensor:
-    factor: Tensor = torch.linalg.cholesky(covariance)
-    return factor
+def _kind(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
+    if covariance not in COVARIANCES:
+        raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
+    if covariance != "low-rank":
+        if rank is not None or shared_noise:
+            raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
+        kind: Covariances = COVARIANCES[covariance]()
+        return kind
+    if rank is None or not 0 < rank < num_observed:
+        raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
+    return LowRank(rank, is_shared=shared_noise)

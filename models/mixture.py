@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population
+from pyro_truncated.distributions import products_of_components
 
 NEVER_USED = 1e-8
 _WEIGHT_FLOOR = 1e-6
 # From so many components per state on the sums go over the states that are kept.
 _MANY = 4
-_BLOCK = 2**22
 
 
 def best_weights(counts: Tensor) -> Tensor:
@@ -60,11 +60,4 @@ class Shares:
         if self._dense is not None:
             # One component at a time: all at once are K times the data.
             return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in self._dense.mT])
-        size = rows.shape[1]
-        total = rows.new_zeros(self.num_components, size**2)
-        step = max(1, _BLOCK // size**2)
-        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
-            for some, share, data in zip(component.split(step), weight.split(step), rows.split(step), strict=True):
-                total.index_add_(0, some, ((share.unsqueeze(-1) * data).unsqueeze(-1) * data.unsqueeze(-2)).flatten(1))
-        products: Tensor = total.unflatten(1, (size, size))
-        return products
+        return products_of_components(rows, self._component, self._weight, self.num_components)

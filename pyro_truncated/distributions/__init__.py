@@ -4,6 +4,7 @@ import importlib
 from typing import Any
 
 from pyro_truncated.distributions.component import Component
+from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
 from pyro_truncated.distributions.component_normal import ComponentNormal
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
 from pyro_truncated.distributions.linear import LinearSuperposition
@@ -13,6 +14,7 @@ from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.ops.low_rank import products_of_components
 from pyro_truncated.utils.missing import or_missing
 
 __all__ = [
@@ -22,6 +24,7 @@ __all__ = [
     "BernoulliMaximum",
     "Canvas",
     "Component",
+    "ComponentLowRankNormal",
     "ComponentNormal",
     "CorrelatedSlabSuperposition",
     "DepthOrder",
@@ -41,6 +44,7 @@ __all__ = [
     "SpikeSlabSuperposition",
     "Superposition",
     "or_missing",
+    "products_of_components",
 ]
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).

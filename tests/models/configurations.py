@@ -89,11 +89,11 @@ def counts(n: int, dtype: torch.dtype) -> Tensor:
     return torch.poisson(4 * torch.rand(n, D)).to(dtype)
 
 
-def mixture(kind: str) -> Configuration:
+def mixture(kind: str, **options: Any) -> Configuration:
     def make(dtype: torch.dtype) -> Any:
-        return library.GaussianMixture(D, H, covariance=kind, dtype=dtype)
+        return library.GaussianMixture(D, H, covariance=kind, dtype=dtype, **options)
 
-    stationary = ("weights", "loc", "scale")
+    stationary = ("weights", "loc", "scale", *(["factor"] if options else []))
     return Configuration(make, (H,), "z", bad=math.nan, stationary=stationary, takes_missing=False)
 
 
@@ -144,6 +144,8 @@ CONFIGURATIONS: dict[str, Configuration] = {
     "NoisyOr-leak": noisy_or(learn_leak=True),
     "NoisyOr-shared-prior": noisy_or(shared_prior=True),
     **{f"GaussianMixture-{kind}": mixture(kind) for kind in ("full", "diag", "spherical", "tied")},
+    "GaussianMixture-low-rank": mixture("low-rank", rank=2),
+    "GaussianMixture-low-rank-shared-noise": mixture("low-rank", rank=2, shared_noise=True),
     "ExponentialFamilyMaximalCauses-poisson": family("poisson", counts, -1.0),
     "ExponentialFamilyMaximalCauses-bernoulli": family("bernoulli", binary, 0.5),
     "ExponentialFamilyMaximalCauses-exponential": family("exponential", positive, -1.0, has_units=True),

@@ -37,11 +37,11 @@ def make_model(y: Tensor, covariance: str = "full", dtype: torch.dtype = torch.f
 def covariances(model: GaussianMixture) -> Tensor:
     """In scikit-learn's shapes."""
     scale = model.scale.detach()
-    return scale @ scale.mT if model.has_factor else scale.square()
+    return scale @ scale.mT if model.covariance in ("full", "tied") else scale.square()
 
 
 def fit_sklearn(model: GaussianMixture, y: Tensor, num_iterations: int) -> sklearn.mixture.GaussianMixture:
-    precisions = covariances(model).inverse() if model.has_factor else 1 / covariances(model)
+    precisions = covariances(model).inverse() if model.covariance in ("full", "tied") else 1 / covariances(model)
     theirs = sklearn.mixture.GaussianMixture(
         NUM_COMPONENTS,
         covariance_type=model.covariance,
@@ -84,7 +84,7 @@ def test_singular_components_stay_at_the_floor(covariance: str) -> None:
     values = free_energies(model, y, num_iterations=40)
     assert_never_falls(values)
     floor = 1e-6 * y.var(0, correction=0).mean()
-    sizes = torch.linalg.eigvalsh(covariances(model)) if model.has_factor else covariances(model)
+    sizes = torch.linalg.eigvalsh(covariances(model)) if model.covariance in ("full", "tied") else covariances(model)
     assert sizes.min() > 0.999 * floor
     if covariance != "tied":
         assert sizes.min() < 1.001 * floor

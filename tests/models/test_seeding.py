@@ -62,7 +62,7 @@ def test_a_mixture_starts_where_its_clusters_are(covariance: str) -> None:
     # Means of 40 points in 8 dimensions are sqrt(8 / 40) * 0.5 = 0.22 away on average; a hundred standard deviations leave no false alarm.
     assert float(distance.max()) < 0.6
     scale = model.scale.detach()
-    deviation = scale.diagonal(dim1=-2, dim2=-1) if model.has_factor else scale
+    deviation = scale.diagonal(dim1=-2, dim2=-1) if model.covariance in ("full", "tied") else scale
     torch.testing.assert_close(deviation, torch.full_like(deviation, 0.5), rtol=0.1, atol=0.0)
     # Every data point finds its component at once.
     assert torch.equal(nearest[model.likeliest_components(y, 1)[:, 0]], member)
@@ -81,7 +81,7 @@ def test_likeliest_components_are_those_of_the_highest_log_joint(covariance: str
             if (covariance != "tied")
             else model.scale
         )
-        if model.has_factor:
+        if model.covariance in ("full", "tied"):
             density = torch.distributions.MultivariateNormal(model.loc, scale_tril=model.scale).log_prob(y.unsqueeze(1))
         else:
             density = torch.distributions.Normal(model.loc, model.scale.reshape(12, -1)).log_prob(y.unsqueeze(1)).sum(-1)

@@ -1,0 +1,228 @@
+"""The kinds of covariances of a mixture of Gaussians: what each of them needs of the data, and its M-step."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal
+from pyro_truncated.models.low_rank import best_low_rank
+from pyro_truncated.models.mixture import NEVER_USED, Shares
+
+Parameters = dict[str, Tensor]
+
+
+class Covariances(abc.ABC):
+    r"""One kind of covariances :math:`\Sigma_k` of ``K`` components.
+
+    Attributes:
+        supports: where its parameters live, by name.
+        is_own: whether every component has its own covariance.
+    """
+
+    supports: dict[str, constraints.Constraint] = {"scale": constraints.positive}  # noqa: RUF012
+    is_own = True
+
+    @abc.abstractmethod
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+
+    @abc.abstractmethod
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The parameters of so many components that all have the given covariance ``(D, D)``."""
+
+    @abc.abstractmethod
+    def products(self, shares: Shares, rows: Tensor) -> Tensor:
+        """What of the products of the data ``(N, D)`` with themselves the M-step needs, summed."""
+
+    @abc.abstractmethod
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The likeliest parameters with no eigenvalue of a covariance below the floor, for means around the center."""
+
+    @abc.abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """What of the squares and products of the data ``(N, D)`` the log densities are linear in, ``(N, F)``."""
+
+    @abc.abstractmethod
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
+
+
+class Diagonal(Covariances):
+    """A variance for every dimension: ``scale (K, D)`` holds deviations."""
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        scale = parameters["scale"]
+        return ComponentNormal(z, loc, scale if scale.dim() == 2 else scale.unsqueeze(-1))
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The deviations of so many components."""
+        scale = self._mean(covariance.diagonal()).sqrt()
+        return {"scale": scale.expand(number, *scale.shape).clone()}
+
+    def products(self, shares: Shares, rows: Tensor) -> Tensor:
+        """Squares, ``(K, D)``."""
+        squares: Tensor = shares.sums(rows.square())
+        return squares
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The likeliest deviations."""
+        counts = _counts(statistics).unsqueeze(-1)
+        variance = (statistics["products"] - 2 * loc * statistics["sums"] + counts * loc.square()) / counts
+        return {"scale": self._mean(variance).maximum(floor).sqrt()}
+
+    def features(self, x: Tensor) -> Tensor:
+        """Squares."""
+        return x.square()
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of diagonal covariances."""
+        scale = parameters["scale"].reshape(len(loc), -1)
+        return scale**-2 * loc, scale**-2, scale.log().expand_as(loc).sum(-1)
+
+    def _mean(self, variance: Tensor) -> Tensor:
+        return variance
+
+
+class Spherical(Diagonal):
+    """One variance for all dimensions: ``scale (K,)`` holds deviations."""
+
+    def features(self, x: Tensor) -> Tensor:
+        """The square length."""
+        return x.square().sum(1, keepdim=True)
+
+    def _mean(self, variance: Tensor) -> Tensor:
+        return variance.mean(-1)
+
+
+class Full(Covariances):
+    """Full ones: ``scale (K, D, D)`` holds Cholesky factors."""
+
+    supports = {"scale": constraints.lower_cholesky}  # noqa: RUF012
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        return dist.MultivariateNormal(loc[z], scale_tril=parameters["scale"][z])
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The factors of so many components."""
+        return {"scale": _cholesky(covariance).repeat(number, 1, 1)}
+
+    def products(self, shares: Shares, rows: Tensor) -> Tensor:
+        """Products, ``(K, D, D)``."""
+        products: Tensor = shares.outer_products(rows)
+        return products
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The factors of the likeliest covariances."""
+        return {"scale": _cholesky(floored(_spread(statistics, loc), floor))}
+
+    def features(self, x: Tensor) -> Tensor:
+        """Products."""
+        return (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(1)
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of full covariances."""
+        precision, size = _inverted(parameters["scale"])
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
+
+
+class Tied(Full):
+    """A full one that all components share: ``scale (D, D)`` holds its Cholesky factor."""
+
+    is_own = False
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        return dist.MultivariateNormal(loc[z], scale_tril=parameters["scale"])
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """Its factor."""
+        return {"scale": _cholesky(covariance)}
+
+    def products(self, shares: Shares, rows: Tensor) -> Tensor:
+        """Products of all data, ``(D, D)``."""
+        return rows.mT @ rows
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The factor of the likeliest covariance."""
+        counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
+        spread = statistics["products"] - cross - cross.mT + (counts * loc).mT @ loc
+        return {"scale": _cholesky(floored(spread / counts.sum(), floor))}
+
+    def features(self, x: Tensor) -> Tensor:
+        """None: products count alike for all components."""
+        return x[:, :0]
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of one covariance."""
+        precision, size = _inverted(parameters["scale"])
+        return loc @ precision, loc[:, :0], size
+
+
+class LowRank(Full):
+    """Few directions beside noise: ``factor (K, D, R)``, and ``scale (K,)`` or ``()`` with the deviations of the noise."""
+
+    supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
+
+    def __init__(self, rank: int, *, is_shared: bool) -> None:
+        self.rank, self.is_shared = rank, is_shared
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        return ComponentLowRankNormal(z, loc, parameters["factor"], parameters["scale"])
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The directions and the noise of so many components."""
+        factor, scale = best_low_rank(covariance.unsqueeze(0), covariance.new_ones(1), self.rank, covariance.new_zeros(()), is_shared=False)
+        return {"factor": factor.repeat(number, 1, 1), "scale": scale[0].clone() if self.is_shared else scale.repeat(number)}
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The likeliest directions and noise."""
+        counts = statistics["counts"].clamp(min=0.0)
+        factor, scale = best_low_rank(_spread(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
+        return {"factor": factor, "scale": scale}
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of covariances of low rank."""
+        likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
+        precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
+
+
+COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
+
+
+def _counts(statistics: dict[str, Tensor]) -> Tensor:
+    return statistics["counts"].clamp(min=NEVER_USED)
+
+
+def _spread(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
+    """Weighted covariances ``(K, D, D)`` around means."""
+    counts, cross = _counts(statistics)[:, None, None], loc.unsqueeze(-1) * statistics["sums"].unsqueeze(-2)
+    return (statistics["products"] - cross - cross.mT) / counts + loc.unsqueeze(-1) * loc.unsqueeze(-2)
+
+
+def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Precisions, and halves of the log determinants, of Cholesky factors."""
+    return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+
+
+def floored(covariance: Tensor, floor: Tensor) -> Tensor:
+    """The likeliest covariance with no eigenvalue below the floor."""
+    values, vectors = torch.linalg.eigh(covariance)
+    if bool((values >= floor).all()):
+        return covariance
+    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
+    return floored
+
+
+def _cholesky(covariance: Tensor) -> Tensor:
+    factor: Tensor = torch.linalg.cholesky(covariance)
+    return factor

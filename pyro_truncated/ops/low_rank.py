@@ -1,0 +1,139 @@
+"""Normal distributions of groups with covariances of low rank beside noise: nothing larger than the rank is factored."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.grouped import Grouped
+
+
+def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
+
+    Args:
+        factor: :math:`W`, ``(K, D, R)``.
+        scale: :math:`\sigma`, ``(K,)``.
+
+    Returns:
+        :math:`A_k` ``(K, D, R)`` with :math:`C_k^{-1} = \sigma_k^{-2} I - A_k A_k^\top`, and :math:`\frac12 \log |C_k|`, ``(K,)``.
+    """
+    scaled = factor / scale[:, None, None]
+    lower = cholesky(_identity(factor) + scaled.mT @ scaled)
+    whitened = torch.linalg.solve_triangular(lower, scaled.mT, upper=False).mT / scale[:, None, None]
+    return whitened, lower.diagonal(dim1=-2, dim2=-1).log().sum(-1) + factor.shape[1] * scale.log()
+
+
+def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitened: Tensor, scale: Tensor, constant: Tensor) -> Tensor:
+    r"""Log densities of some rows under some components: :math:`c_k - \frac12 (y_n - \mu_k)^\top C_k^{-1} (y_n - \mu_k)`.
+
+    Args:
+        rows: data :math:`y`, ``(N, D)``.
+        row: which of them, ``(E,)``.
+        component: under which component, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``.
+        whitened: see :func:`whiten`.
+        scale: :math:`\sigma`, ``(K,)``.
+        constant: :math:`c`, ``(K,)``.
+
+    Returns:
+        ``(E,)``; differentiable in all that is not a number of something.
+    """
+    size, rank = whitened.shape[1:]
+    grouped, precision = Grouped.of(component, len(loc)), scale**-2
+    found = []
+    for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
+        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
+        energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - (distance @ whitened[part.group]).square().sum(-1)
+        found.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
+    return grouped.gather(found)
+
+
+def posterior_means(
+    rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their square errors.
+
+    Args:
+        rows: data :math:`y`, ``(N, D)``; entries that are NaN are not observed.
+        row: which of them, ``(E,)``.
+        component: under which component, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``.
+        factor: :math:`W`, ``(K, D, R)``.
+        scale: :math:`\sigma`, ``(K,)``.
+
+    Returns:
+        The means ``(E, D)``; expected square errors summed over all entries, and over those that are observed, ``(E,)`` each.
+    """
+    if bool(rows.isnan().any()):
+        return _means_of_what_is_seen(rows, row, component, loc, factor, scale)
+    whitened, _ = whiten(factor, scale)
+    error = (scale.square() * whitened.square().sum((1, 2)) * scale.square())[component]
+    root = scale[:, None, None] * whitened
+    grouped, means = Grouped.of(component, len(loc)), []
+    for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
+        center, basis = loc[part.group].unsqueeze(1), root[part.group]
+        means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
+    return grouped.gather(means), error, error
+
+
+def _means_of_what_is_seen(
+    rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same where entries are missing: every row has a posterior covariance of its own."""
+    size, rank = factor.shape[1:]
+    # Columns of zeros behind the last direction of a component cost nothing.
+    ranks = ((factor != 0).any(1) * torch.arange(1, rank + 1, device=factor.device)).amax(1).cpu()
+    grouped, found = Grouped.of(component, len(loc)), []
+    for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):
+        center, noise = loc[part.group].unsqueeze(1), scale[part.group]
+        basis = factor[part.group, :, : int(ranks[part.group.cpu()].max())] / noise[:, None, None]
+        above = (rows[row[part.entry]] - center) / noise[:, None, None]
+        is_seen = (~above.isnan()).to(rows)
+        spread = torch.cholesky_inverse(cholesky(_identity(basis) + _weighted_gram(basis, is_seen)))
+        mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
+        error = (spread * (basis.mT @ basis).unsqueeze(1)).sum((-2, -1))
+        # Of the entries that are observed: tr(G (I + G)^-1) = R - tr (I + G)^-1.
+        seen = basis.shape[-1] - spread.diagonal(dim1=-2, dim2=-1).sum(-1)
+        noise = noise[:, None]
+        found.append((center + noise.unsqueeze(-1) * mean, noise**2 * error, noise**2 * seen))
+    means, errors, seen = (grouped.gather(list(part)) for part in zip(*found, strict=True))
+    return means, errors, seen
+
+
+def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:
+    """``W' diag(w) W`` for bases ``(B, D, R)`` and weights ``(B, T, D)``, ``(B, T, R, R)``."""
+    pairs = (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
+    gram: Tensor = (weight @ pairs).unflatten(-1, (basis.shape[-1], basis.shape[-1]))
+    return gram
+
+
+def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
+    r"""Sums of squares and products, :math:`\sum_{n, s: k_{ns} = k} r_{ns} (x_n - c_k)(x_n - c_k)^\top`.
+
+    Args:
+        rows: data :math:`x`, ``(N, D)``.
+        component: components :math:`k_{ns}`, ``(N, S)``.
+        weight: responsibilities :math:`r`, ``(N, S)``, not negative.
+        num_components: ``K``.
+        around: centers :math:`c`, ``(K, D)``; default: zero.
+
+    Returns:
+        ``(K, D, D)``, in the type of the rows.
+    """
+    size = rows.shape[1]
+    products = rows.new_zeros(num_components, size, size)
+    root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
+    grouped = Grouped.of(component.flatten(), num_components)
+    for part in grouped.parts(rows.element_size() * 4 * size):
+        data = rows[part.entry // states]
+        if around is not None:
+            data = data - around[part.group].unsqueeze(1)
+        data = data * (root[part.entry] * part.is_own).unsqueeze(-1)
+        products.index_add_(0, part.group, data.mT @ data)
+    return products
+
+
+def _identity(basis: Tensor) -> Tensor:
+    return torch.eye(basis.shape[-1], dtype=basis.dtype, device=basis.device)
