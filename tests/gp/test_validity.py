@@ -55,6 +55,14 @@ MATRICES = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ["RBF", "RationalQuadratic", "Exponential", "Matern32", "Matern52", "Linear", "Periodic", "Cosine"])
+def test_stationary_and_linear_kernels_of_pyro_are_covariances(name, dtype):
+    inputs = torch.randn(30, 1, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    kernel = getattr(kernels, name)(1).to(dtype)
+    assert SubsetGPRegression(inputs, inputs.sum(1), kernel, num_inducing=3).kernel.num_data == 30
+
+
 @pytest.mark.parametrize("message", MATRICES)
 def test_matrices_that_are_no_covariances(message):
     makers = (

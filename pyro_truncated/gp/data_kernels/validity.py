@@ -15,6 +15,8 @@ _MOST_INPUTS = 100
 # Relative to the largest covariance; single precision loses most of its digits in differences of squares.
 _TOLERANCE = {torch.float64: 1e-6}
 _COARSE = 1e-3
+# Kernels of distances add this to keep their roots differentiable: Pyro's exponential one differs from its own variance by 1e-6.
+_OF_ROOTS = 1e-5
 
 
 @torch.no_grad()
@@ -57,7 +59,7 @@ def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
         a = int(diagonal.argmin())
         raise ValueError(f"{name} has a negative variance: k(x_{int(rows[a])}, x_{int(rows[a])}) = {float(diagonal[a]):.6g}")
     difference = (block.diagonal() - diagonal).abs()
-    if bool((difference > slack).any()):
+    if bool((difference > max(tolerance, _OF_ROOTS) * block.abs().max()).any()):
         worst = int(difference.argmax())
         raise ValueError(
             f"{name} contradicts itself: the variance of input {int(rows[worst])} is {float(diagonal[worst]):.6g} by diag and "

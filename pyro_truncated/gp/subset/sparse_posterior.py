@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.noisy_covariance import LowRankCovariance
-from pyro_truncated.gp.subset.basis import Basis, covariances_with
+from pyro_truncated.gp.subset.basis import Basis, FreeBasis, covariances_with
+from pyro_truncated.gp.subset.left_out import calibrated_share, left_out
 
 
 class SparsePosterior:
@@ -27,6 +28,8 @@ class SparsePosterior:
     :math:`c \ge 0` under which the leave-one-out predictions of the training targets have the highest density,
 
     .. math:: v(x) = c \, (k(x, x) - \phi^\top \phi) + \phi^\top A^{-1} \phi .
+
+    What is left out of an inducing input is the input, too: as long as it stays, its neighbours look easy to predict.
 
     Args:
         basis: inducing inputs; those that depend on earlier ones are left out.
@@ -59,7 +62,7 @@ class SparsePosterior:
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._calibrated_share() if objective == "pp" else 1.0
+        self.share = self._share_without(triangle, kept) if self.is_projected else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[kept] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
@@ -86,25 +89,10 @@ class SparsePosterior:
         Returns:
             Means ``(n, H)`` and variances ``(n,)``, noise included.
         """
-        mean, variance = self._projected_leave_one_out()
+        mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
 
-    def _projected_leave_one_out(self) -> tuple[Tensor, Tensor]:
-        return LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
-
-    def _calibrated_share(self) -> float:
-        r"""The :math:`c` that maximises :math:`\sum_n \log \mathcal N(y_n; \mu_n, v_n + c r_n)` over all leave-one-out predictions."""
-        mean, variance = self._projected_leave_one_out()
-        error = (self.targets - mean).square().mean(1)
-
-        def best(shares: Tensor) -> int:
-            """Position of the share of the highest density."""
-            densities = [-(v.log() + error / v).sum() for v in (variance + share * self.residual for share in shares)]
-            return int(torch.stack(densities).argmax())
-
-        # The density may have several maxima: first all orders of magnitude, then between the neighbours of the best.
-        coarse = torch.cat([error.new_zeros(1), torch.logspace(-6, 3, 91, dtype=error.dtype, device=error.device)])
-        position = best(coarse)
-        ends = coarse[max(0, position - 1)], coarse[min(len(coarse) - 1, position + 1)]
-        fine = torch.linspace(float(ends[0]), float(ends[1]), 101, dtype=error.dtype, device=error.device)
-        return float(fine[best(fine)])
+    def _share_without(self, triangle: Tensor, kept: Tensor) -> float:
+        members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
+        covariance = LowRankCovariance(self.factor, self.noise)
+        return calibrated_share(left_out(covariance, triangle, members, self.targets, self.residual), self.targets)

@@ -166,39 +166,6 @@ def test_equals_the_sparse_regression_of_pyro(objective, approx):
     torch.testing.assert_close(variance, their_variance, rtol=0, atol=1e-6)
 
 
-def test_projected_process_calibrates_what_the_inducing_inputs_leave():
-    problem, index, K = problem_and_index(H=2, n=40, m=8)
-    C = nystrom(K, index) + 0.02 * torch.eye(40, dtype=K.dtype)
-    left = (K - nystrom(K, index)).diagonal()
-    means, variances = [], []
-    for i in range(40):
-        rest = torch.arange(40) != i
-        weights = torch.linalg.solve(C[rest][:, rest], C[rest, i])
-        means.append(weights @ problem.targets[rest])
-        variances.append(C[i, i] - weights @ C[rest, i])
-
-    def log_density(share: float) -> float:
-        """Of all targets, each predicted from the others with so much of what is left."""
-        scale = (torch.stack(variances) + share * left).sqrt().unsqueeze(1)
-        return float(torch.distributions.Normal(torch.stack(means), scale).log_prob(problem.targets).sum())
-
-    posterior = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02, "pp")
-    best = max(log_density(0.0), *(log_density(10**e) for e in torch.linspace(-6, 3, 2000).tolist()))
-    assert log_density(posterior.share) == pytest.approx(best, abs=1e-3)
-    assert posterior.share != 1
-    torch.testing.assert_close(posterior.leave_one_out()[1], torch.stack(variances) + posterior.share * left, rtol=0, atol=1e-9)
-    plain = SparsePosterior(Basis(problem.kernel, index), problem.targets, 0.02)
-    new = problem.kernel.inputs[:9] + 0.3
-    unexplained = (
-        problem.kernel.diag_new(new)
-        - (problem.kernel.cross(new, index) @ torch.linalg.solve(K[index][:, index], problem.kernel.cross(new, index).mT)).diagonal()
-    )
-    torch.testing.assert_close(
-        plain.marginals(new)[1] - posterior.marginals(new)[1], (1 - posterior.share) * unexplained, rtol=0, atol=1e-7
-    )
-    torch.testing.assert_close(posterior.marginals(new)[0], plain.marginals(new)[0])
-
-
 def test_all_inputs_give_the_exact_process():
     kernel, Y = toy(30, lengthscale=0.6)
     K = matrix(kernel)
