@@ -126,14 +126,16 @@ class BinaryVAE(UniqueModule):
         return mean
 
     @torch.no_grad()
+    @takes_arrays
     def reconstruct(self, population: Population, y: Tensor | None = None) -> Tensor:
-        r"""Posterior mean of the noise-free data, :math:`c + u \langle f(s) \rangle`, ``(N, D)`` for the population's data points.
+        r"""Posterior mean :math:`c + u \langle f(s) \rangle` of the noise-free data, ``(N, D)`` for the population's data points.
 
         Args:
             population: truncated posteriors.
-            y: the data, which play no role given the population; other models' need them.
+            y: all data, ``(N, D)``, whose type the result has; given the population they play no other role.
         """
-        return population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
+        mean = population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
+        return mean if y is None else mean.to(check_data(y, self.num_observed).dtype)
 
 
 def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal
 from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
+
+_BLOCK = 2**22
 
 
 class Covariances(abc.ABC):
@@ -51,6 +54,11 @@ class Covariances(abc.ABC):
     @abc.abstractmethod
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
+
+    def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Posterior means ``(N, D)`` of the data of a population without noise; where nothing is noise, of the means."""
+        means: Tensor = Shares(population, len(loc)).means(loc)
+        return means
 
 
 class Diagonal(Covariances):
@@ -182,6 +190,15 @@ class LowRank(Full):
         """The directions and the noise of so many components."""
         factor, scale = best_low_rank(covariance.unsqueeze(0), covariance.new_ones(1), self.rank, covariance.new_zeros(()), is_shared=False)
         return {"factor": factor.repeat(number, 1, 1), "scale": scale[0].clone() if self.is_shared else scale.repeat(number)}
+
+    def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Posterior means of what lies in the directions."""
+        blocks = []
+        for block in population.split(max(1, _BLOCK // (population.num_states * loc.shape[1]))):
+            rows = block.rows_of(y).to(loc).unsqueeze(1)
+            means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
+            blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))
+        return torch.cat(blocks)
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The likeliest directions and noise."""

@@ -155,6 +155,20 @@ class DiscreteSparseCoding(LinearDictionary):
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = self._best_prior(statistics["counts"]).to(self.prior)
 
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Posterior mean :math:`W \langle \phi_s \rangle + b` of the noise-free data, ``(N, D)`` for the population's data points.
+
+        Args:
+            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
+            y: all data, ``(N, D)``; missing entries (NaN) are filled in.
+        """
+        check_data(y, self.num_observed)
+        coefficients = population.value_probabilities().double() @ self.values.double()
+        mean = coefficients @ self.weight.double().mT
+        return (mean if self.bias is None else mean + self.bias.double()).to(y.dtype)
+
     def _first_prior(self) -> Tensor:
         """Two active latents on average, all their values alike; ``(K,)`` or ``(H, K)``."""
         active = min(0.5, 2 / self.num_latents)

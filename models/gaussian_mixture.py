@@ -219,6 +219,23 @@ class GaussianMixture(UniqueModule):
         self.loc = (loc + self.center).to(self.loc)
         self.weights = best_weights(counts).to(self.weights)
 
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Posterior mean of the noise-free data, ``(N, D)`` for the population's data points.
+
+        It is :math:`\sum_k r_{nk}\, \mu_k`, with low-rank covariances :math:`\sum_k r_{nk} \langle \mu_k + W_k h \rangle`: all that is not
+        in their directions is noise.
+
+        Args:
+            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
+            y: all data, ``(N, D)``.
+        """
+        check_data(y, self.num_observed)
+        parameters = {name: value.double() for name, value in self._spreads().items()}
+        mean: Tensor = self._kind.without_noise(population, y, self.loc.double(), parameters)
+        return mean.to(y.dtype)
+
     def _floor(self, variance: Tensor, power: Tensor) -> Tensor:
         """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
         unit = torch.where(power > 0, power, 1.0)

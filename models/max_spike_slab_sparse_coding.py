@@ -11,10 +11,11 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, names_arguments, selected_rows, sums_of, takes_arrays
+from pyro_truncated import GibbsDraws, Population, names_arguments, selected_rows, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
 from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
+from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
 
 
@@ -197,7 +198,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         """
         rows = _rows_of(check_data(y, self.num_observed), draws)
         errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
-        moments = _moments(draws, self.num_latents)
+        moments = draw_moments(draws, self.num_latents)
         scale, prior = self.scale.double(), self.prior.double()
         mean, deviation = self.slab_mean.double(), self.slab_scale.double()
         noise = dist.Normal(0.0, scale)
@@ -243,7 +244,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]
 
         statistics = likelihood.draw_statistics(draws.selected, draws.coefficients, rows)
-        return {**best_claims(self.weight.double(), statistics, errors_of, sums_of(y)), **_moments(draws, self.num_latents)}
+        return {**best_claims(self.weight.double(), statistics, errors_of, sums_of(y)), **draw_moments(draws, self.num_latents)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -274,27 +275,26 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         return sums.sum() if self.shared_slab else sums
 
     @torch.no_grad()
-    def reconstruct(self, draws: GibbsDraws) -> Tensor:
-        """Mean over the draws of the noise-free data, for denoising and in-painting, ``(n, D)``."""
-        mean = torch.zeros(len(draws.selected), self.num_observed, dtype=torch.float64, device=draws.selected.device)
-        for coefficients in draws.spread(self.num_latents).unbind(1):
+    @takes_arrays
+    def reconstruct(self, population: GibbsDraws | Population, y: Tensor | None = None) -> Tensor:
+        r"""Posterior mean :math:`\langle \max(0, \max_h s_h W_h) \rangle` of the noise-free data, ``(n, D)`` as the draws.
+
+        Args:
+            population: draws of the coefficients, those of ``GibbsGuide.draws()``: the mean is that over them.
+            y: all data, ``(N, D)``, whose type the result has; given the draws they play no other role.
+
+        Raises:
+            TypeError: for a population of indicators: the mean over their slabs has no formula.
+        """
+        if not isinstance(population, GibbsDraws):
+            given = type(population).__name__
+            raise TypeError(f"{type(self).__name__} reconstructs from draws of its slabs, GibbsGuide(model).draws(); got {given}")
+        mean = torch.zeros(len(population.selected), self.num_observed, dtype=torch.float64, device=population.selected.device)
+        for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean
-        return (mean / draws.coefficients.shape[1]).to(self.weight)
+        dtype = self.weight.dtype if y is None else check_data(y, self.num_observed).dtype
+        return (mean / population.coefficients.shape[1]).to(dtype)
 
 
 def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:
     return y if draws.indices is None else y[draws.indices.to(y.device)]
-
-
-def _moments(draws: GibbsDraws, num_latents: int) -> dict[str, Tensor]:
-    """Sums over the data points of the moments of indicators and coefficients, ``(H,)`` each in float64."""
-    coefficients = draws.coefficients.double()
-    moments = {
-        "states": draws.probabilities.double(),
-        "active": (coefficients != 0).double().mean(1),
-        "coefficients": coefficients.mean(1),
-        "coefficient_squares": coefficients.square().mean(1),
-    }
-    zero = coefficients.new_zeros(num_latents)
-    selected = draws.selected.flatten()
-    return {name: zero.scatter_add(0, selected, moment.flatten()) for name, moment in moments.items()}

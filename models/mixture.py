@@ -1,4 +1,4 @@
-"""What mixtures have in common: sums over the data of each component, and the M-step of the mixing proportions."""
+"""What mixtures have in common: sums over data and over components, and the M-step of the mixing proportions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shares:
         temperature: temperature of the posteriors.
     """
 
-    def __init__(self, population: Population, num_components: int, temperature: float) -> None:
+    def __init__(self, population: Population, num_components: int, temperature: float = 1.0) -> None:
         self.num_components = num_components
         self._dense: Tensor | None = None
         if num_components < _MANY * population.num_states:
@@ -53,6 +53,15 @@ class Shares:
         total = rows.new_zeros(self.num_components, rows.shape[1])
         for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
             total.index_add_(0, component, weight.unsqueeze(-1) * rows)
+        return total
+
+    def means(self, values: Tensor) -> Tensor:
+        r""":math:`\sum_k r_{nk} v_k` of values ``(K, D)`` of the components, ``(N, D)``."""
+        if self._dense is not None:
+            return self._dense @ values
+        total = values.new_zeros(len(self._component), values.shape[1])
+        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
+            total += weight.unsqueeze(-1) * values[component]
         return total
 
     def outer_products(self, rows: Tensor) -> Tensor:

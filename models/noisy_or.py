@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Self
 
-import pyro
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population, check_observable, names_arguments, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
-from pyro_truncated.models.binary_causes import (
-    activation,
-    best_prior,
-    check_data,
-    first_prior,
-    first_rows,
-    random_rows,
-    with_latents,
-)
+from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
+from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _WEIGHT_FLOOR = 1e-6
 _NEVER_ACTIVE = 1e-10
 
 
-class NoisyOr(UniqueModule):
+class NoisyOr(SuperposedCauses):
     r"""Noisy-OR, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`p(y_d = 1 \mid s) = 1 - (1 - w_{0d}) \prod_h (1 - W_{dh} s_h)`.
 
     Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
@@ -68,11 +60,11 @@ class NoisyOr(UniqueModule):
 
     statistics_depend_on_parameters = True
 
-    weight: Tensor
-    latent_parameters: ClassVar[tuple[str, ...]] = ("weight", "prior")
+    superposition = NoisyOrSuperposition
 
-    leak: Tensor
+    weight: Tensor
     prior: Tensor
+    leak: Tensor
 
     @names_arguments
     def __init__(
@@ -86,40 +78,25 @@ class NoisyOr(UniqueModule):
         update: str = "exact",
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        check_counts(num_observed=num_observed, num_latents=num_latents)
         if update not in ("exact", "fixed_point"):
             raise ValueError(f"update must be 'exact' or 'fixed_point'; got {update!r}")
         if not (0 < leak < 1 if learn_leak else 0 <= leak < 1):
             raise ValueError(f"leak must be a probability below one, and positive if it is learnt; got {leak}")
-        self.num_observed, self.num_latents, self.shared_prior = num_observed, num_latents, shared_prior
+        support = constraints.unit_interval
+        super().__init__(num_observed, num_latents, shared_prior=shared_prior, weight=support, dtype=dtype)
         self.learn_leak, self.update = learn_leak, update
-        prior = first_prior(num_latents, shared_prior, dtype)
-        weight = 0.2 + 0.5 * torch.rand(num_observed, num_latents, dtype=dtype)
-        self.weight = PyroParam(weight, constraints.unit_interval)  # type: ignore[assignment]
-        self.prior = PyroParam(prior, constraints.unit_interval)  # type: ignore[assignment]
         if learn_leak:
-            self.leak = PyroParam(torch.full((num_observed,), leak, dtype=dtype), constraints.unit_interval)  # type: ignore[assignment]
+            self.leak = PyroParam(torch.full((num_observed,), leak, dtype=dtype), support)  # type: ignore[assignment]
         else:
             self.register_buffer("leak", torch.tensor(leak, dtype=dtype))
 
-    @takes_arrays
-    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
-        """The model of data ``y (N, D)`` in {0, 1}; without data it generates ``num_data`` observations."""
-        weight, leak, prior = self.weight, self.leak, self.prior
-        size = len(y) if y is not None else num_data or 1
-        with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", activation(prior, self.num_latents))
-            return pyro.sample("y", NoisyOrSuperposition(states, weight, leak), obs=selected_rows(y, index))
-
-    def with_latents(self, index: Tensor) -> NoisyOr:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
-        return with_latents(self, index)  # type: ignore[no-any-return]
+    def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
+        return (self.leak,)
 
     @names_arguments
     @torch.no_grad()
     @takes_arrays
-    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> NoisyOr:
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         r"""Starts from the data: weights uniform in [0.2, 0.7], a little higher where a random data point is on; :math:`\pi = 2 / H`.
 
         Args:
@@ -150,8 +127,8 @@ class NoisyOr(UniqueModule):
             Those of :meth:`.NoisyOrSuperposition.statistics`; with ``update="fixed_point"`` also ``claims``, the sum of
             :math:`\langle s_h / p(y_d = 1 \mid s) \rangle` over the data points that have dimension ``d``.
         """
-        likelihood = NoisyOrSuperposition(self.weight.new_zeros(self.num_latents), self.weight, self.leak, validate_args=False)
-        statistics = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
+        likelihood = self.likelihood()
+        statistics: dict[str, Tensor] = likelihood.statistics(population, check_data(y, self.num_observed), temperature)
         if self.update == "fixed_point":
             everything_on = torch.where(y.isnan(), y, 1.0)
             statistics["claims"] = likelihood.statistics(population, everything_on, temperature)["causes"] / self.weight.double()

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_rows, random_rows
-from pyro_truncated.models.mixture import NEVER_USED, best_weights
+from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 _RATE_FLOOR = 1e-6
 
@@ -94,8 +94,8 @@ class PoissonMixture(UniqueModule):
             ``(K, D)``. Both can be added and scaled.
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double()
-        shares = population.value_probabilities(temperature)[:, 0].double()
-        return {"counts": shares.sum(0), "sums": shares.mT @ rows}
+        shares = Shares(population, self.num_components, temperature)
+        return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -108,3 +108,15 @@ class PoissonMixture(UniqueModule):
         rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
         self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        r"""Posterior mean :math:`\sum_k r_{nk}\, \lambda_k` of the noise-free data, ``(N, D)`` for the population's data points.
+
+        Args:
+            population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
+            y: all data, ``(N, D)``.
+        """
+        mean: Tensor = Shares(population, self.num_components).means(self.rate.double())
+        return mean.to(check_data(y, self.num_observed).dtype)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population
+from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs
 
@@ -236,3 +236,17 @@ def _factor(covariance: Tensor) -> Tensor:
 
 INDEPENDENT, CORRELATED = IndependentSlabs(), CorrelatedSlabs()
 BY_NAME: dict[str, IndependentSlabs | CorrelatedSlabs] = {"diag": INDEPENDENT, "full": CORRELATED}
+
+
+def draw_moments(draws: GibbsDraws, num_latents: int) -> dict[str, Tensor]:
+    """Sums over the data points of the moments of indicators and coefficients, ``(H,)`` each in float64."""
+    coefficients = draws.coefficients.double()
+    moments = {
+        "states": draws.probabilities.double(),
+        "active": (coefficients != 0).double().mean(1),
+        "coefficients": coefficients.mean(1),
+        "coefficient_squares": coefficients.square().mean(1),
+    }
+    zero = coefficients.new_zeros(num_latents)
+    selected = draws.selected.flatten()
+    return {name: zero.scatter_add(0, selected, moment.flatten()) for name, moment in moments.items()}

@@ -39,6 +39,8 @@ def made(model: ModelOfPatches, num_observed: int) -> Any:
     name, reconstruct = type(result).__name__, getattr(result, "reconstruct", None)
     if not callable(reconstruct) or list(inspect.signature(reconstruct).parameters)[:2] != ["population", "y"]:
         raise TypeError(f"model must have a method reconstruct(population, y), as the models of sparse coding have; got {name}")
+    if hasattr(result, "gibbs"):
+        raise TypeError(f"model must reconstruct from populations of states; {name} does so from draws of a GibbsGuide")
     if getattr(result, "num_observed", num_observed) != num_observed:
         raise ValueError(f"model must be one of patches of {num_observed} entries; {name} has num_observed={result.num_observed}")
     return result

@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from pyro_truncated import AutoTruncated
-from pyro_truncated.models import BinarySparseCoding, BinaryVAE, GaussianMixture, MaximalCauses, SpikeSlabSparseCoding
+from pyro_truncated.models import BinarySparseCoding, BinaryVAE, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.restoration import Patches, Pursuit, denoise, inpaint
 from pyro_truncated.restoration.__main__ import main
 from pyro_truncated.restoration.first_guesses import filled, noise_level
@@ -172,7 +172,9 @@ def test_models_of_other_patches_and_without_reconstructions_are_refused():
     with pytest.raises(ValueError, match="patches of 16 entries"):
         denoise(picture(), model=BinarySparseCoding(9, 4), side=4)
     with pytest.raises(TypeError, match="reconstruct"):
-        denoise(picture(), model=GaussianMixture(16, 4), side=4)
+        denoise(picture(), model=torch.nn.Linear(16, 4), side=4)
+    with pytest.raises(TypeError, match="draws"):
+        denoise(picture(), model=MaxSpikeSlabSparseCoding(16, 4), side=4)
 
 
 @pytest.mark.slow
