@@ -9,6 +9,7 @@ from pyro_truncated.datasets.patches import (
     clamp_brightest,
     fit_whitening,
     image_patches,
+    save_whitened_patches,
     whitened_patches,
 )
 from pyro_truncated.datasets.stored import DATA_VARIABLE, DatasetNotFoundError, data_folder, load
@@ -33,5 +34,6 @@ __all__ = [
     "natural_images",
     "noisy_or_bars",
     "overlapping_bars",
+    "save_whitened_patches",
     "whitened_patches",
 ]

@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pyro_truncated.utils.counts import check_count
+
+_AT_A_TIME = 50_000
 
 
 def image_patches(images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None) -> Tensor:
@@ -111,6 +115,7 @@ def whitened_patches(
     clamp: float = 0.02,
     structure: float = 0.25,
     variance: float = 0.95,
+    whitening: Whitening | None = None,
 ) -> tuple[Tensor, Whitening]:
     """Natural image patches as sparse coding wants them.
 
@@ -132,22 +137,73 @@ def whitened_patches(
         clamp: share of the brightest pixels that are set to the value below them.
         structure: least standard deviation of a patch, relative to the median.
         variance: share of the variance that the whitening keeps.
+        whitening: that of other patches, which these are to be compared with; default: it is fitted to these.
 
     Returns:
-        Whitened patches ``(N, size**2)`` and the whitening, which was fitted to them.
+        Whitened patches ``(N, size**2)`` and the whitening.
+    """
+    size, num = check_count("size", size), check_count("num", num)
+    kept = _structured_patches([clamp_brightest(image, clamp) for image in images], size, num, structure, generator)
+    whitening = fit_whitening(kept, variance) if whitening is None else whitening
+    return whitening.apply(kept), whitening
+
+
+def save_whitened_patches(
+    file: str | Path,
+    images: Sequence[Tensor],
+    size: int,
+    num: int,
+    generator: torch.Generator | None = None,
+    *,
+    clamp: float = 0.02,
+    structure: float = 0.25,
+    variance: float = 0.95,
+) -> Whitening:
+    """Writes more whitened patches than fit into memory to a ``.npy`` file, see :func:`whitened_patches`.
+
+    They are made 50 000 at a time, to the first of which the whitening is fitted.
+
+    Example:
+        >>> whitening = save_whitened_patches("patches.npy", generated_images(2, 64), 6, 300)
+        >>> np.load("patches.npy", mmap_mode="r").shape
+        (300, 36)
+
+    Args:
+        file: the file; one that is there is replaced.
+        images: grey images.
+        size: side of a patch.
+        num: number of patches ``N`` to write.
+        generator: source of the random positions.
+        clamp: share of the brightest pixels that are set to the value below them.
+        structure: least standard deviation of a patch, relative to the median.
+        variance: share of the variance that the whitening keeps.
+
+    Returns:
+        The whitening.
     """
     size, num = check_count("size", size), check_count("num", num)
     images = [clamp_brightest(image, clamp) for image in images]
+    whitening: Whitening | None = None
+    written = np.lib.format.open_memmap(file, mode="w+", dtype=np.float32, shape=(num, size**2))
+    for start in range(0, num, _AT_A_TIME):
+        kept = _structured_patches(images, size, min(_AT_A_TIME, num - start), structure, generator)
+        whitening = fit_whitening(kept, variance) if whitening is None else whitening
+        written[start : start + len(kept)] = whitening.apply(kept).numpy()
+    written.flush()
+    assert whitening is not None
+    return whitening
+
+
+def _structured_patches(images: Sequence[Tensor], size: int, num: int, structure: float, generator: torch.Generator | None) -> Tensor:
+    """Patches ``(num, size**2)`` with structure, without their mean brightness."""
     patches = image_patches(images, size, 2 * num, generator)
     deviation = patches.std(1)
     kept = patches[(deviation > 0) & (deviation >= structure * deviation.median())][:num]
-    kept = kept - kept.mean(1, keepdim=True)
     if len(kept) < num:
         raise ValueError(
             f"fewer than half of the patches have a standard deviation of at least {structure} times the median; lower `structure`"
         )
-    whitening = fit_whitening(kept, variance)
-    return whitening.apply(kept), whitening
+    return kept - kept.mean(1, keepdim=True)
 
 
 def clamp_brightest(values: Tensor, share: float) -> Tensor:

@@ -126,6 +126,22 @@ def test_whitened_patches(generator: torch.Generator) -> None:
     torch.testing.assert_close(whitening.invert(patches).mean(1), torch.zeros(2000), atol=1e-5, rtol=0)
 
 
+def test_whitened_patches_in_a_file_are_those_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    images, (first, second) = datasets.generated_images(2, 64, torch.Generator().manual_seed(1)), (torch.Generator() for _ in range(2))
+    expected, fitted = datasets.whitened_patches(images, 6, 300, first.manual_seed(5))
+    whitening = datasets.save_whitened_patches(tmp_path / "y.npy", images, 6, 300, second.manual_seed(5))
+    torch.testing.assert_close(torch.from_numpy(np.load(tmp_path / "y.npy")), expected, rtol=0, atol=0)
+    # In parts: the whitening is that of the first one, and so is what is whitened with it later.
+    monkeypatch.setattr("pyro_truncated.datasets.patches._AT_A_TIME", 300)
+    datasets.save_whitened_patches(tmp_path / "y.npy", images, 6, 700, second.manual_seed(5))
+    written = torch.from_numpy(np.load(tmp_path / "y.npy"))
+    torch.testing.assert_close(written[:300], expected, rtol=0, atol=0)
+    later, same = datasets.whitened_patches(images, 6, 300, first, whitening=whitening)
+    assert same is whitening
+    torch.testing.assert_close(written[300:600], later, rtol=0, atol=0)
+    torch.testing.assert_close(whitening.whiten, fitted.whiten, rtol=0, atol=0)
+
+
 def test_whitened_patches_need_structure(generator: torch.Generator) -> None:
     image = torch.zeros(64, 64)
     image[:8, :8] = torch.rand(8, 8, generator=generator)

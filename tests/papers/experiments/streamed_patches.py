@@ -1,0 +1,159 @@
+"""A million natural image patches that stay on the disk: held-out free energy and Gabor functions against the number of fields.
+
+python -m tests.papers.experiments.streamed_patches FOLDER --num-latents 1000 --passes 4
+
+Continues from its checkpoint. Whitened patches of all images but the last two are written to a file once; binary sparse coding is
+trained on them by online EM, on minibatches of successive rows, with populations in files. The experiment reports once all passes are done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyro
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, ClosedForm, Training, Truncated_ELBO, distributed, fit
+from pyro_truncated.datasets import Whitening, natural_images, save_whitened_patches, whitened_patches
+from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.search import Preselection, SearchBatch
+from tests.papers.experiments.gabor import fit_gabors
+from tests.papers.experiments.natural_patches import save_fields
+
+SIDE, MINIBATCH, HELD_OUT = 16, 5000, 2000
+START = 0.3  # of data points as first fields: whole ones explain nothing but themselves
+
+
+class LogOdds:
+    r"""Posterior log odds of every field given the others of the best state, up to a factor: :math:`w_h^\top r + (s_h - \frac12) |w_h|^2`.
+
+    Here :math:`r` is what that state leaves unexplained; the prior, shared by all fields, does not change ranks.
+    """
+
+    def __init__(self, model: BinarySparseCoding) -> None:
+        self.model = model
+
+    def __call__(self, batch: SearchBatch) -> Tensor:
+        """Scores ``(N, H)``."""
+        weight, population = self.model.weight.detach(), batch.population
+        best = population.space.unpack(population.mode().unsqueeze(1), weight.dtype).squeeze(1)
+        return (batch.observations["y"] - best @ weight.mT) @ weight + (best - 0.5) * weight.square().sum(0)
+
+
+@dataclasses.dataclass
+class Clock:
+    """A callback that records CPU time, activity and noise."""
+
+    model: BinarySparseCoding
+    limit: float
+    last: float = 0.0
+    begun: float = 0.0
+
+    def start(self, training: Training) -> None:
+        """Begins to count."""
+        self.last = self.begun = time.process_time()
+
+    def is_over(self, training: Training) -> bool:
+        """A callback that ends the run after the CPU time that it may take."""
+        return time.process_time() - self.begun > self.limit
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """What is recorded of a step."""
+        now, before = time.process_time(), self.last
+        self.last = now
+        active = float(self.model.prior.detach()) * self.model.num_latents
+        return {"cpu": now - before, "active": active, "scale": float(self.model.scale.detach())}
+
+
+def data(folder: Path, num_data: int) -> tuple[Path, Tensor, Whitening]:
+    """The file of the patches, made if there is none; held-out patches of other images, and the whitening of all."""
+    file, kept = folder / f"patches-{num_data}.npy", folder / f"patches-{num_data}.pt"
+    if not kept.exists():
+        generator = torch.Generator().manual_seed(0)
+        images = natural_images("hyvarinen")
+        whitening = save_whitened_patches(file, images[:-2], SIDE, num_data, generator)
+        held_out, _ = whitened_patches(images[-2:], SIDE, HELD_OUT, generator, whitening=whitening)
+        torch.save({"held_out": held_out, **dataclasses.asdict(whitening)}, kept)
+    saved = torch.load(kept)
+    return file, saved.pop("held_out"), Whitening(**saved)
+
+
+def train(
+    folder: Path, num_data: int, num_latents: int, passes: int, num_states: int, num_selected: int, limit: float
+) -> tuple[Any, Training]:
+    """Online EM; goes on from a checkpoint."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = distributed.shard(np.load(folder / f"patches-{num_data}.npy", mmap_mode="r"))
+    model = BinarySparseCoding(SIDE**2, num_latents, offset=False).initialize(y)
+    with torch.no_grad():
+        model.weight = START * model.weight
+    guide = AutoTruncated(model, num_states=num_states, store=folder / f"populations-{num_latents}")
+    elbo = Truncated_ELBO(Preselection(LogOdds(model), num_selected))
+    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), elbo)
+    clock = Clock(model, limit)
+    training = fit(
+        svi, y, steps=passes * -(-num_data // MINIBATCH), batches=distributed.Batches(y, MINIBATCH), callbacks=[clock, clock.is_over],
+        checkpoint=folder / f"run-{num_data}-{num_latents}.pt", checkpoint_seconds=900, progress=False,
+    )  # fmt: skip
+    return model, training
+
+
+def held_out_free_energy(model: BinarySparseCoding, y: Tensor, num_states: int = 100, steps: int = 10) -> float:
+    """Free energy per patch of patches of images that were not seen."""
+    guide = AutoTruncated(model, num_states=num_states).infer(y, Preselection(LogOdds(model), 8), steps)
+    return float(guide.population().free_energy().mean())
+
+
+def summary(model: BinarySparseCoding, training: Training, held_out: Tensor, num_data: int) -> dict[str, Any]:
+    """What is reported of a run; free energies are those of a patch, the mean of every pass."""
+    per_pass = -(-num_data // MINIBATCH)
+    start = time.process_time()
+    fits = fit_gabors(model.weight.mT)
+    record = training.record
+    free_energy = np.array(record["free_energy"]).reshape(-1, per_pass).mean(1) / num_data
+    return {
+        "num_latents": model.num_latents, "passes": training.steps // per_pass, "cpu_seconds": sum(record["cpu"]),
+        "ms_per_patch": 1e3 * sum(record["cpu"]) / training.steps / MINIBATCH, "active": record["active"][-1], "scale": record["scale"][-1],
+        "free_energy": free_energy.tolist(), "held_out": held_out_free_energy(model, held_out),
+        "gabor_share": float((fits.r_squared > 0.8).double().mean()), "r_squared": fits.r_squared.sort().values.tolist(),
+        "gabor_seconds": time.process_time() - start, "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="for data, populations and checkpoints: 5 GB and more")
+    parser.add_argument("--num-data", type=int, default=1_000_000)
+    parser.add_argument("--num-latents", type=int, nargs="+", default=[1000])
+    parser.add_argument("--passes", type=int, default=4)
+    parser.add_argument("--num-states", type=int, default=24)
+    parser.add_argument("--num-selected", type=int, default=8)
+    parser.add_argument("--cpu-seconds", type=float, default=1e9, help="after which a run is interrupted; the same command goes on")
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    _, held_out, _ = data(args.folder, args.num_data)
+    for number in args.num_latents:
+        model, training = train(args.folder, args.num_data, number, args.passes, args.num_states, args.num_selected, args.cpu_seconds)
+        if training.steps < args.passes * -(-args.num_data // MINIBATCH):
+            print(f"H={number}: {training.steps} steps, {sum(training.record['cpu']):.0f} CPU seconds so far", flush=True)
+            break
+        found = {"num_data": args.num_data, "num_states": args.num_states, "num_selected": args.num_selected}
+        found |= summary(model, training, held_out, args.num_data)
+        with (args.folder / "results.jsonl").open("a") as stream:
+            stream.write(json.dumps(found) + "\n")
+        save_fields(model.weight, args.folder / f"fields-{number}.png", columns=40)
+        print({key: value for key, value in found.items() if key != "r_squared"}, flush=True)
+
+
+if __name__ == "__main__":
+    main()
