@@ -71,7 +71,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         pivots: str = "variance",
         inputs: Tensor | Callable[[SearchBatch], Tensor] | None = None,
         fit_steps: int = 20,
-        max_fit: int = 500,
+        max_fit: int = 250,
         generator: torch.Generator | None = None,
     ) -> None:
         check_counts(refit_every=refit_every, fit_steps=fit_steps, max_fit=max_fit)

@@ -80,7 +80,7 @@ def best_start(
     with undriven(model):
         for _ in range(num_starts):
             model.initialize(part, generator)
-            reached.append(trained(Run(model, part, settings, temperature), part, steps))
+            reached.append(trained(Run(model, part, settings, temperature), part, steps).free_energy)
             if reached[-1] == max(reached):
                 best = copies(model, part)
         put_back(model, part, best)

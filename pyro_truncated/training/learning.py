@@ -15,6 +15,7 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.starts import Run, Settings, Start, is_mixture, offer, put_back, start, undriven
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
@@ -23,9 +24,11 @@ from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
-# The temperature that starts begin with, and free energies that are the same.
+# The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
+# again; chains of a Gibbs sampler over few selected latents lose most components at one.
 _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
+_DEFAULTS_OF_SAMPLERS = 5.0, 0.05
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -66,8 +69,10 @@ def learn(
 
     EM finds the local optimum that its start leads to. Here short runs on a part of the data start from different points, each at a
     temperature that falls to one (:func:`cooling`), until two of them have reached the same free energy, which chance hardly does in a bad
-    optimum; the best one is then trained on all data. Where there are more latents than the data support, half a nat per parameter of those
-    that are spare does not count as a difference: it is what they gain from noise.
+    optimum; the best one is then trained on all data. Some differences do not count: those of the hundredth of the data points at either
+    end, in which a search has missed a state that it found in the other start; half a nat per parameter of latents that are spare, because
+    the data support fewer, which is what these gain from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth
+    of the steps, three standard errors.
 
     Models of binary causes - those with ``with_latents``, see :class:`~pyro_truncated.training.starts.ResizableModel`: sparse coding,
     noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are rare there.
@@ -88,8 +93,8 @@ def learn(
         steps: training steps on all data after the best start.
         starts: the most starts.
         short_steps: steps of a start; default: 60 with closed-form M-steps, else half of ``steps``.
-        temperature: temperature that a start begins with; default: 20, but 1 for mixtures, those models with a single discrete latent per
-            data point: the components that a high temperature makes equal do not part again.
+        temperature: temperature that a start begins with; default: 20, but 5 for Gibbs sampling, and 1 for mixtures, those models with a
+            single discrete latent per data point: the components that a high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
             whose optima lie closer together.
         lr: learning rate of gradient steps.
@@ -121,19 +126,19 @@ def learn(
     is_all = total_rows(y) <= _SHORT_DATA
     part = some_rows(y, _SHORT_DATA) if is_all else drawn_rows(y, _SHORT_DATA, generator)
     settings = Settings(search, num_states, lr)
-    first_temperature, nearness = _DEFAULTS_OF_MIXTURES if is_mixture(model, part) else _DEFAULTS
+    first_temperature, nearness = _defaults(model, part)
     falling = cooling(first_temperature if temperature is None else temperature, short)
     nearness = nearness if tolerance is None else tolerance
-    reached: list[tuple[float, float]] = []
-    best = Start(-math.inf, {}, None)
+    reached: list[Reached] = []
+    best = Start(Reached(-math.inf), {}, None)
     with undriven(model), progress_bar(progress, total=starts * short + steps) as bar:
         for number in range(starts):
             bar.set_description(f"start {number + 1}")
             found = start(model, part, settings, falling, short, number, generator)
-            reached.append((found.free_energy, found.noise))
-            best = max(best, found, key=lambda one: one.free_energy)
+            reached.append(found.reached)
+            best = max(best, found, key=lambda one: one.reached.free_energy)
             bar.update(short)
-            if _agree(reached, nearness):
+            if have_agreed(reached, nearness):
                 break
         put_back(model, part, best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
@@ -144,25 +149,20 @@ def learn(
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
         run.end()
-    if starts > 1 and not _agree(reached, nearness):
+    if starts > 1 and not have_agreed(reached, nearness):
         _warn(reached)
-    run.guide.starts = [free_energy for free_energy, _ in reached]
+    run.guide.starts = [one.free_energy for one in reached]
     return run.guide
 
 
-# --- agreement ---
+def _defaults(model: Any, y: Tensor) -> tuple[float, float]:
+    if isinstance(model, GibbsModel):
+        return _DEFAULTS_OF_SAMPLERS
+    return _DEFAULTS_OF_MIXTURES if is_mixture(model, y) else _DEFAULTS
 
 
-def _agree(reached: Sequence[tuple[float, float]], tolerance: float) -> bool:
-    """Whether the best two free energies differ by no more than the tolerance and what both may have gained from noise."""
-    if len(reached) < 2:
-        return False
-    (best, gained), (second, other) = sorted(reached, reverse=True)[:2]
-    return best - second <= tolerance + min(gained, other)
-
-
-def _warn(reached: Sequence[tuple[float, float]]) -> None:
-    ordered = ", ".join(f"{value:.2f}" for value, _ in sorted(reached, reverse=True))
+def _warn(reached: Sequence[Reached]) -> None:
+    ordered = ", ".join(f"{value:.2f}" for value in sorted((one.free_energy for one in reached), reverse=True))
     warnings.warn(
         f"no two of {len(reached)} starts reached the same free energy per data point ({ordered}): the best one may be a local optimum. "
         "Try more starts, more short_steps, or a higher temperature.",

@@ -25,6 +25,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.agreement import Reached, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.utils.annealing import Temperature
@@ -100,7 +101,7 @@ def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated,
 
 def is_mixture(model: Any, y: Tensor) -> bool:
     """Whether a model has a single discrete latent per data point, with few or many values."""
-    return not isinstance(model, GibbsModel) and _guides(model, y, 1)[2].num_latents == 1
+    return _guides(model, y, 1)[2].num_latents == 1
 
 
 def _selection() -> Search:
@@ -117,15 +118,11 @@ def _default_search(space: StateSpace, num_states: int) -> Search:
 
 
 class Start(NamedTuple):
-    """What a short run reached: the free energy per data point, the model's parameters, and the states of binary latents.
+    """What a short run reached, the model's parameters, and the states of binary latents."""
 
-    ``noise`` is the part of the free energy that spare latents may have gained from noise, which is not the same in any two starts.
-    """
-
-    free_energy: float
+    reached: Reached
     parameters: dict[str, Tensor]
     states: Tensor | None
-    noise: float = 0.0
 
 
 def start(
@@ -150,8 +147,8 @@ def start(
     elif number:
         _disturb(model, y, generator)
     with _forgetting_guides(model, y):
-        free_energy = trained(Run(model, y, settings, temperature), y, steps)
-    return Start(free_energy, copies(model, y), None)
+        reached = trained(Run(model, y, settings, temperature), y, steps)
+    return Start(reached, copies(model, y), None)
 
 
 def _grown_and_shrunk(
@@ -161,7 +158,7 @@ def _grown_and_shrunk(
     number = model.num_latents
     model = model.with_latents(torch.arange(number).repeat(_GROWTH)).initialize(y, generator)
     run = Run(model, y, settings, temperature)
-    free_energy = trained(run, y, steps)
+    reached = trained(run, y, steps)
     while model.num_latents > number:
         fewer = max(number, model.num_latents - max(1, (model.num_latents - number) // 3))
         # Those that are missed most, in the order in which the model has them.
@@ -170,8 +167,8 @@ def _grown_and_shrunk(
         model = model.with_latents(kept)
         run = Run(model, y, settings)
         offer(run, y, states)
-        free_energy = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
-    return Start(free_energy, copies(model, y), _states(run), _gained_from_noise(model, run, y))
+        reached = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
+    return Start(reached._replace(noise=_gained_from_noise(model, run, y)), copies(model, y), _states(run))
 
 
 def _gained_from_noise(model: Any, run: Run, y: Tensor) -> float:
@@ -190,12 +187,13 @@ def _states(run: Run) -> Tensor:
     return run.truncated.population().states()
 
 
-def trained(run: Run, y: Tensor, steps: int) -> float:
-    """Takes so many steps; the free energy per data point before the last one."""
-    for _ in range(steps):
-        free_energy = run.step(y)
+def trained(run: Run, y: Tensor, steps: int) -> Reached:
+    """Takes so many steps; the free energy per data point before the last one, or the mean of the last sixth of a sampler's log joints."""
+    values = [run.step(y) for _ in range(steps)]
     run.end()
-    return free_energy
+    if run.truncated is None:
+        return reached_on_average(values[-max(1, steps // 6) :])
+    return Reached(values[-1], each=run.truncated.population().free_energy())
 
 
 def _losses(run: Run, y: Tensor) -> Tensor:

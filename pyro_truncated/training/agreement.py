@@ -1,0 +1,54 @@
+"""Whether two runs from different starts have reached the same optimum."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
+_UNUSUAL = 0.01
+_STANDARD_ERRORS = 3.0
+
+
+class Reached(NamedTuple):
+    """The free energy per data point that a run has reached.
+
+    Attributes:
+        free_energy: its value.
+        noise: what two runs in the same optimum may differ by: what spare latents gain from noise, or the error of a mean over draws.
+        each: the free energies of the data points, ``(N,)``, where they are known.
+    """
+
+    free_energy: float
+    noise: float = 0.0
+    each: Tensor | None = None
+
+
+def reached_on_average(values: Sequence[float]) -> Reached:
+    """The mean of values that draws have made noisy, and three standard errors of it."""
+    spread = torch.tensor(values, dtype=torch.float64).std(correction=1) if len(values) > 1 else torch.zeros(())
+    return Reached(sum(values) / len(values), _STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
+
+
+def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
+    """Whether the best two have reached the same free energy, but for the tolerance and for what both may have gained from noise."""
+    if len(reached) < 2:
+        return False
+    best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
+    return abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
+
+
+def _difference(one: Reached, other: Reached) -> float:
+    """How much the free energies per data point differ, without the hundredth of the data points at either end of the differences."""
+    whole = one.free_energy - other.free_energy
+    if one.each is None or other.each is None:
+        return whole
+    differences = (one.each - other.each).sort().values
+    number = int(_UNUSUAL * len(differences))
+    usual = differences[number : len(differences) - number]
+    # What does not belong to any data point counts in full.
+    return whole + float(usual.mean() - differences.mean())

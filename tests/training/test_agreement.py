@@ -1,0 +1,68 @@
+"""When two starts have reached the same optimum: differences in few data points, of spare latents and of draws do not count."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_average
+
+
+def start(each: torch.Tensor, **fields: float) -> Reached:
+    return Reached(float(each.mean()) + fields.pop("beside", 0.0), each=each, **fields)
+
+
+EACH = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+NOISE = 0.1 * torch.randn(1000, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def missing(number: int, nats: float) -> torch.Tensor:
+    """The free energies of another start, which has missed states of so many data points."""
+    each = EACH + NOISE
+    each[:number] -= nats
+    return each
+
+
+def test_one_start_agrees_with_nobody() -> None:
+    assert not have_agreed([start(EACH)], 1.0)
+
+
+@pytest.mark.parametrize(("number", "agree"), [(0, True), (9, True), (50, False)])
+def test_what_few_data_points_miss_does_not_count_and_what_many_miss_does(number: int, agree: bool) -> None:
+    one, other = start(EACH), start(missing(number, 100.0))
+    assert (abs(one.free_energy - other.free_energy) > 0.5) == (number > 0)
+    assert have_agreed([one, other], 0.05) == agree
+    assert have_agreed([other, one], 0.05) == agree
+
+
+def test_the_best_two_count_even_where_the_second_is_better_in_most_data_points() -> None:
+    # Better by ten nats in a few data points, worse by .1 in all others.
+    one, other = start(EACH), start(EACH + 0.1 - 10.0 * (torch.arange(1000) < 12))
+    assert one.free_energy > other.free_energy
+    assert not have_agreed([one, other], 0.05)
+    # Worse ones do not matter, and neither does it in which order the starts came.
+    assert have_agreed([start(EACH - 5.0), one, start(EACH - 0.01)], 0.05)
+
+
+def test_what_belongs_to_no_data_point_counts_in_full() -> None:
+    assert not have_agreed([start(EACH, beside=0.2), start(EACH)], 0.05)
+    assert have_agreed([start(EACH, beside=0.2), start(EACH)], 0.25)
+
+
+def test_what_both_may_have_gained_from_noise_does_not_count() -> None:
+    assert have_agreed([start(EACH + 0.2, noise=0.3), start(EACH, noise=0.16)], 0.05)
+    assert not have_agreed([start(EACH + 0.2, noise=0.3), start(EACH, noise=0.1)], 0.05)
+
+
+def test_free_energies_that_are_not_known_by_data_point_are_compared_as_they_are() -> None:
+    assert have_agreed([Reached(-1.0), Reached(-1.04)], 0.05)
+    assert not have_agreed([Reached(-1.0), Reached(-1.06, each=EACH)], 0.05)
+    assert not have_agreed([Reached(-1.0, each=EACH), Reached(float("nan"), each=EACH)], 0.05)
+
+
+def test_means_over_draws_are_known_to_three_standard_errors() -> None:
+    reached = reached_on_average([1.0, 2.0, 3.0, 6.0])
+    assert reached.free_energy == 3.0
+    # Squared deviations 4 + 1 + 0 + 9 over three, and four values.
+    assert reached.noise == pytest.approx(3 * (14 / 3 / 4) ** 0.5)
+    assert reached_on_average([2.0]).noise == 0.0
