@@ -13,6 +13,7 @@ from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.distributed.batches import Batches, RowBatch
 from pyro_truncated.distributed.launch import UnsharedDataWarning, start
 from pyro_truncated.distributed.shards import Portion, Shard, positions_of, rows_at, shard, some_rows, sums_of, total_rows
+from pyro_truncated.distributed.summed_elbo import SummedELBO
 from pyro_truncated.distributed.world import OtherProcessError, add, agree, gather, rank, size
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "Portion",
     "RowBatch",
     "Shard",
+    "SummedELBO",
     "UnsharedDataWarning",
     "add",
     "agree",

@@ -12,6 +12,7 @@ from pyro.optim import PyroOptim
 from torch import Tensor
 
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.owned_rows import is_left_to_owners
 from pyro_truncated.utils.representation import Described
 
 # SVI shows its optimiser to nobody.
@@ -40,7 +41,7 @@ class AllReduced(Described, PyroOptim):
     Args:
         optimizer: an optimiser of Pyro.
         local: names in Pyro's parameter store of parameters that belong to the data points of a process (a row for each), which are left
-            to it. All others must have the same shapes on all processes.
+            to it. All others must have the same shapes on all processes. Those of :class:`~pyro_truncated.gplvm.SASDecoder` are known.
 
     Raises:
         TypeError: if the optimiser is none of Pyro's.
@@ -65,7 +66,7 @@ class AllReduced(Described, PyroOptim):
         store = pyro.get_param_store()
         # Sets of parameters have another order in every process.
         named = {str(store.param_name(param)): param for param in params}
-        shared = [named[name] for name in sorted(named) if name not in self.local]
+        shared = [named[name] for name in sorted(named) if name not in self.local and not is_left_to_owners(named[name])]
         gradients = world.add([torch.zeros_like(param) if param.grad is None else param.grad for param in shared])
         for param, gradient in zip(shared, gradients, strict=True):
             param.grad = gradient

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.owned_rows import rows_of_everyone
+from pyro_truncated.distributed.shards import own_rows, sums_of, total_rows
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
@@ -29,7 +31,8 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
         torch.Size([20, 2])
 
     Args:
-        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are.
+        data: complete data ``(N, D)``, or several views ``(N, D_c)`` of the same points, which are put side by side as they are. Of a
+            shard (:func:`pyro_truncated.distributed.shard`), which all processes give, the components of all data, at its rows.
         num: number of components.
         generator: source of the random columns, default torch's global one. It advances by ``num`` columns whatever the rank.
 
@@ -42,20 +45,23 @@ def principal_components(data: Tensor | Sequence[Tensor], num: int, generator: t
     """
     data = as_tensors(data)
     joint = data if isinstance(data, Tensor) else torch.cat(list(data), 1)
+    number, total = total_rows(joint), sums_of(joint)
     size = _checked_norm(joint, num)
-    centred = joint.double() - joint.mean(0, dtype=torch.float64)
-    kept = min(num, *centred.shape)
-    if centred.shape[1] <= centred.shape[0]:
-        _, vectors = torch.linalg.eigh(centred.mT @ centred)
+    centred = joint.double() - total([joint.sum(0, dtype=torch.float64)])[0] / number
+    kept = min(num, number, joint.shape[1])
+    if joint.shape[1] <= number:
+        _, vectors = torch.linalg.eigh(total([centred.mT @ centred])[0])
         scores = centred @ vectors.flip(1)[:, :kept]
     else:
-        values, vectors = torch.linalg.eigh(centred @ centred.mT)
-        scores = vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt()
-    scale = scores.square().mean(0).sqrt()
-    rounding = 4 * torch.finfo(joint.dtype).eps * size / len(joint) ** 0.5
+        every = rows_of_everyone(centred, joint)
+        values, vectors = torch.linalg.eigh(every @ every.mT)
+        scores = own_rows(vectors.flip(1)[:, :kept] * values.flip(0)[:kept].clamp(min=0).sqrt(), joint)
+    scale = (total([scores.square().sum(0)])[0] / number).sqrt()
+    rounding = 4 * torch.finfo(joint.dtype).eps * size / number**0.5
     useful = scale > torch.maximum(_RANK_TOLERANCE * scale.max(), rounding)
     device = joint.device if generator is None else generator.device
-    found = torch.randn(len(joint), num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
+    drawn = torch.randn(number, num, generator=generator, dtype=torch.float64, device=device).to(joint.device)
+    found = own_rows(drawn, joint).clone()
     found[:, :kept] = torch.where(useful, scores / scale.clamp(min=1e-300), found[:, :kept])
     return found.to(joint.dtype)
 
@@ -64,7 +70,7 @@ def _checked_norm(data: Tensor, num: int) -> Tensor:
     """The Frobenius norm, which also shows NaN and infinity without a copy of the data."""
     if not data.is_floating_point():
         raise TypeError(f"data must be floating point; got {data.dtype}")
-    size: Tensor = torch.linalg.vector_norm(data, dtype=torch.float64)
+    size: Tensor = sums_of(data)([torch.linalg.vector_norm(data, dtype=torch.float64).square()])[0].sqrt()
     if data.ndim != 2 or data.numel() == 0 or not bool(size.isfinite()):
         raise ValueError(f"data must be a finite matrix (N, D) that is not empty; got shape {tuple(data.shape)} and norm {float(size)}")
     check_count("num", num)

@@ -1,4 +1,7 @@
-"""The long table: free energies of one to four processes over a hundred steps; run as ``python -m tests.distributed.table RESULTS.md``."""
+"""The long table: free energies of one to four processes over a hundred steps.
+
+Run as ``python -m tests.distributed.table RESULTS.md``; names of models or their beginnings after the file take these alone.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +52,13 @@ def line(run: Run, crew: Crew) -> str:
 
 
 if __name__ == "__main__":
+    file, *wanted = sys.argv[1:]
     crew = Crew(4)
-    rows = [line(run, crew) for run in runs()]
-    crew.end()
     head = "| model | N | missing | M-steps, search | " + " | ".join(f"K = {number}" for number in NUMBERS) + " |"
-    Path(sys.argv[1]).write_text("\n".join([head, "| --- " * (4 + len(NUMBERS)) + "|", *rows, ""]))
+    with Path(file).open("w") as table:
+        table.write(f"{head}\n{'| --- ' * (4 + len(NUMBERS))}|\n")
+        for run in runs():
+            if run.model.startswith(tuple(wanted) or ""):
+                table.write(f"{line(run, crew)}\n")
+                table.flush()
+    crew.end()

@@ -109,6 +109,19 @@ def test_training_lowers_the_loss_and_predictions_beat_the_mean(kind, bayesian, 
     assert (mean - new).square().mean() < 0.3 * new.var()
 
 
+def test_what_an_encoder_learns_at_the_start_leaves_no_gradient_to_the_first_step(generator):
+    x = circle(12, 3, generator).double()
+    decoder = make("point", bayesian=False, num_data=12).double().initialize(x, steps=2)
+    elbo, split, step = Trace_ELBO(), Split(torch.tensor([4, 2, 7, 1, 0]), 2), 1e-6
+    elbo.loss_and_grads(decoder.model, decoder.guide, x, split)
+    found, losses = float(decoder.encoder.bias.grad[0]), []
+    for shift in (step, -2 * step):
+        with torch.no_grad():
+            decoder.encoder.bias[0] += shift
+        losses.append(elbo.loss(decoder.model, decoder.guide, x, split))
+    assert found == pytest.approx((losses[0] - losses[1]) / (2 * step), rel=1e-6)
+
+
 @pytest.mark.parametrize("bayesian", [False, True])
 def test_relocation_takes_the_best_of_own_and_active_latents_and_raises_the_objective(bayesian, generator):
     x = circle(25, 4, generator)

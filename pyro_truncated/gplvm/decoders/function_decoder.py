@@ -12,6 +12,7 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
+from pyro_truncated.distributed.shards import refuse_part
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess, ActiveSetPosterior
 from pyro_truncated.gp.active_sets.splits import Choose, Split
@@ -96,6 +97,7 @@ class SASFunctionDecoder(SASDecoder):
         return self
 
     def _check_data(self, x: Tensor) -> None:
+        refuse_part(x, "the functions of a minibatch are drawn together, and several processes would not draw what one does")
         if len(x) != self.num_data:
             raise ValueError(f"data must have {self.num_data} rows; got shape {tuple(x.shape)}")
         self._check_points(x)
@@ -113,11 +115,11 @@ class SASFunctionDecoder(SASDecoder):
     @takes_arrays
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of latents and functions of a minibatch."""
-        split = self._split(split)
+        split = self._split(x, split)
         self._check_points(x[split.indices])
         loc, scale = self._latents_of(x, split)
         with self._plate(split):
-            z = self._sample_latents(loc, scale)
+            z = self._sample_latents(loc, scale, split)
             targets = self.sites(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 

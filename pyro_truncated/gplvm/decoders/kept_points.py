@@ -8,6 +8,8 @@ import torch
 from pyro.contrib.gp.kernels import Kernel
 from torch import Tensor, nn
 
+from pyro_truncated.distributed.owned_rows import rows_of_everyone
+from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.active_sets.splits import Choose
@@ -73,7 +75,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
         ValueError: if a projection is asked for where no data point is complete, or ``size`` is not positive.
     """
     size = None if size is None else check_count("size", size)
-    gaps = outputs.isnan().sum(-1)
+    gaps = rows_of_everyone(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]
     if projected is None:
@@ -89,9 +91,11 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     else:
         rows = complete
     if projected:
-        found = projected_statistics(kernel, latents[rows], latents[complete], outputs[complete])
-        return KeptPoints(found.latents, gram=found.gram, moment=found.moment)
-    return KeptPoints(latents[rows], outputs[rows])
+        own = outputs.isnan().sum(-1) == 0
+        found = projected_statistics(kernel, latents[rows], own_rows(latents, outputs)[own], outputs[own])
+        gram, moment = sums_of(outputs)([found.gram, found.moment])
+        return KeptPoints(found.latents, gram=gram, moment=moment)
+    return KeptPoints(latents[rows], rows_at(outputs, rows))
 
 
 def _default_size(num_data: int, num_complete: int) -> int:

@@ -9,6 +9,7 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
+from pyro_truncated.distributed.owned_rows import as_shard_of, rows_of_everyone
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
 from pyro_truncated.gp.active_sets.splits import Choose, least_variance
@@ -55,8 +56,16 @@ class SASDecoder(SASTraining):
         decoder.condition_(x)  # decoder.fit(x) is all of this, with a learning rate that falls
         mean, variance = decoder.predict(decoder.infer(x_new))
 
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`). Each then holds the latents of its own data
+    points; owners send the active ones of a step, and get their gradients back. The loss of a process is its share::
+
+        x = distributed.shard(x)
+        decoder = SASDecoder(distributed.total_rows(x), x.shape[1]).fit(x)  # or, by SVI:
+        optimizer = distributed.AllReduced(Adam(decoder.learning_rates(0.03, 0.06)))
+        svi = SVI(decoder.model, decoder.guide, optimizer, distributed.SummedELBO(Trace_ELBO()))
+
     Args:
-        num_data: number of data points ``N``.
+        num_data: number of data points ``N``, in all processes.
         num_outputs: number of outputs ``D``.
         latent_dim: dimension ``Q`` of the latent space.
         num_active: size of the active set where a training step is not given a split; default: 200, but at most half of the minibatch.
@@ -116,7 +125,8 @@ class SASDecoder(SASTraining):
         """
         self._check_data(x)
         with torch.no_grad():
-            kept = keep_points(self.kernel, self.latents(x), x - self.loc, size, projected, choose or self._least_variance)
+            latents, outputs = rows_of_everyone(self.latents(x), x), as_shard_of(x - self.loc, x)
+            kept = keep_points(self.kernel, latents, outputs, size, projected, choose or self._least_variance)
             self._kept = self._sealed(kept, x)
         return self
 

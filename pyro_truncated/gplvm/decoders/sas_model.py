@@ -15,36 +15,34 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated.distributed.shards import refuse_part
+from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, rows_of_everyone
+from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of, total_rows
 from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
 from pyro_truncated.gp.active_sets.splits import Split, split_weights
 from pyro_truncated.gp.data_kernels.validity import check_kernel
+from pyro_truncated.gplvm.decoders.shared_latents import SharedLatents
+from pyro_truncated.gplvm.decoders.shared_split import NormalOfRows, SharedSplit
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.unique_names import UniqueModule
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
-class SASModel(UniqueModule):
+class SASModel(SharedLatents):
     """Model and guide of a decoder, and where their parameters start; the arguments are those of :class:`SASDecoder`, which predicts.
 
     Attributes:
         loc: means of the outputs, ``(D,)``, a buffer.
         kernel: the kernel over the latents.
         noise: noise variance but for a floor, see :attr:`noise_variance`.
-        z_loc: free latents ``(N, Q)``, or their means.
-        z_scale: standard deviations of free latents ``(N, Q)``, if Bayesian.
     """
 
     loc: Tensor
     # Descriptors of Pyro: tensors when read, parameters when set.
     noise: Any
-    z_loc: Any
-    z_scale: Any
 
     @names_arguments
     def __init__(
@@ -93,21 +91,27 @@ class SASModel(UniqueModule):
             ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
         """
         steps = check_count("steps", steps, least=0)
-        self._check_data(x)
-        self._check_latents(latents)
-        observed = ~x.isnan()
-        if not bool(observed.any(0).all()):
-            raise ValueError(f"output {int((~observed.any(0)).nonzero()[0])} is missing in every data point")
+        with ending_together(x):
+            self._check_data(x)
+            self._check_latents(latents)
+            self._join(x)
+            return self._start(x, steps, latents)
+
+    def _start(self, x: Tensor, steps: int, latents: Tensor | None) -> Self:
+        observed, total = ~x.isnan(), sums_of(x)
+        sums, counts = total([x.nansum(0), observed.sum(0)])
+        if not bool((counts > 0).all()):
+            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point")
         with torch.no_grad():
-            self.loc.copy_(x.nanmean(0))
+            self.loc.copy_(sums / counts)
             deviation = torch.where(observed, x - self.loc, 0.0)
-            variance = deviation.square().sum() / observed.sum()
+            variance = total([deviation.square().sum()])[0] / counts.sum()
             if not float(variance) > 0:
                 raise ValueError("the data do not vary: there is nothing to learn")
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
-            scores = self._first_latents(deviation, latents)
+            scores = self._first_latents(as_shard_of(deviation, x), latents)
             if self.encoder is None:
                 self.z_loc = scores
         if self.encoder is not None and steps:
@@ -116,7 +120,8 @@ class SASModel(UniqueModule):
 
     def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
         # A copy, or training would move the latents of whom they came from.
-        return principal_components(features, self.latent_dim).to(self.loc) if given is None else given.detach().to(self.loc).clone()
+        found = principal_components(features, self.latent_dim) if given is None else own_rows(given, features).detach().clone()
+        return found.to(self.loc)
 
     def _check_latents(self, latents: Tensor | None) -> None:
         if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
@@ -126,14 +131,16 @@ class SASModel(UniqueModule):
         assert self.encoder is not None
         optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
         for _ in range(steps):
-            rows = torch.randperm(len(x), device=x.device)[:256]
-            loc, scale = self._encode(x[rows], x[rows[: max(1, len(rows) // 4)]])
-            loss = (loc - scores[rows]).square().mean()
+            rows = torch.randperm(self.num_data, device=x.device)[:256]
+            shown = rows_at(x, rows)
+            loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
+            loss = (loc - rows_at(as_shard_of(scores, x), rows)).square().mean()
             if scale is not None:
                 loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
-            optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            # SVI adds to what gradient there is.
+            optimizer.zero_grad()
 
     def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
         """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
@@ -143,12 +150,11 @@ class SASModel(UniqueModule):
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, shards of them, integers, and infinity."""
-        refuse_part(
-            x, f"{type(self).__name__} conditions minibatches on active sets of all data, which a process with a shard does not have"
-        )
-        if x.dim() != 2 or tuple(x.shape) != (self.num_data, self.num_outputs):
-            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}); got {tuple(x.shape)}")
+        """Refuses training data of another shape, integers, and infinity."""
+        shape = (total_rows(x), *x.shape[1:])
+        if shape != (self.num_data, self.num_outputs):
+            everywhere = " in all processes" if shape[0] > len(x) else ""
+            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
         self._check_points(x)
 
     def _check_points(self, x: Tensor) -> None:
@@ -168,8 +174,12 @@ class SASModel(UniqueModule):
             return noise
         return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
 
-    def _split(self, split: Split | None) -> Split:
-        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same."""
+    def _split(self, x: Tensor, split: Split | None) -> Split:
+        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same; of a shard its part of it."""
+        portion, split = self._join(x), self._whole_split(split)
+        return split if portion is None else SharedSplit.of(split, portion)
+
+    def _whole_split(self, split: Split | None) -> Split:
         if split is not None:
             return Split(split.indices.to(self.loc.device), split.num_active)
         batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
@@ -191,34 +201,36 @@ class SASModel(UniqueModule):
     @takes_arrays
     def model(self, x: Tensor, split: Split | None = None) -> None:
         """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
-        split = self._split(split)
+        split = self._split(x, split)
         with self._plate(split):
             z = pyro.sample("z", self._prior())
             self._observe(z, x, split)
 
     def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
         likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
-        pyro.sample("x", likelihood, obs=x[split.indices])
+        pyro.sample("x", likelihood, obs=_rows(x, split))
 
     @pyro_method
     @takes_arrays
     def guide(self, x: Tensor, split: Split | None = None) -> None:
         """The approximate posterior of the latents of the same minibatch."""
-        split = self._split(split)
+        split = self._split(x, split)
         loc, scale = self._latents_of(x, split)
         with self._plate(split):
-            self._sample_latents(loc, scale)
+            self._sample_latents(loc, scale, split)
 
     def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
         """Means and standard deviations of q(z) of a minibatch; to be called before its plate opens."""
         if self.encoder is not None:
-            return self._encode(x[split.indices], x[split.active])
+            shown = _rows(x, split)
+            return self._encode(shown, shown[: split.num_active])
+        held = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
         # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
-        return self.z_loc[split.indices], self.z_scale[split.indices] if self.bayesian else None
+        rows = split.latents(held) if isinstance(split, SharedSplit) else [values[split.indices] for values in held]
+        return rows[0], rows[1] if self.bayesian else None
 
-    def _sample_latents(self, loc: Tensor, scale: Tensor | None) -> Tensor:
-        posterior = dist.Delta(loc, event_dim=1) if scale is None else dist.Normal(loc, scale).to_event(1)
-        z: Tensor = pyro.sample("z", posterior)
+    def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
+        z: Tensor = pyro.sample("z", _posterior(loc, scale, split))
         return z
 
     def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -235,14 +247,27 @@ class SASModel(UniqueModule):
 
     @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
-        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy."""
+        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy. Of a shard, those of its data points."""
         with torch.no_grad():
             if self.encoder is None:
-                found: Tensor = self.z_loc
+                found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
                 return found.detach().clone()
             return self._encode(x, self._examples(x))[0]
 
     def _examples(self, x: Tensor) -> Tensor:
         """The training data that an encoder which looks at an active set is shown outside training."""
-        order = x.flatten(1).isnan().any(1).byte().argsort(stable=True)
-        return x[order[: max(1, self.num_active)]]
+        order = rows_of_everyone(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
+        return rows_at(x, order[: max(1, self.num_active)])
+
+
+def _rows(x: Tensor, split: Split) -> Tensor:
+    """The data of a minibatch, or what a process has of them."""
+    return split.rows(x) if isinstance(split, SharedSplit) else x[split.indices]
+
+
+def _posterior(loc: Tensor, scale: Tensor | None, split: Split) -> Any:
+    if scale is None:
+        return dist.Delta(loc, event_dim=1)
+    if isinstance(split, SharedSplit):
+        return dist.Independent(NormalOfRows(loc, scale, split.within, split.batch_size), 1)
+    return dist.Normal(loc, scale).to_event(1)

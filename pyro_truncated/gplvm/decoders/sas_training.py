@@ -12,6 +12,11 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, own_positions, rows_of_everyone
+from pyro_truncated.distributed.shards import draw_alike, rows_at, sums_of
+from pyro_truncated.distributed.summed_elbo import SummedELBO
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
 from pyro_truncated.gp.active_sets.splits import UniformSplits
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints
@@ -57,6 +62,9 @@ class SASTraining(SASModel):
         Minibatches of ``batch_size`` are dealt by :class:`UniformSplits`; Adam's learning rate falls to a twentieth. Between the first six
         tenths of the epochs free latents jump (:meth:`relocate_`), at most twenty times.
 
+        On a shard of the data (:func:`pyro_truncated.distributed.shard`) all processes call it, and train as one does; in the end each has
+        all latents.
+
         Args:
             x: the training data, NaN where missing.
             epochs: passes over the data; default: 60, and so many that there are 400 minibatches.
@@ -67,24 +75,30 @@ class SASTraining(SASModel):
         Raises:
             ValueError: as :meth:`initialize` does, or if a number is not positive.
         """
+        with ending_together(x):
+            return self._fit(x, epochs, learning_rate, generator, progress)
+
+    def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
         if not learning_rate > 0:
             raise ValueError(f"learning_rate must be positive; got {learning_rate}")
         self.initialize(x)
+        if self.portion is not None:
+            draw_alike(generator)
         rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * self._batches))
         options = functools.partial(_with_decay, rates, decay)
-        optimizer = ClippedAdam(cast("Any", options))
-        svi = SVI(self.model, self.guide, optimizer, TraceMeanField_ELBO() if self.bayesian else Trace_ELBO())
+        optimizer = AllReduced(ClippedAdam(cast("Any", options)))
+        svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
         every = max(2, round(_JUMPING_SHARE * epochs / _MOST_JUMPS))
-        with progress_bar(progress, total=epochs, unit="epoch") as bar:
+        with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
             for epoch in range(epochs):
                 if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
                     self.relocate_(x, generator=generator)
                 loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
                 bar.update()
                 bar.set_postfix_str(f"loss per data point {loss / self.num_data:.4g}")
-        return self.condition_(x)
+        return self.gather_().condition_(x)
 
     @property
     def default_epochs(self) -> int:
@@ -122,27 +136,32 @@ class SASTraining(SASModel):
         Raises:
             ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
         """
+        with ending_together(x):
+            return self._relocate(x, num_active, generator)
+
+    def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
         self._check_data(x)
         if self.encoder is not None:
             raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
         num_active = check_count("num_active", num_active)
         self._kept = None
+        portion = self._join(x)
         device = None if generator is None else generator.device
-        order = torch.randperm(len(x), generator=generator, device=device).to(x.device)
+        order = torch.randperm(self.num_data, generator=generator, device=device).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
-        order = order[x.flatten(1).isnan().any(1)[order].byte().argsort(stable=True)]
-        active, others = order.tensor_split([min(num_active, max(1, len(x) // 2))])
+        order = order[rows_of_everyone(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
+        active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
         with torch.no_grad():
             z = self.z_loc.detach().clone()
-            posterior = self._given(x[active], z[active])
-            moved = 0
-            for rows in others.split(5000):
+            posterior = self._given(rows_at(x, active), rows_at(as_shard_of(z, x), active))
+            moved = torch.zeros((), dtype=torch.int64)
+            for rows in own_positions(others, portion).split(5000):
                 there = self._best_candidates(posterior, x[rows], 1)[0]
                 better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
                 z[rows[better]] = there[better]
                 moved += int(better.sum())
             self.z_loc = z
-        return moved / len(x)
+        return int(sums_of(x)([moved])[0]) / self.num_data
 
     def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
         """The posterior given data points at their latents; it predicts deviations from ``loc``."""

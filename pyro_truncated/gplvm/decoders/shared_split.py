@@ -1,0 +1,86 @@
+"""A minibatch of data points that are shared out to processes: each has the whole active set, and its own of the rest."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.owned_rows import rows_of_owners
+from pyro_truncated.distributed.shards import Portion, rows_at
+from pyro_truncated.gp.active_sets.splits import Split, split_weights
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSplit(Split):
+    """What a process has of a minibatch; the sum of what all processes make of theirs is what one makes of all.
+
+    Attributes:
+        within: positions ``(b,)`` of its data points within the minibatch.
+        batch_size: data points of the minibatch, ``B``.
+        portion: the data points of this process.
+    """
+
+    within: Tensor
+    batch_size: int
+    portion: Portion
+
+    @classmethod
+    def of(cls, split: Split, portion: Portion) -> SharedSplit:
+        """That of a minibatch of data points of all processes.
+
+        Raises:
+            ValueError: if the active set is empty.
+        """
+        if not split.num_active:
+            raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
+        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own[: split.num_active] = True
+        within = is_own.nonzero().squeeze(-1)
+        return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
+
+    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
+        """Weights ``(b,)`` that correct the scale ``N / b`` of a plate; of the active set every process takes an equal share."""
+        weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
+        weights[: self.num_active] /= world.size()
+        return weights
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The data ``(b, D)``, of which the active points come from their owners."""
+        return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
+
+    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """Rows ``(b, Q)`` of what each process holds of its own data points; gradients of the active ones go to their owners."""
+        every = torch.cat(list(held), -1)
+        rows = torch.cat([rows_of_owners(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        return list(rows.split([values.shape[-1] for values in held], -1))
+
+
+class NormalOfRows(dist.Normal):
+    """Normal distributions of some rows of many ``(..., b, Q)``, whose draws are those that all rows together would have.
+
+    Args:
+        loc: means.
+        scale: standard deviations.
+        rows: positions ``(b,)`` among all rows.
+        num_rows: how many there are.
+    """
+
+    def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
+        super().__init__(loc, scale)
+        self.rows, self.num_rows = rows, num_rows
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalOfRows:
+        """The same with further dimensions on the left."""
+        return NormalOfRows(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws for all rows, and takes its own."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        noise = torch.randn(*shape[:-2], self.num_rows, shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + noise[..., self.rows, :] * self.scale
