@@ -57,12 +57,8 @@ class SASDecoder(SASTraining):
         mean, variance = decoder.predict(decoder.infer(x_new))
 
     Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`). Each then holds the latents of its own data
-    points; owners send the active ones of a step, and get their gradients back. The loss of a process is its share::
-
-        x = distributed.shard(x)
-        decoder = SASDecoder(distributed.total_rows(x), x.shape[1]).fit(x)  # or, by SVI:
-        optimizer = distributed.AllReduced(Adam(decoder.learning_rates(0.03, 0.06)))
-        svi = SVI(decoder.model, decoder.guide, optimizer, distributed.SummedELBO(Trace_ELBO()))
+    points; owners send the active ones of a step, and get their gradients back. A step of :class:`~pyro.infer.SVI` takes
+    :class:`~pyro_truncated.distributed.AllReduced` and :class:`~pyro_truncated.distributed.SummedELBO`; :meth:`fit` does it by itself.
 
     Args:
         num_data: number of data points ``N``, in all processes.
