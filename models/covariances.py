@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population
-from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal
+from pyro_truncated import Population, ask
+from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal, checked_later
 from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
 
 _BLOCK = 2**22
+_Normal = checked_later(dist.MultivariateNormal)
 
 
 class Covariances(abc.ABC):
@@ -116,7 +117,7 @@ class Full(Covariances):
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
-        return dist.MultivariateNormal(loc[z], scale_tril=parameters["scale"][z])
+        return _Normal(loc[z], scale_tril=parameters["scale"][z])
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The factors of so many components."""
@@ -148,7 +149,7 @@ class Tied(Full):
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
-        return dist.MultivariateNormal(loc[z], scale_tril=parameters["scale"])
+        return _Normal(loc[z], scale_tril=parameters["scale"])
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""
@@ -233,13 +234,17 @@ def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:
 
 def floored(covariance: Tensor, floor: Tensor) -> Tensor:
     """The likeliest covariance with no eigenvalue below the floor."""
-    values, vectors = torch.linalg.eigh(covariance)
-    if bool((values >= floor).all()):
+    # What is above the floor has a Cholesky factor; eigenvalues take much longer.
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    _, info = torch.linalg.cholesky_ex(covariance - floor * identity)
+    if all(ask(info == 0)):
         return covariance
+    values, vectors = torch.linalg.eigh(covariance)
     floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
     return floored
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
-    factor: Tensor = torch.linalg.cholesky(covariance)
+    # No eigenvalue is below the floor.
+    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
     return factor

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated import refuse
+from pyro_truncated import ask, refuse
 from pyro_truncated.models.binary_causes import perturbed_rows
 
 WEIGHT_FLOOR = 1e-6
@@ -18,6 +18,9 @@ _VARIANCE_FLOOR = 1e-6
 _SCALE_FLOOR = 1e-3
 _MAX_HALVINGS = 10
 _ROUNDING = 1e-12
+
+_Errors = Callable[[Tensor, Tensor | slice], Tensor]
+_Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 def data_scale(squares: Tensor, observed: Tensor) -> Tensor:
@@ -144,8 +147,8 @@ def rows_times(weight: Tensor, pairs: Tensor) -> Tensor:
 def best_claims(
     weight: Tensor,
     statistics: dict[str, Tensor],
-    errors_of: Callable[[Tensor, Tensor], Tensor],
-    total: Callable[[Sequence[Tensor]], Sequence[Tensor]] = lambda parts: parts,
+    errors_of: _Errors,
+    total: _Total = lambda parts: parts,
 ) -> dict[str, Tensor]:
     r"""Statistics of a superposition by maximum, with a dictionary whose expected squared residuals are no larger than the old one's.
 
@@ -156,7 +159,7 @@ def best_claims(
         weight: old dictionary, ``(D, H)`` in float64.
         statistics: those of the old dictionary, with what its entries have ``won``, their ``wins`` and the ``errors``; and the
             ``magnitude`` of the terms of the errors, if it is not that of the squared data.
-        errors_of: the errors ``(K,)`` of some dimensions ``(K,)`` under other rows ``(K, H)`` of the dictionary.
+        errors_of: the errors ``(K,)`` of some dimensions, ``(K,)`` or a slice of all, under other rows ``(K, H)`` of the dictionary.
         total: sums over the data of all processes, by which they choose the same dictionary; default: there is one process.
 
     Returns:
@@ -165,21 +168,39 @@ def best_claims(
     parts = {"magnitude": statistics["squares"], **statistics}
     names = ("wins", "won", "errors", "squares", "observed", "magnitude")
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
-    wins, errors = sums["wins"], statistics["errors"].clone()
+    wins = sums["wins"]
     allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
     step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(_weight_floor(sums)) - weight
-    chosen, left = weight.clone(), torch.arange(len(weight), device=weight.device)
-    for _ in range(_MAX_HALVINGS):
-        tried = weight[left] + step
-        tried_errors = errors_of(tried, left)
-        is_better = total([tried_errors])[0] <= allowed[left]
-        done = left[is_better]
-        chosen[done], errors[done] = tried[is_better], tried_errors[is_better]
-        left, step = left[~is_better], 0.5 * step[~is_better]
-        if not len(left):
-            break
+    chosen = weight + step
+    errors = errors_of(chosen, slice(None))
+    is_better = total([errors])[0] <= allowed
+    left = [d for d, is_taken in enumerate(ask(is_better)) if not is_taken]
+    if left:
+        where = torch.tensor(left, device="cpu").to(weight.device, non_blocking=True)
+        chosen[where], errors[where] = weight[where], statistics["errors"][where]
+        _take_shorter_steps_(chosen, errors, step, where, allowed, errors_of, total)
     others = {name: value for name, value in statistics.items() if name != "won"}
     return {**others, "claims": statistics["wins"] * chosen, "errors": errors}
+
+
+def _take_shorter_steps_(
+    chosen: Tensor, errors: Tensor, step: Tensor, left: Tensor, allowed: Tensor, errors_of: _Errors, total: _Total
+) -> None:
+    """Takes steps ``(D, H)`` in the dimensions ``left (K,)``, halved until the errors are allowed; or none."""
+    shares = 0.5 ** torch.arange(1, _MAX_HALVINGS, dtype=step.dtype, device=step.device).view(-1, 1, 1)
+    # On a device all are tried at once: to see which is the first that is allowed would be to wait for it.
+    for some in shares.split(1 if step.is_cpu else len(shares)):
+        tried = chosen[left] + some * step[left]
+        tried_errors = errors_of(tried.flatten(0, 1), left.repeat(len(some))).view(tried.shape[:2])
+        is_better = total([tried_errors])[0] <= allowed[left]
+        first, is_done = is_better.byte().argmax(0, keepdim=True), is_better.any(0)
+        best = tried.gather(0, first.unsqueeze(-1).expand(-1, -1, tried.shape[-1]))[0]
+        chosen[left] = torch.where(is_done.unsqueeze(-1), best, chosen[left])
+        errors[left] = torch.where(is_done, tried_errors.gather(0, first)[0], errors[left])
+        if step.is_cpu:
+            left = left[~is_done]
+        if not len(left):
+            break
 
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.distributions import LinearSuperposition, or_missing
+from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary
@@ -96,7 +95,7 @@ class DiscreteSparseCoding(LinearDictionary):
         weight, scale, prior, bias = self.weight, self.scale, self.prior, self.bias
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            states = pyro.sample("s", dist.Categorical(prior).expand([self.num_latents]).to_event(1))
+            states = pyro.sample("s", categorical(prior).expand([self.num_latents]).to_event(1))
             coefficients = self.values[states.long()]
             return pyro.sample("y", LinearSuperposition(coefficients, weight, scale, bias), obs=selected_rows(y, index))
 

@@ -150,19 +150,21 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
             distributions they are those of concentration one, and ``logs`` are the sums of the logarithms of the data.
         """
         rows, own = population.rows_of(check_data(y, self.num_observed)), dataclasses.replace(population, indices=None)
-        means, states = self._means(), self.weight.new_zeros(self.num_latents)
+        means, states, weights = self._means(), self.weight.new_zeros(self.num_latents), population.weights(temperature)
 
-        def explained(means: Tensor, rows: Tensor) -> dict[str, Tensor]:
-            """What causes and background win, and the expected losses."""
-            likelihood: Any = self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
-            statistics = likelihood.statistics(own, rows, temperature)
-            losses = likelihood.partition(means) * statistics["wins"], likelihood.natural(means) * statistics["won"]
-            return {**statistics, "errors": (losses[0] - losses[1]).sum(1), "magnitude": (losses[0].abs() + losses[1].abs()).sum(1)}
+        def likelihood_of(means: Tensor) -> Any:
+            return self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
 
-        def errors_of(means: Tensor, dimensions: Tensor) -> Tensor:
-            return explained(means, rows[:, dimensions])["errors"]
+        def errors_of(means: Tensor, dimensions: Tensor | slice) -> Tensor:
+            """Expected losses under other means."""
+            other = likelihood_of(means)
+            won, lost = _losses(other, means, other.wins(population.words, weights, rows[:, dimensions]))
+            return (lost - won).sum(1)
 
-        statistics = explained(means, rows)
+        likelihood = likelihood_of(means)
+        statistics = likelihood.statistics(own, rows, temperature)
+        won, lost = _losses(likelihood, means, statistics)
+        statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
         total = sums_of(y)
         won, wins = total([statistics["won"], statistics["wins"]])
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
@@ -198,6 +200,11 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         # An average of what is at the upper bound is there, too: a rounding error below it, 1 - m would differ in its tenth digit.
         most = 1 - WEIGHT_FLOOR
         return torch.where(means > most - _ROUNDING, most, means.clamp(min=WEIGHT_FLOOR))
+
+
+def _losses(likelihood: Any, means: Tensor, statistics: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """What every cause, and the background, explains, and what that costs, ``(D, H + 1)``."""
+    return likelihood.natural(means) * statistics["won"], likelihood.partition(means) * statistics["wins"]
 
 
 def _unit(y: Tensor) -> Tensor:

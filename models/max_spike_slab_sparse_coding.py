@@ -238,7 +238,7 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         rows = _rows_of(check_data(y, self.num_observed), draws)
         likelihood, scale = self.likelihood(), self.scale
 
-        def errors_of(weight: Tensor, dimensions: Tensor) -> Tensor:
+        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             return other.draw_statistics(draws.selected, draws.coefficients, rows[:, dimensions])["errors"]

@@ -73,7 +73,7 @@ class MaximalCauses(SparseCoding):
         statistics["errors"] = likelihood.square_error(statistics)
         rows, weights = population.rows_of(y), population.weights(temperature)
 
-        def errors_of(weight: Tensor, dimensions: Tensor) -> Tensor:
+        def errors_of(weight: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected squared residuals under other entries of the dictionary."""
             other = MaximumSuperposition(likelihood.states, weight, scale, validate_args=False)
             wins = other.wins(population.words, weights, rows[:, dimensions])

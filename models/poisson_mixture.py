@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.distributions import categorical, checked_later
 from pyro_truncated.models.binary_causes import check_data, first_rows, random_rows
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 _RATE_FLOOR = 1e-6
+_Poisson = checked_later(dist.Poisson)
 
 
 class PoissonMixture(UniqueModule):
@@ -56,8 +58,8 @@ class PoissonMixture(UniqueModule):
         weights, rate = self.weights, self.rate
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            z = pyro.sample("z", dist.Categorical(weights))
-            return pyro.sample("y", dist.Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
+            z = pyro.sample("z", categorical(weights))
+            return pyro.sample("y", _Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()

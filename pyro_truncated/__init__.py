@@ -11,7 +11,7 @@ from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.checks import ask, refuse
 from pyro_truncated.program.observed import check_observable
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
@@ -65,6 +65,7 @@ __all__ = [
     "UniqueModule",
     "VectorizationWarning",
     "__version__",
+    "ask",
     "best_start",
     "check_counts",
     "check_observable",

@@ -25,6 +25,7 @@ OF_OTHERS = {
     # torch
     "_base": "whose memory a tensor is a view of",
     "_version": "whether a tensor was changed in place",
+    "_validate_sample": "what a distribution checks values with; there is no public name for a way of its own",
     "_validate_args": "Distribution.expand hands it on; there is no public flag of one distribution",
     "_pytree": "the tensors inside of any arguments; torch has no other place for it",
     "_C": "whether torch.jit traces",

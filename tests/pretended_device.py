@@ -25,6 +25,8 @@ _OURS = (str(_ROOT / "pyro_truncated"), str(_ROOT / "models"))
 # What looks at values to know what to do next, or how large its result is.
 _LOOKS = {
     "_linalg_check_errors",
+    "_linalg_eigh",
+    "_linalg_svd",
     "_local_scalar_dense",
     "_unique2",
     "bincount",

@@ -16,8 +16,17 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Preselection, SampledSearch, Truncated_ELBO, ops
-from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Truncated_ELBO, ops
+from pyro_truncated.models import (
+    BinarySparseCoding,
+    DiscreteSparseCoding,
+    ExponentialFamilyMaximalCauses,
+    GaussianMixture,
+    MaximalCauses,
+    NoisyOr,
+    PoissonMixture,
+    SpikeSlabSparseCoding,
+)
 from pyro_truncated.search import ConditionalSearch, Search, Singletons
 from tests.pretended_device import DEVICE, PretendedDevice, here, there
 
@@ -36,6 +45,9 @@ class Case:
         optimizer: makes the optimiser of a model.
         batch_size: of minibatches; none: all data.
         missing: whether entries of the data are missing.
+        data: makes data of normal numbers.
+        options: of the model.
+        num_data: number of data points.
     """
 
     model: type
@@ -45,6 +57,21 @@ class Case:
     optimizer: Callable[[Any], Any] = ClosedForm
     batch_size: int | None = None
     missing: bool = False
+    data: Callable[[Tensor], Tensor] = lambda y: y
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    num_data: int = N
+
+
+def binary(y: Tensor) -> Tensor:
+    return (y > 1).double()
+
+
+def counts(y: Tensor) -> Tensor:
+    return y.abs().floor()
+
+
+def positive(y: Tensor) -> Tensor:
+    return y.abs() + 0.1
 
 
 def flips() -> Search:
@@ -77,14 +104,30 @@ CASES = {
     "gradients": Case(BinarySparseCoding, flips, 447, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
     # Factors are as large as the state with most active latents, of every set of states that is scored.
     "slabs": Case(SpikeSlabSparseCoding, flips, 704, syncs=6),
-    "noisy-OR": Case(NoisyOr, flips, 403),
+    "noisy-OR": Case(NoisyOr, flips, 403, data=binary),
+    "noisy-OR, leak learned": Case(NoisyOr, flips, 421, data=binary, options={"leak": 0.05, "learn_leak": True}),
+    "maxima": Case(MaximalCauses, flips, 521, data=torch.abs),
+    "maxima, entries missing": Case(MaximalCauses, flips, 524, data=torch.abs, missing=True),
+    "values": Case(DiscreteSparseCoding, flips, 544),
+    "values, tied signs": Case(DiscreteSparseCoding, flips, 552, options={"tied_signs": True}),
+    # Where a covariance has eigenvalues below the floor, these are waited for.
+    "mixture, full": Case(GaussianMixture, flips, 454, options={"covariance": "full"}, num_data=400),
+    "mixture, tied": Case(GaussianMixture, flips, 420, options={"covariance": "tied"}),
+    "mixture, diagonal": Case(GaussianMixture, flips, 415, options={"covariance": "diag"}),
+    "mixture, spherical": Case(GaussianMixture, flips, 416, options={"covariance": "spherical"}),
+    "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 229, options={"covariance": "diag"}),
+    "counts, mixture": Case(PoissonMixture, flips, 354, data=counts),
+    # Where a step of the dictionary has to be shortened, that is waited for.
+    "counts, maxima": Case(ExponentialFamilyMaximalCauses, flips, 672, data=counts, options={"family": "poisson"}),
+    "binary, maxima": Case(ExponentialFamilyMaximalCauses, flips, 590, data=binary, options={"family": "bernoulli"}),
+    "waiting times, maxima": Case(ExponentialFamilyMaximalCauses, flips, 578, data=positive, options={"family": "exponential"}),
+    "gamma, maxima": Case(ExponentialFamilyMaximalCauses, flips, 781, data=positive, options={"family": "gamma"}),
 }
 
 
 def data(case: Case) -> Tensor:
     generator = torch.Generator().manual_seed(0)
-    y = 3 * torch.randn(N, D, generator=generator, dtype=torch.float64)
-    y = (y > 1).double() if case.model is NoisyOr else y
+    y = case.data(3 * torch.randn(case.num_data, D, generator=generator, dtype=torch.float64))
     return torch.where(torch.rand(y.shape, generator=generator) < 0.1, torch.nan, y) if case.missing else y
 
 
@@ -93,9 +136,9 @@ def course(case: Case, move: Callable[[Any], Any], steps: int) -> tuple[list[flo
     pyro.clear_param_store()
     pyro.set_rng_seed(3)
     y = data(case)
-    model = case.model(D, H, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1))
+    model = case.model(D, H, dtype=torch.float64, **case.options).initialize(y, torch.Generator().manual_seed(1))
     model, y = move(model), move(y)
-    guide = AutoTruncated(model, S)
+    guide = AutoTruncated(model, S if "num_components" not in vars(model) else 4)
     svi = SVI(model, guide, case.optimizer(model), Truncated_ELBO(case.search()))
 
     def step() -> float:

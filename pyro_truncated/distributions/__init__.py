@@ -3,7 +3,8 @@
 import importlib
 from typing import Any
 
-from pyro_truncated.distributions.component import Component
+from pyro_truncated.distributions.checked_later import checked_later
+from pyro_truncated.distributions.component import Component, categorical
 from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
 from pyro_truncated.distributions.component_normal import ComponentNormal
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
@@ -43,6 +44,8 @@ __all__ = [
     "SceneParameters",
     "SpikeSlabSuperposition",
     "Superposition",
+    "categorical",
+    "checked_later",
     "or_missing",
     "products_of_components",
 ]

@@ -8,6 +8,8 @@ import torch
 from pyro.distributions import Categorical
 from torch import Tensor
 
+from pyro_truncated.distributions.checked_later import each_checked_later
+
 
 class Component(Categorical):
     """A ``Categorical`` whose cost does not depend on the number of values, for data points that share their probabilities.
@@ -21,6 +23,8 @@ class Component(Categorical):
         torch.Size([1000])
     """
 
+    arg_constraints = each_checked_later(Categorical.arg_constraints)
+
     def expand(self, batch_shape: Any, _instance: Any = None) -> Component:
         """The same probabilities for a larger batch."""
         # The logarithm is expanded with the probabilities if it has been taken before.
@@ -31,9 +35,27 @@ class Component(Categorical):
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values."""
         probs = self.probs
+        if not probs.is_cpu:
+            return self._sample_by_inversion(torch.Size(sample_shape) + self.batch_shape)
         if any(probs.stride()[:-1]) or probs.dim() == 1:
             drawn: Tensor = super().sample(sample_shape)  # type: ignore[no-untyped-call]
             return drawn
         shape = torch.Size(sample_shape) + self.batch_shape
         with torch.no_grad():
             return torch.multinomial(probs[(0,) * (probs.dim() - 1)], max(1, shape.numel()), True)[: shape.numel()].reshape(shape)
+
+    @torch.no_grad()
+    def _sample_by_inversion(self, shape: torch.Size) -> Tensor:
+        """Draws for which no device is waited for."""
+        probs = self.probs
+        is_shared = not any(probs.stride()[:-1])
+        cumulative = (probs[(0,) * (probs.dim() - 1)] if is_shared else probs).cumsum(-1)
+        uniform = torch.rand(shape, dtype=probs.dtype, device=probs.device) * cumulative[..., -1]
+        # The last value takes what rounding leaves over.
+        inner = cumulative[..., :-1].contiguous()
+        return torch.searchsorted(inner, uniform, right=True) if is_shared else (uniform.unsqueeze(-1) >= inner).sum(-1)
+
+
+def categorical(probs: Tensor) -> Categorical:
+    """Stock ``Categorical`` on the CPU, elsewhere a :class:`Component`, which waits for no device."""
+    return Categorical(probs) if probs.is_cpu else Component(probs)

@@ -9,6 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
 from pyro_truncated.ops.low_rank import log_densities, posterior_means, whiten
 
 _HALF_LOG_TWO_PI = 0.9189385332046727
@@ -44,13 +45,12 @@ class ComponentLowRankNormal(TorchDistribution):
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = {
-        "loc": constraints.real_vector,
-        "factor": constraints.independent(constraints.real, 2),
-        "scale": constraints.positive,
-    }
+    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+        {"loc": constraints.real_vector, "factor": constraints.independent(constraints.real, 2), "scale": constraints.positive}
+    )
     support = constraints.real_vector
     has_rsample = True
+    _validate_sample = validate_later
 
     def __init__(self, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
         if loc.dim() != 2 or factor.dim() != 3 or factor.shape[:2] != loc.shape or scale.shape not in (loc.shape[:1], ()):

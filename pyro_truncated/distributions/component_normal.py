@@ -9,6 +9,8 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
+
 _HALF_LOG_TWO_PI = 0.9189385332046727
 
 
@@ -34,12 +36,12 @@ class ComponentNormal(TorchDistribution):
         ValueError: if means and deviations disagree about the number of components or entries.
     """
 
-    arg_constraints: ClassVar[dict[str, Any]] = {
-        "loc": constraints.real_vector,
-        "scale": constraints.independent(constraints.positive, 1),
-    }
+    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+        {"loc": constraints.real_vector, "scale": constraints.independent(constraints.positive, 1)}
+    )
     support = constraints.real_vector
     has_rsample = True
+    _validate_sample = validate_later
 
     def __init__(self, component: Tensor, loc: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
         if loc.dim() != 2 or scale.shape not in (loc.shape, (len(loc), 1)):

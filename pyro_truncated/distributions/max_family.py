@@ -23,7 +23,7 @@ class FamilyMaximum(Superposition):
         \log p(y \mid s) = \sum_d y_d\, \eta(m_d(s)) - A(m_d(s)) + \log h(y_d).
 
     A subclass gives the natural parameter :math:`\eta`, the log partition function :math:`A`, both functions of the mean that grow with it,
-    and the base measure. Entries of an observation that are NaN are missing and contribute nothing.
+    and the base measure, if there is one. Entries of an observation that are NaN are missing and contribute nothing.
 
     Example:
         >>> counts: FamilyMaximum = PoissonMaximum(torch.tensor([1.0, 0.0]), torch.tensor([[3.0, 9.0]]), 1.0)
@@ -62,8 +62,8 @@ class FamilyMaximum(Superposition):
         raise NotImplementedError(f"{type(self).__name__} has no partition function")
 
     def log_base(self, value: Tensor) -> Tensor:
-        """Log base measure of observed values."""
-        raise NotImplementedError(f"{type(self).__name__} has no base measure")
+        """Log base measure of observed values; zero, unless a subclass says otherwise."""
+        return torch.zeros_like(value)
 
     @property
     def variance(self) -> Tensor:
@@ -119,6 +119,11 @@ class FamilyMaximum(Superposition):
         active, _, wins, won = ops.maximum_wins(population.words, population.weights(temperature), rows, _rounded(self._means()))
         sums = data_sums(*without_missing(rows))
         return {**sums, "bases": self._elementwise_base(rows).sum(0), "states": active.sum(0), "wins": wins, "won": won}
+
+    def wins(self, words: Tensor, weights: Tensor, rows: Tensor) -> Statistics:
+        """The ``wins`` and what is ``won`` alone, for comparing dictionaries; see :meth:`.MaximumSuperposition.wins`."""
+        _, _, wins, won = ops.maximum_wins(words, weights, rows, _rounded(self._means()))
+        return {"wins": wins, "won": won}
 
     def expected_loss(self, statistics: Statistics) -> Tensor:
         r"""Expected negative log densities of every dimension, ``(D,)``, from statistics that were taken under this very dictionary."""
@@ -216,10 +221,6 @@ class BernoulliMaximum(FamilyMaximum):
         """See :class:`FamilyMaximum`."""
         return -torch.log1p(-mean)
 
-    def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
-        return torch.zeros_like(value)
-
     def _family(self, mean: Tensor) -> Distribution:
         return Bernoulli(mean, validate_args=False)
 
@@ -242,10 +243,6 @@ class ExponentialMaximum(FamilyMaximum):
     def partition(self, mean: Tensor) -> Tensor:
         """See :class:`FamilyMaximum`."""
         return mean.log()
-
-    def log_base(self, value: Tensor) -> Tensor:
-        """See :class:`FamilyMaximum`."""
-        return torch.zeros_like(value)
 
     def _family(self, mean: Tensor) -> Distribution:
         return Exponential(mean.reciprocal(), validate_args=False)

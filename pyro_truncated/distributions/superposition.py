@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import ops
+from pyro_truncated.distributions.checked_later import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.missing import in_blocks
@@ -50,6 +51,7 @@ class Superposition(TorchDistribution):
 
     states: Tensor
     weight: Tensor
+    _validate_sample = validate_later
 
     def __init__(self, states: Tensor, weight: Tensor, validate_args: bool | None = None, **parameters: Tensor | float) -> None:
         if weight.dim() < 2 or states.dim() < 1 or states.shape[-1] != weight.shape[-1]:

@@ -2,7 +2,7 @@
 
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use
-from pyro_truncated.ops.checks import afterwards, cholesky, look, number, refuse, together
+from pyro_truncated.ops.checks import afterwards, ask, cholesky, look, number, refuse, soon, together
 from pyro_truncated.ops.correlated_slabs import (
     correlated_slab_log_prob,
     correlated_slab_moments,
@@ -31,6 +31,7 @@ __all__ = [
     "Stream",
     "activation_probabilities",
     "afterwards",
+    "ask",
     "check_bits",
     "check_words",
     "cholesky",
@@ -67,6 +68,7 @@ __all__ = [
     "repeated",
     "select_parents",
     "select_top",
+    "soon",
     "sparse_flip_probabilities",
     "spike_slab_log_prob",
     "spike_slab_moments",

@@ -20,21 +20,39 @@ class _Pending:
     def __init__(self) -> None:
         self.checks: list[tuple[Tensor, _Action]] = []
         self.actions: list[_Action] = []
+        self.asked: list[_Asked] = []
 
-    def look(self, value: Tensor | None = None) -> float:
-        """Complains, or does what was to be done; the value of a scalar comes along."""
-        checks, actions = self.checks, self.actions
-        self.checks, self.actions = [], []
+    def look(self) -> None:
+        """Complains, or does what was to be done; the numbers that have been asked for come along."""
+        checks, actions, asked = self.checks, self.actions, self.asked
+        self.checks, self.actions, self.asked = [], [], []
         answers = [torch.stack([problem for problem, _ in checks])] if checks else []
-        if value is not None:
-            answers = [*(answer.to(value.dtype) for answer in answers), value.detach().reshape(1)]
+        if asked:
+            answers = [answer.double() for answer in (*answers, *(one.values for one in asked))]
         found = torch.cat(answers).tolist() if answers else []
         for is_problem, (_, complain) in zip(found, checks, strict=False):
             if is_problem:
                 complain()
+        start = len(checks)
+        for one in asked:
+            one.known = found[start : start + len(one.values)]
+            start += len(one.values)
         for act in actions:
             act()
-        return float(found[-1]) if value is not None else 0.0
+
+
+class _Asked:
+    """Numbers on a device, which come with the next look."""
+
+    def __init__(self, value: Tensor, pending: _Pending) -> None:
+        self.values, self._pending = value.detach().flatten(), pending
+        self.known: list[float] = []
+        pending.asked.append(self)
+
+    def __call__(self) -> list[float]:
+        if self in self._pending.asked:
+            self._pending.look()
+        return self.known
 
 
 _pending: ContextVar[_Pending | None] = ContextVar("pyro_truncated_pending_checks", default=None)
@@ -70,10 +88,28 @@ def afterwards(act: _Action) -> None:
         act()
 
 
+def soon(value: Tensor) -> Callable[[], list[float]]:
+    """The entries of a tensor, once they are called for; on a device and within :func:`together` they come with the next look."""
+    pending = _pending.get()
+    if pending is None or not is_vectorised(value):
+        known: list[float] = value.detach().flatten().tolist()
+        return lambda: known
+    return _Asked(value, pending)
+
+
 def number(value: Tensor) -> float:
     """The value of a scalar; whoever waits for it has looked at all checks so far."""
-    pending = _pending.get()
-    return float(value) if pending is None or not is_vectorised(value) else pending.look(value)
+    return soon(value)()[0]
+
+
+def ask(conditions: Tensor) -> list[bool]:
+    """Which conditions hold, for what is to be done next; on a device all checks so far are looked at in the same go.
+
+    Example:
+        >>> ask(torch.tensor([1.0, -1.0]) > 0)
+        [True, False]
+    """
+    return [bool(holds) for holds in soon(conditions)()]
 
 
 def look() -> None:

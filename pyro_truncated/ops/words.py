@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, is_vectorised
-from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.checks import afterwards, refuse
 from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.utils.facts import is_noted, note_of
 
 
 def take(words: Tensor, positions: Tensor) -> Tensor:
@@ -57,7 +58,10 @@ def check_bits(words: Tensor, num_latents: int) -> None:
         )
 
     if is_vectorised(rows):
-        refuse((rows[..., -1] & beyond).any(), complain)
+        question = f"has at most {num_latents} latents"
+        if not is_noted(rows, question):
+            refuse((rows[..., -1] & beyond).any(), complain)
+            afterwards(lambda: note_of(rows, question, True))
     elif backend("values", rows).first_beyond(rows, beyond) >= 0:
         complain()
 

@@ -30,6 +30,11 @@ def known_of(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bo
     return answers[key]
 
 
+def is_noted(value: Tensor, question: str) -> bool:
+    """Whether it is remembered that the answer to a question about a tensor is yes."""
+    return _is_remembered(value) and _answers(value).get(_key(value, question), False)
+
+
 def note_of(value: Tensor, question: str, answer: bool) -> None:
     """Remembers the answer to a question about a tensor, where answers are remembered."""
     if _is_remembered(value):

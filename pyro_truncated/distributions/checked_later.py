@@ -1,0 +1,92 @@
+"""Distributions whose checks wait for a device together with others."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import Distribution, constraints
+
+from pyro_truncated.ops import is_vectorised, refuse
+
+
+@functools.cache
+def checked_later(kind: Any) -> Any:
+    """A distribution whose parameters and values, where they are on a device, are looked at with all other checks of a step.
+
+    Stock distributions look when they are made and whenever they score, and a device is waited for each time. On the CPU nothing changes.
+
+    Example:
+        >>> Poisson = checked_later(dist.Poisson)
+        >>> Poisson(torch.tensor(3.0)).log_prob(torch.tensor(2.0))
+        tensor(-1.4959)
+
+    Args:
+        kind: a distribution of Pyro whose constraints on parameters belong to the class.
+
+    Returns:
+        A class with the same parameters.
+    """
+    members = {"arg_constraints": each_checked_later(kind.arg_constraints), "_validate_sample": validate_later}
+    return type(kind.__name__, (kind,), {**members, "__doc__": kind.__doc__, "__module__": __name__})
+
+
+def each_checked_later(arg_constraints: dict[str, Any]) -> dict[str, Any]:
+    """The constraints of a distribution's parameters, looked at with other checks."""
+    return {
+        name: constraint if constraints.is_dependent(constraint) else _of_parameter(name, constraint)
+        for name, constraint in arg_constraints.items()
+    }
+
+
+def validate_later(distribution: Distribution, value: Tensor) -> None:
+    """What a distribution may have as its ``_validate_sample``: shapes are checked at once, the support with other checks.
+
+    Raises:
+        ValueError: if the shape of the value does not fit, or it is outside of the support.
+    """
+
+    def complain(value: Tensor) -> None:
+        Distribution._validate_sample(distribution, value)
+
+    if not isinstance(value, Tensor) or not is_vectorised(value):
+        complain(value)
+        return
+    support = _Later(distribution.support, complain)
+    shapes = {"_batch_shape": distribution.batch_shape, "_event_shape": distribution.event_shape}
+    Distribution._validate_sample(SimpleNamespace(support=support, **shapes), value)  # type: ignore[arg-type]
+
+
+class _Later(constraints.Constraint):
+    """A constraint that on a device is satisfied until somebody looks.
+
+    Args:
+        base: the constraint.
+        complain: raises an error about values that do not satisfy it.
+    """
+
+    def __init__(self, base: Any, complain: Callable[[Tensor], None]) -> None:
+        self.base, self.complain = base, complain
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return repr(self.base)
+
+    def check(self, value: Tensor) -> Tensor:
+        """Which values satisfy the constraint."""
+        valid: Tensor = self.base.check(value)
+        if not is_vectorised(value):
+            return valid
+        refuse(~valid.all(), lambda: self.complain(value))
+        return torch.ones((), dtype=torch.bool, device="cpu")
+
+
+def _of_parameter(name: str, constraint: Any) -> _Later:
+    def complain(value: Tensor) -> None:
+        raise ValueError(f"expected parameter {name} of shape {tuple(value.shape)} to satisfy the constraint {constraint!r}; got\n{value}")
+
+    return _Later(constraint, complain)
