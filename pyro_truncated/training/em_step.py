@@ -13,7 +13,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.em.closed_form import ClosedForm, Statistics, summed
 from pyro_truncated.guide.batch import Batch
-from pyro_truncated.ops import soon, together
+from pyro_truncated.ops import look, soon, together
 from pyro_truncated.program.call import Call
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget, rows_per_block
@@ -55,16 +55,18 @@ class EMStep:
             old = None if previous is None else _statistics(closed_form, previous, temperature, call)
             with together():
                 population = improve(batch)
-                # Whoever looks first brings it along.
-                free_energy = soon(batch.scale * population.free_energy().sum() + batch.outside())
+                # A model that looks at its statistics brings it along.
+                known = soon(batch.scale * population.free_energy().sum() + batch.outside())
                 new = _statistics(closed_form, population, temperature, call)
+                (free_energy,) = known()
+                look()
             self._revision = store.revision
             closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
             if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
                 visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
                 anew = _statistics(closed_form, store.population(visited), temperature, call)
                 closed_form.statistics = summed(anew) if store.is_part else anew
-            return -free_energy()[0]
+            return -free_energy
 
 
 def _chosen(batch: Batch) -> Tensor | None:
