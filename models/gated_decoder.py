@@ -12,8 +12,10 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated import UniqueModule, names_arguments, takes_arrays
+from pyro_truncated import Population, UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
+
+_BLOCK = 2**22
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
@@ -161,6 +163,41 @@ class GatedDecoder(UniqueModule):
         present = states["b"].unsqueeze(-1) > 0.5
         loc, scale = self.poses_of(pyro.subsample(x, event_dim=1))
         pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
+
+    @torch.no_grad()
+    @takes_arrays
+    def reconstruct(self, population: Population, y: Tensor, num_draws: int = 32) -> Tensor:
+        r"""Posterior mean :math:`\langle \sum_h b_h f_h(z_h) \rangle` of images without noise, missing pixels filled in.
+
+        Poses are integrated out by importance sampling: draws :math:`z \sim q(z \mid b)` of the network, which switched-on parts have,
+        count in proportion to :math:`p(x \mid b, z)\, p(z) / q(z \mid b)` within each state of the population.
+
+        Args:
+            population: truncated posteriors over the switches; its ``indices`` select the images among ``y``.
+            y: all images, ``(N, D)``; NaN where pixels are missing.
+            num_draws: draws of poses for every state.
+
+        Returns:
+            ``(n, D)`` for the population's images.
+        """
+        rows, active, switches = population.rows_of(y), self.active_set(), population.states(y.dtype)
+        loc, scale = (part.unsqueeze(1) for part in self.poses_of(rows))
+        present = switches.unsqueeze(-1) > 0.5
+        proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)
+        total, most = torch.zeros(*switches.shape[:2], self.num_outputs).to(rows), torch.full(switches.shape[:2], -torch.inf).to(rows)
+        weights = torch.zeros_like(most)
+        at_a_time = max(1, _BLOCK // max(1, total.numel()))
+        for first in range(0, num_draws, at_a_time):
+            poses = proposal.sample((min(at_a_time, num_draws - first),))
+            image = GivenActiveSet(active, self.inputs(switches, poses))
+            chance = image.log_prob(rows.unsqueeze(1)) + self._pose_prior().log_prob(poses) - proposal.log_prob(poses)
+            # Weights relative to the largest so far.
+            largest = chance.amax(0).maximum(most)
+            kept, new, most = (most - largest).exp(), (chance - largest).exp(), largest
+            total = kept.unsqueeze(-1) * total + (new.unsqueeze(-1) * image.mean).sum(0)
+            weights = kept * weights + new.sum(0)
+        means = total / weights.unsqueeze(-1)
+        return torch.einsum("ns,nsd->nd", population.weights().to(means), means)
 
     def dream(self, steps: int, batch_size: int = 128, lr: float = 3e-3) -> list[float]:
         """Teaches the network the poses of present parts in images drawn from the model; returns the mean negative log densities."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
+from pyro_truncated.ops.vectorised import scenes as vectorised
 
 MAX_OBJECTS = 62
 
@@ -59,6 +60,17 @@ def scene_statistics(
     if weights.shape != places.shape[:2]:
         raise ValueError(f"weights must have shape (N, C) = {tuple(places.shape[:2])}; got {tuple(weights.shape)}")
     return SceneStatistics(*backend("scenes", places).statistics(places, rank, weights, images, scene, canvas))
+
+
+def scene_means(
+    places: Tensor, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None
+) -> Tensor:
+    r"""Means of the pixels without noise, ``(N, D, F)`` in float64: :math:`\sum_s q(s) (\sum_h r_h w_h + r_0 B)`, owned by :math:`r`.
+
+    Weights ``(N, C)`` of states are those of :func:`scene_statistics`. Not compiled: it is asked for once, after training.
+    """
+    _check(places, images, scene, canvas, rank)
+    return vectorised.means(places, rank, weights, images, scene, canvas)
 
 
 class _SceneLogProb(torch.autograd.Function):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scenes import scene_log_prob, scene_statistics
+from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
 from pyro_truncated.scenes.arrangement import depth_rank, places_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
@@ -169,6 +169,22 @@ class OccludedScene(TorchDistribution):
         places, rank = places_of(population, self.features.shape[0])
         sums = scene_statistics(places, population.weights(temperature), images, self.parameters, self.canvas, rank)
         return {**sums._asdict(), "num_data": sums.on.new_tensor(len(population))}
+
+    @torch.no_grad()
+    def reconstruct(self, population: Population, value: Tensor) -> Tensor:
+        """Posterior means of images without noise: the colours of those that may own a pixel, weighted by how probably they do.
+
+        Args:
+            population: truncated posteriors as for :meth:`statistics`.
+            value: all images, ``(N, height, width, F)``.
+
+        Returns:
+            ``(N, height, width, F)`` for the population's data points, in float64.
+        """
+        images = population.rows_of(value).flatten(1, 2)
+        places, rank = places_of(population, self.features.shape[0])
+        means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
+        return means.reshape(-1, *self.event_shape)
 
     @property
     def parameters(self) -> SceneParameters:

@@ -6,6 +6,7 @@ import itertools
 import math
 
 import pyro
+import pyro.distributions as dist
 import pyro.poutine as poutine
 import pytest
 import torch
@@ -96,6 +97,35 @@ def test_free_energy_and_posterior_of_all_scenes_are_exact(order: str, wrap: boo
     for h, place in itertools.product(range(model.num_objects), range(model.canvas.num_places)):
         here = torch.tensor([places[h] == place for places, _, _ in states])
         torch.testing.assert_close(dense[:, h * model.canvas.num_places + place], weights[:, here].sum(-1), rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.parametrize("order", ["exclusive", "depth"])
+def test_reconstructions_are_the_posterior_means_of_all_scenes_masks_and_owners(order: str) -> None:
+    model = make_model(order, wrap=False)
+    y = make_data(model, 3)
+    guide = AutoTruncated(model, num_states=len(all_states(order, 2, model.canvas.num_places))).infer(y, ExhaustiveSearch(), 1)
+    features, masks = model.features.detach().flatten(1, 2), model.masks.detach().flatten(1)
+    expected = torch.zeros_like(y).flatten(1, 2)
+    weights = log_joints_by_hand(model, y).softmax(-1)
+    for t, (places, _, sequence) in enumerate(all_states(order, 2, model.canvas.num_places)):
+        for pixel in range(model.canvas.num_pixels):
+            # Who is here, by which entry, and all the masks that they can have.
+            here = [
+                (h, i) for h, place in enumerate(places) if place >= 0 for i, at in enumerate(model.canvas.pixels[place]) if at == pixel
+            ]
+            density, colour = torch.zeros(len(y), dtype=y.dtype), torch.zeros(len(y), 2, dtype=y.dtype)
+            for on in itertools.product([False, True], repeat=len(here)):
+                chance = math.prod(float(masks[cell]) if is_on else 1 - float(masks[cell]) for cell, is_on in zip(here, on, strict=True))
+                shown = [cell for cell, is_on in zip(here, on, strict=True) if is_on]
+                if sequence is not None and shown:
+                    shown = [min(shown, key=lambda cell: sequence.index(cell[0]))]
+                for cell in shown or [None]:
+                    mean = model.background.detach() if cell is None else features[cell]
+                    noise = dist.Normal(mean, (model.background_scale if cell is None else model.scale).detach()).to_event(1)
+                    weight = chance / max(1, len(shown)) * noise.log_prob(y.flatten(1, 2)[:, pixel]).exp()
+                    density, colour = density + weight, colour + weight.unsqueeze(-1) * mean
+            expected[:, pixel] += weights[:, t, None] * colour / density.unsqueeze(-1)
+    torch.testing.assert_close(model.reconstruct(guide.population(), y), expected.reshape(y.shape), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("order", ["exclusive", "depth"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import pyro
@@ -73,3 +74,8 @@ def test_a_mixture_of_many_components_reconstructs_from_the_few_that_are_kept() 
     population = row.population(model, y, chosen)
     expected = torch.einsum("ns,nsd->nd", population.weights(), model.loc.detach()[chosen])
     torch.testing.assert_close(model.reconstruct(population, y), expected)
+
+
+def test_every_model_has_the_same_signature() -> None:
+    for model in (getattr(library, name) for name in library.__all__ if isinstance(getattr(library, name), type)):
+        assert list(inspect.signature(model.reconstruct).parameters)[:3] == ["self", "population", "y"], model

@@ -60,6 +60,24 @@ def statistics(
     return owned, on, present, rest_sums
 
 
+def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
+    """Posterior means of the colours without noise, ``(N, D, F)``; see :func:`pyro_truncated.ops.scenes.scene_means`."""
+    images, weights, (features, masks, variance, background, background_variance) = images.double(), weights.double(), _doubles(scene)
+    blocks = []
+    for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
+        behind = normal_log_density(images[rows], background, background_variance)
+        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas.pixels)
+        share, rest = _shares(alpha, None if rank is None else rank[rows])
+        owner = share * (ratio - _mixture(share, rest, ratio).unsqueeze(2)).exp() * weights[rows, :, None, None]
+        under = canvas.pixels.to(places.device)[places[rows].clamp(min=0).long()]
+        shades = (owner.gather(3, under) * (places[rows] >= 0).unsqueeze(-1)).unsqueeze(-1) * (features - background)
+        flat = shades.flatten(1, 3)
+        total = images.new_zeros(len(flat), images.shape[1], images.shape[2])
+        total = total.scatter_add(1, under.flatten(1).unsqueeze(-1).expand_as(flat), flat)
+        blocks.append(total + weights[rows].sum(1)[:, None, None] * background)
+    return torch.cat(blocks)
+
+
 def _layers(
     places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, pixels: Tensor
 ) -> tuple[Tensor, Tensor]:
