@@ -27,8 +27,8 @@ class Component(Categorical):
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> Component:
         """The same probabilities for a larger batch."""
-        # The logarithm is expanded with the probabilities if it has been taken before.
-        _ = self.logits
+        # The one is expanded with the other if it has been computed before.
+        _ = self.logits, self.probs
         larger: Component = super().expand(batch_shape, _instance)  # type: ignore[no-untyped-call]
         return larger
 

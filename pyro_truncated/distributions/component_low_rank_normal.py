@@ -129,6 +129,6 @@ class ComponentLowRankNormal(TorchDistribution):
     def _entries(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
         """Values ``(N, D)``; which of them and which component belong together ``(E,)``; and the shape of what is made of these."""
         batch = value.shape[:-1]
-        shape = torch.broadcast_shapes(self.batch_shape, batch)
-        row = torch.arange(batch.numel(), device=value.device).reshape(batch).expand(shape).flatten()
-        return value.reshape(batch.numel(), -1), row, self.component.expand(shape).flatten(), shape
+        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
+        row, component = torch.broadcast_tensors(row, self.component)
+        return value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), row.shape

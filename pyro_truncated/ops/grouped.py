@@ -59,7 +59,9 @@ class Grouped:
     def parts(self, bytes_per_entry: int) -> Iterator[Grouped]:
         """Some blocks after the other, so that entries of so many bytes stay in the cache and within the memory budget."""
         per_block = bytes_per_entry * self.entry.shape[1]
-        rows = min(rows_per_block(per_block), rows_per_block(per_block, _CACHED))
+        rows = rows_per_block(per_block)
+        if self.entry.is_cpu:
+            rows = min(rows, rows_per_block(per_block, _CACHED))
         for group, entry, is_own in zip(self.group.split(rows), self.entry.split(rows), self.is_own.split(rows), strict=True):
             yield Grouped(group, entry, is_own, self.place)
 

@@ -41,11 +41,12 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
         ``(E,)``; differentiable in all that is not a number of something.
     """
     size, rank = whitened.shape[1:]
-    grouped, precision = Grouped.of(component, len(loc)), scale**-2
+    grouped, precision, ranks = Grouped.of(component, len(loc)), scale**-2, _ranks(whitened)
     found = []
     for part in grouped.parts(rows.element_size() * (3 * size + 2 * rank)):
         distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
-        energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - (distance @ whitened[part.group]).square().sum(-1)
+        explained = (distance @ _columns(whitened, ranks, part.group)).square().sum(-1)
+        energy = precision[part.group].unsqueeze(1) * distance.square().sum(-1) - explained
         found.append(constant[part.group].unsqueeze(1) - 0.5 * energy)
     return grouped.gather(found)
 
@@ -71,9 +72,9 @@ def posterior_means(
     whitened, _ = whiten(factor, scale)
     error = (scale.square() * whitened.square().sum((1, 2)) * scale.square())[component]
     root = scale[:, None, None] * whitened
-    grouped, means = Grouped.of(component, len(loc)), []
+    grouped, ranks, means = Grouped.of(component, len(loc)), _ranks(root), []
     for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
-        center, basis = loc[part.group].unsqueeze(1), root[part.group]
+        center, basis = loc[part.group].unsqueeze(1), _columns(root, ranks, part.group)
         means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
     return grouped.gather(means), error, error
 
@@ -83,12 +84,10 @@ def _means_of_what_is_seen(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The same where entries are missing: every row has a posterior covariance of its own."""
     size, rank = factor.shape[1:]
-    # Columns of zeros behind the last direction of a component cost nothing.
-    ranks = ((factor != 0).any(1) * torch.arange(1, rank + 1, device=factor.device)).amax(1).cpu()
-    grouped, found = Grouped.of(component, len(loc)), []
+    grouped, ranks, found = Grouped.of(component, len(loc)), _ranks(factor), []
     for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):
         center, noise = loc[part.group].unsqueeze(1), scale[part.group]
-        basis = factor[part.group, :, : int(ranks[part.group.cpu()].max())] / noise[:, None, None]
+        basis = _columns(factor, ranks, part.group) / noise[:, None, None]
         above = (rows[row[part.entry]] - center) / noise[:, None, None]
         is_seen = (~above.isnan()).to(rows)
         spread = torch.cholesky_inverse(cholesky(_identity(basis) + _weighted_gram(basis, is_seen)))
@@ -100,6 +99,19 @@ def _means_of_what_is_seen(
         found.append((center + noise.unsqueeze(-1) * mean, noise**2 * error, noise**2 * seen))
     means, errors, seen = (grouped.gather(list(part)) for part in zip(*found, strict=True))
     return means, errors, seen
+
+
+def _ranks(factor: Tensor) -> Tensor | None:
+    """Numbers of columns ``(K,)`` up to the last that is not zero; on a device, which they would have to wait for, ``None``."""
+    if not factor.is_cpu:
+        return None
+    last: Tensor = ((factor.detach() != 0).any(1) * torch.arange(1, factor.shape[2] + 1)).amax(1)
+    return last
+
+
+def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
+    """The matrices of some groups without columns that are zero in all of them, whose gradients are zero, too."""
+    return factor[group] if ranks is None else factor[group, :, : int(ranks[group].max())]
 
 
 def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterator
 
+import pyro
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from pyro_truncated.distributions import Component, ComponentLowRankNormal, ComponentNormal, products_of_components
+from pyro_truncated.ops import take
+from pyro_truncated.states.population import Population
 
 # Directions whose variance is below this part of the noise's are not worth their estimate.
 _LEAST_VARIANCE = 0.05
@@ -16,119 +19,123 @@ _LEAST_VARIANCE = 0.05
 _LEAST_SPREAD = 2.0
 # Of a patch there are far more entries than coordinates of its place, but they overlap with their neighbours'.
 _PLACE_POWER = 0.5
-_ROWS = 2**11
+# A patch counts for its most probable components.
+_KEPT = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Responsibilities:
-    """Posterior probabilities of components, of the most probable ones of every data point only.
+class PatchMixture(torch.nn.Module):
+    r"""Patches of ``D`` entries as a mixture of ``K`` normal distributions, each around a place of the array; a Pyro model.
 
-    Attributes:
-        components: their numbers ``(N, S)``.
-        weights: their probabilities ``(N, S)``.
-    """
+    .. math:: z_n \sim \pi, \qquad x_n \sim \mathcal N(\mu_z, W_z W_z^\top), \qquad
+        p_n \sim \mathcal N(m_z, v_z I)^\beta, \qquad y_n \sim \mathcal N(x_n, \sigma^2 I),
 
-    components: Tensor
-    weights: Tensor
-
-    def most_probable(self, number: int) -> Responsibilities:
-        """Those of fewer components."""
-        weights = self.weights[:, :number]
-        return Responsibilities(self.components[:, :number], weights / weights.sum(1, keepdim=True))
-
-    def by_component(self, num_components: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For every component: data points, where in the flattened table they are, and their weights."""
-        flat = self.components.flatten()
-        order = flat.argsort()
-        for entries in order.split(flat.bincount(minlength=num_components).tolist()):
-            yield entries // self.components.shape[1], entries, self.weights.flatten()[entries]
-
-
-@dataclasses.dataclass(frozen=True)
-class PatchMixture:
-    r"""Patches of ``D`` entries as a mixture of ``K`` normal distributions, each around a place of the array.
-
-    .. math:: k_n \sim \pi, \qquad x_n \sim \mathcal N(\mu_k, U_k \Lambda_k U_k^\top), \qquad
-        p_n \sim \mathcal N(m_k, v_k I)^\beta, \qquad y_n \sim \mathcal N(x_n, \sigma^2 I),
-
-    where :math:`p_n` is the place of patch ``n``; its likelihood has the power :math:`\beta = 1/2`. Directions with a variance below 5 % of
-    the noise's are left out.
+    where :math:`p_n` is the place of patch ``n``; its likelihood has the power :math:`\beta = 1/2`. The patches without noise :math:`x`
+    are given for learning: the M-step takes their moments, and leaves out directions with a variance below 5 % of the noise's. The
+    posterior of :math:`z` is that of the noisy patches.
 
     Example:
         >>> mixture = denoise(torch.randn(16, 16), side=4, num_components=3, progress=False).model
         >>> mixture.loc.shape
         torch.Size([3, 16])
 
+    Args:
+        num_observed: number of entries of a patch ``D``.
+        num_components: number of components ``K``.
+        num_dims: number of coordinates of a place ``P``.
+        scale: standard deviation of the noise :math:`\sigma`.
+        like: a tensor of the type and on the device that parameters shall have.
+
     Attributes:
         weights: mixing proportions :math:`\pi`, ``(K,)``.
         loc: means :math:`\mu`, ``(K, D)``.
-        directions: orthonormal :math:`U_k`, one ``(D, R_k)`` per component.
-        variances: :math:`\Lambda_k`, one ``(R_k,)`` per component.
+        factor: directions :math:`W`, ``(K, D, R)``: orthogonal columns, the longest first, and zeros where a component has fewer.
         places: :math:`m`, ``(K, P)``.
-        spreads: :math:`v`, ``(K,)``.
-        scale: standard deviation of the noise :math:`\sigma`.
+        spreads: standard deviations :math:`\sqrt v`, ``(K,)``.
+        scale: :math:`\sigma`, ``()``.
 
-    Reference:
+    References:
         Yu, Sapiro and Mallat, "Solving Inverse Problems With Piecewise Linear Estimators: From Gaussian Mixture Models to Structured
-        Sparsity", IEEE Transactions on Image Processing 21, 2012.
+        Sparsity", IEEE Transactions on Image Processing 21, 2012. Tipping and Bishop, "Mixtures of probabilistic principal component
+        analyzers", Neural Computation 11, 1999.
     """
 
     weights: Tensor
     loc: Tensor
-    directions: list[Tensor]
-    variances: list[Tensor]
+    factor: Tensor
     places: Tensor
     spreads: Tensor
-    scale: float
+    scale: Tensor
+    # Its moments are taken around the means as they are.
+    statistics_depend_on_parameters = True
 
-    @classmethod
-    def of(cls, patches: Tensor, places: Tensor, responsibilities: Responsibilities, num_components: int, scale: float) -> PatchMixture:
-        """The mixture that patches without noise ``(N, D)`` at places ``(N, P)`` ask for: their weighted moments."""
-        weights, spreads = patches.new_zeros(num_components), patches.new_ones(num_components)
-        loc = patches.new_zeros(num_components, patches.shape[1])
-        centers = places.new_zeros(num_components, places.shape[1])
-        directions, variances = [], []
-        for k, (rows, _, weight) in enumerate(responsibilities.by_component(num_components)):
-            weights[k] = weight.sum()
-            share = weight / weights[k].clamp(min=torch.finfo(weight.dtype).tiny)
-            loc[k], centers[k] = share @ patches[rows], share @ places[rows]
-            spreads[k] = share @ (places[rows] - centers[k]).square().mean(1) + _LEAST_SPREAD**2
-            variance, basis = _principal(patches[rows] - loc[k], share, _LEAST_VARIANCE * scale**2)
-            directions.append(basis)
-            variances.append(variance)
-        return cls(weights / len(patches), loc, directions, variances, centers, spreads, scale)
+    def __init__(self, num_observed: int, num_components: int, num_dims: int, scale: float, like: Tensor) -> None:
+        super().__init__()
+        self.num_observed, self.num_components = num_observed, num_components
+        self.register_buffer("weights", like.new_full((num_components,), 1 / num_components))
+        self.register_buffer("loc", like.new_zeros(num_components, num_observed))
+        self.register_buffer("factor", like.new_zeros(num_components, num_observed, 1))
+        self.register_buffer("places", like.new_zeros(num_components, num_dims))
+        self.register_buffer("spreads", like.new_ones(num_components))
+        self.register_buffer("scale", like.new_tensor(scale))
 
-    def responsibilities(self, y: Tensor, places: Tensor, number: int) -> Responsibilities:
-        """The ``number`` most probable components of every patch ``(N, D)`` at its place ``(N, P)``, of all components."""
-        number = min(number, len(self.weights))
-        found = []
-        for block, place in zip(y.split(_ROWS), places.split(_ROWS), strict=True):
-            log_joint = torch.stack([self._log_joint(k, block, place) for k in range(len(self.weights))], 1)
-            best, components = log_joint.topk(number, 1)
-            found.append((components, best.softmax(1)))
-        components, weights = (torch.cat(part) for part in zip(*found, strict=True))
-        return Responsibilities(components, weights)
+    def forward(self, y: Tensor, x: Tensor, places: Tensor) -> None:
+        """The model of noisy patches ``y (N, D)`` at places ``(N, P)``; patches without noise ``x (N, D)`` are for learning only."""
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", Component(logits=self.weights.log()))
+            pyro.sample("y", self.likelihood(z), obs=y)
+            with poutine.scale(scale=_PLACE_POWER):
+                pyro.sample("place", ComponentNormal(z, self.places, self.spreads.unsqueeze(-1)), obs=places)
 
-    def among(self, y: Tensor, places: Tensor, candidates: Responsibilities) -> Responsibilities:
-        """The responsibilities of the candidates alone, the most probable ones first."""
-        log_joint = y.new_empty(candidates.components.numel())
-        for k, (rows, entries, _) in enumerate(candidates.by_component(len(self.weights))):
-            log_joint[entries] = self._log_joint(k, y[rows], places[rows])
-        weights, order = log_joint.view_as(candidates.weights).softmax(1).sort(1, descending=True)
-        return Responsibilities(candidates.components.gather(1, order), weights)
+    def likelihood(self, z: Tensor) -> ComponentLowRankNormal:
+        """The distribution of noisy patches of components ``z``."""
+        return ComponentLowRankNormal(z, self.loc, self.factor, self.scale)
 
-    def _log_joint(self, k: int, y: Tensor, places: Tensor) -> Tensor:
-        """``log p(k, y, p)``, up to what does not depend on the component."""
-        variance, noise = self.variances[k], self.scale**2
-        whitened = self.directions[k] * (1 / noise - 1 / (variance + noise)).sqrt()
-        energy = (y @ whitened - self.loc[k] @ whitened).square_().sum(1)
-        energy += (2 * y @ self.loc[k] - self.loc[k].square().sum()) / noise
-        # Weights of components without data are zero.
-        constant = self.weights[k].log() - 0.5 * (variance / noise).log1p().sum()
-        distance = (places - self.places[k]).square().sum(1) / self.spreads[k] + places.shape[1] * self.spreads[k].log()
-        return constant + 0.5 * (energy - _PLACE_POWER * distance)
+    @torch.no_grad()
+    def sufficient_statistics(
+        self, population: Population, y: Tensor, x: Tensor, places: Tensor, *, temperature: float = 1.0
+    ) -> dict[str, Tensor]:
+        r"""Sums over the patches without noise that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
-    def posterior_means(self, y: Tensor, responsibilities: Responsibilities) -> tuple[Tensor, Tensor, Tensor]:
+        Returns:
+            With responsibilities :math:`r_{nk}` of the three most probable components of each patch: ``counts``, their sums ``(K,)``;
+            ``sums`` and ``products`` of :math:`x_n - \mu_k`, ``(K, D)`` and ``(K, D, D)``; ``places``, of :math:`(1, p_n, |p_n|^2)`,
+            ``(K, P + 2)``.
+        """
+        components, weights = _shares(population, temperature)
+        x, places = population.rows_of(x), population.rows_of(places).double()
+        products = products_of_components(x, components, weights, self.num_components, self.loc)
+        moments = torch.cat([torch.ones_like(places[:, :1]), places, places.square().sum(1, keepdim=True)], 1)
+        of_places, sums = (self._sums(rows, components, weights) for rows in (moments, x))
+        counts = of_places[:, 0].to(x)
+        return {"counts": counts, "sums": sums - counts.unsqueeze(1) * self.loc, "products": products, "places": of_places}
+
+    def _sums(self, rows: Tensor, components: Tensor, weights: Tensor) -> Tensor:
+        total = rows.new_zeros(self.num_components, rows.shape[1])
+        for component, weight in zip(components.mT, weights.to(rows).mT, strict=True):
+            total.index_add_(0, component, weight.unsqueeze(1) * rows)
+        return total
+
+    @torch.no_grad()
+    def maximize(self, statistics: dict[str, Tensor]) -> None:
+        """Sets the parameters, but for the noise, to the weighted moments; a component without data keeps its mean and is never taken."""
+        counts = statistics["counts"]
+        number = counts.clamp(min=torch.finfo(counts.dtype).tiny).unsqueeze(1)
+        shift = statistics["sums"] / number
+        covariance = statistics["products"] / number.unsqueeze(2)
+        variances, directions = torch.linalg.eigh(covariance.baddbmm_(shift.unsqueeze(2), shift.unsqueeze(1), alpha=-1.0))
+        variances = torch.where(variances > _LEAST_VARIANCE * self.scale.square(), variances, 0.0)
+        rank = max(1, int((variances > 0).sum(1).max()))
+        self.factor = (directions * variances.sqrt().unsqueeze(1))[..., self.num_observed - rank :].flip(-1)
+        self.loc = self.loc + shift
+        self.weights = counts / counts.sum()
+        total = statistics["places"]
+        moments = total[:, 1:] / total[:, :1].clamp(min=torch.finfo(counts.dtype).tiny)
+        self.places = moments[:, :-1].to(counts)
+        variance = (moments[:, -1] - moments[:, :-1].square().sum(1)).clamp(min=0.0) / (moments.shape[1] - 1)
+        self.spreads = (variance + _LEAST_SPREAD**2).sqrt().to(counts)
+
+    @torch.no_grad()
+    def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         r"""Means of :math:`x_n` given :math:`y_n`, ``(N, D)``, and their expected squared errors.
 
         Entries of ``y`` that are NaN are missing. The errors are those within the components.
@@ -136,67 +143,29 @@ class PatchMixture:
         Returns:
             The means; the errors summed over all entries of a patch, and over those that are observed, ``(N,)`` each.
         """
-        means, errors, seen_errors = torch.zeros_like(y), y.new_zeros(len(y)), y.new_zeros(len(y))
-        for k, (rows, _, weight) in enumerate(responsibilities.by_component(len(self.weights))):
-            above = y[rows] - self.loc[k]
-            coefficients, error, seen_error = _coefficients(above, self.directions[k], self.variances[k], self.scale**2)
-            means.index_add_(0, rows, weight.unsqueeze(1) * (self.loc[k] + coefficients @ self.directions[k].mT))
-            errors.index_add_(0, rows, weight * error)
-            seen_errors.index_add_(0, rows, weight * seen_error)
-        return means, errors, seen_errors
+        components, weights = _shares(population)
+        y = population.rows_of(y)
+        total = torch.zeros_like(y), y.new_zeros(len(y)), y.new_zeros(len(y))
+        # One after the other: all of them together are several times the data.
+        for component, weight in zip(components.mT, weights.mT, strict=True):
+            means, errors, seen_errors = self.likelihood(component).without_noise(y)
+            total[0].addcmul_(weight.unsqueeze(1), means)
+            total[1].addcmul_(weight, errors)
+            total[2].addcmul_(weight, seen_errors)
+        return total
+
+    def reconstruct(self, population: Population, y: Tensor) -> Tensor:
+        """Posterior means of the patches without noise, ``(N, D)``, see :meth:`posterior_means`."""
+        return self.posterior_means(population, y)[0]
 
 
-def _principal(centred: Tensor, share: Tensor, least: float) -> tuple[Tensor, Tensor]:
-    """Variances above the least one, and their directions."""
-    scaled = centred * share.sqrt().unsqueeze(1)
-    variances, basis = torch.linalg.eigh(scaled.mT @ scaled)
-    number = int((variances > least).sum())
-    return variances[len(variances) - number :], basis[:, len(variances) - number :]
+def most_probable(population: Population, number: int) -> Population:
+    """The ``number`` most probable states of every data point, the most probable first; all if there are fewer."""
+    log_joint, best = population.log_joint.topk(min(number, population.num_states), 1)
+    return dataclasses.replace(population, words=take(population.words, best), log_joint=log_joint)
 
 
-def _coefficients(above: Tensor, directions: Tensor, variances: Tensor, noise: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Posterior means of the coefficients of the directions, and what their variances sum to in all entries and in the observed ones."""
-    is_missing = above.isnan()
-    if not bool(is_missing.any()):
-        gain = variances / (variances + noise)
-        error = noise * gain.sum().expand(len(above))
-        return above @ directions * gain, error, error
-    root = directions * variances.sqrt()
-    pairs = torch.einsum("dr,nd,ds->nrs", root, (~is_missing).to(above), root)
-    identity = torch.eye(root.shape[1], dtype=above.dtype, device=above.device)
-    factor = torch.linalg.cholesky(identity + pairs / noise)
-    target = above.nan_to_num(0.0) @ root / noise
-    solution = torch.cholesky_solve(target.unsqueeze(-1), factor).squeeze(-1)
-    inverse = torch.linalg.solve_triangular(factor, identity, upper=False).square()
-    return solution * variances.sqrt(), (inverse * variances).sum((1, 2)), noise * (1 - inverse.sum(1)).sum(1)
-
-
-def k_means(points: Tensor, number: int, steps: int, candidates: int, generator: torch.Generator | None = None) -> Responsibilities:
-    """Clusters of points ``(N, D)`` by Lloyd's algorithm from random points.
-
-    Returns:
-        Of every point so many clusters, the nearest first, which is certain.
-    """
-    means = points[torch.randperm(len(points), generator=generator, device="cpu")[:number].to(points.device)]
-    for _ in range(steps):
-        nearest = _nearest(points, means, 1).squeeze(1)
-        count = nearest.bincount(minlength=len(means)).unsqueeze(1)
-        sums = torch.zeros_like(means).index_add_(0, nearest, points)
-        means = torch.where(count > 0, sums / count.clamp(min=1), means)
-    nearest = _nearest(points, means, min(candidates, len(means)))
-    return Responsibilities(nearest, torch.zeros_like(nearest, dtype=points.dtype).index_fill_(1, nearest.new_zeros(1), 1.0))
-
-
-def _nearest(points: Tensor, means: Tensor, number: int) -> Tensor:
-    power = 0.5 * means.square().sum(1)
-    return torch.cat([(power - block @ means.mT).topk(number, 1, largest=False).indices for block in points.split(_ROWS)])
-
-
-def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:
-    """The orthonormal discrete cosine transform of windows, ``(D, D)``; the first row is the constant."""
-    basis = torch.ones(1, 1, dtype=torch.float64)
-    for size in sizes:
-        frequency = torch.arange(size, dtype=torch.float64).unsqueeze(1)
-        rows = F.normalize((math.pi / size * frequency * (torch.arange(size, dtype=torch.float64) + 0.5)).cos(), dim=1)
-        basis = torch.kron(basis, rows)
-    return basis.to(like)
+def _shares(population: Population, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """The components that a patch counts for, and their probabilities, ``(N, S)`` both."""
+    kept = most_probable(population, _KEPT)
+    return kept.states(torch.int64)[..., 0], kept.weights(temperature)

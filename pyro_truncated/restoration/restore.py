@@ -39,7 +39,7 @@ class Restored:
         noise: the standard deviation of the noise that was learned, in the same units.
         model: what was learned of the patches, which have the mean of the array taken off: the model that was asked for, or the mixture
             (:class:`.PatchMixture`) of the last round, of the largest patches.
-        guide: the guide of the model that was asked for, with the posteriors of all patches; mixtures have none.
+        guide: its guide, with the posteriors of all patches.
         patches: how patches and array belong together.
         free_energies: the free energy per patch after each pass through the data, of a model that was asked for.
     """
@@ -47,7 +47,7 @@ class Restored:
     image: Tensor
     noise: float
     model: Any
-    guide: AutoTruncated | None
+    guide: AutoTruncated
     patches: Patches
     free_energies: list[float]
 
@@ -147,8 +147,8 @@ def _by_mixtures(
     brightness = image.nanmean()
     above = image - brightness
     first = filled(image, len(patches[0].shape)) - brightness
-    restored, noise, mixture = restored_by_mixtures(above, first, level, patches, num_components, rounds, generator, progress)
-    return Restored(restored + brightness, noise, mixture, None, patches[-1], [])
+    restored, noise, mixture, guide = restored_by_mixtures(above, first, level, patches, num_components, rounds, generator, progress)
+    return Restored(restored + brightness, noise, mixture, guide, patches[-1], [])
 
 
 def _by_model(

@@ -7,19 +7,27 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from pyro_truncated.restoration.patch_mixture import PatchMixture, Responsibilities, cosines, k_means
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.ops.k_means import k_means, nearest_centres
+from pyro_truncated.restoration.patch_mixture import PatchMixture, most_probable
 from pyro_truncated.restoration.windows import Patches
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_ITERATIONS, _KEPT, _CANDIDATES, _NEAREST = 4, 3, 12, 32
+_ITERATIONS, _CANDIDATES, _NEAREST = 4, 12, 32
 _LLOYD_STEPS = 6
 _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
 _LEAST_ERROR = 0.01
 _PATCHES_PER_COMPONENT = 150
+# The likelihood takes its candidates in blocks itself: the model is run once on all of them.
+_BUDGET = 2**36
 
 
 def restored_by_mixtures(
@@ -31,7 +39,7 @@ def restored_by_mixtures(
     rounds: int,
     generator: torch.Generator | None,
     progress: bool | None,
-) -> tuple[Tensor, float, PatchMixture]:
+) -> tuple[Tensor, float, PatchMixture, AutoTruncated]:
     """Rounds of mixtures of patches of several sides, whose arrays are averaged.
 
     Args:
@@ -45,7 +53,8 @@ def restored_by_mixtures(
         progress: whether to show a progress bar.
 
     Returns:
-        The mean of the arrays of the last two rounds; the standard deviation of the noise that the last mixture asks for; and this mixture.
+        The mean of the arrays of the last two rounds; the standard deviation of the noise that the last mixture
+        asks for; it; and its guide.
     """
     arrays = [torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)]
     with progress_bar(progress, total=rounds * len(patches) * _ITERATIONS, desc="restoring") as bar:
@@ -55,12 +64,12 @@ def restored_by_mixtures(
                 per_component = _PATCHES_PER_COMPONENT if number == 0 else _PATCHES_PER_COMPONENT / 2
                 wanted = min(num_components or math.ceil(len(windows) / per_component), len(windows))
                 found.append(_restored_by_mixture(image, arrays[-1], windows, wanted, noise, generator, bar))
-            arrays.append(torch.stack([array for array, _, _ in found]).mean(0))
-            _, learned_noise, mixture = found[-1]
+            arrays.append(torch.stack([array for array, *_ in found]).mean(0))
+            _, learned_noise, mixture, guide = found[-1]
             if number == 0:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
                 noise = 0.5 * (noise + learned_noise)
-    return torch.stack(arrays[-2:] if rounds > 1 else arrays[-1:]).mean(0), learned_noise, mixture
+    return torch.stack(arrays[-2:] if rounds > 1 else arrays[-1:]).mean(0), learned_noise, mixture, guide
 
 
 def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:
@@ -85,7 +94,7 @@ def _restored_by_mixture(
     noise: float,
     generator: torch.Generator | None,
     bar: ProgressBar,
-) -> tuple[Tensor, float, PatchMixture]:
+) -> tuple[Tensor, float, PatchMixture, AutoTruncated]:
     """The mixture of the patches of an estimate, and what it makes of the patches of the image.
 
     Responsibilities are those of the noisy patches, where missing entries are taken from the estimate; the posterior means are those of
@@ -93,27 +102,48 @@ def _restored_by_mixture(
 
     Returns:
         The array, of which each entry is the mean of what the patches say, weighted by the inverse of their expected squared errors; the
-        standard deviation of the noise that maximises the expected log joint; and the mixture.
+        standard deviation of the noise that maximises the expected log joint; the mixture; and its guide.
     """
     y, x = patches.extract(image), patches.extract(estimate)
-    filled = torch.where(y.isnan(), x, y)
-    places = patches.places().to(x)
-    clusters = k_means(torch.cat([x, _NEARNESS * noise * places], 1), num_components, _LLOYD_STEPS, _NEAREST, generator)
-    mixture, posterior = _learned(filled, x, places, clusters, noise, bar)
-    means, errors, seen_errors = mixture.posterior_means(y, posterior.most_probable(_KEPT))
+    filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
+    nearest = _clusters(torch.cat([x, _NEARNESS * noise * places], 1), num_components, generator)
+    mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
+    guide = _learned(mixture, nearest, (filled, x, places), bar)
+    means, errors, seen_errors = mixture.posterior_means(guide.population(), y)
     variance = ((y - means).square().nansum() + seen_errors.sum()) / (~y.isnan()).sum()
-    return patches.assemble(means, 1 / (errors + _LEAST_ERROR * noise**2)), math.sqrt(variance), mixture
+    return patches.assemble(means, 1 / (errors + _LEAST_ERROR * noise**2)), math.sqrt(variance), mixture, guide
 
 
-def _learned(
-    y: Tensor, x: Tensor, places: Tensor, posterior: Responsibilities, noise: float, bar: ProgressBar
-) -> tuple[PatchMixture, Responsibilities]:
+def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """The nearest clusters of every point, those of Lloyd's algorithm from random points."""
+    chosen = torch.randperm(len(points), generator=generator, device="cpu")[:number].to(points.device)
+    return nearest_centres(points, k_means(points, points[chosen], _LLOYD_STEPS), _NEAREST)
+
+
+def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor, Tensor], bar: ProgressBar) -> AutoTruncated:
     """EM in which patches without noise are taken to be known, among the nearest clusters, later among the most probable components."""
-    number = int(posterior.components.max()) + 1
-    kept, candidates = posterior.most_probable(1), posterior
-    for _ in range(_ITERATIONS):
-        mixture = PatchMixture.of(x, places, kept, number, noise)
-        posterior = mixture.among(y, places, candidates)
-        kept, candidates = posterior.most_probable(_KEPT), posterior.most_probable(_CANDIDATES)
+    space = StateSpace([mixture.num_components])
+    population = Population(space, space.pack(nearest[:, :1, None]), torch.zeros_like(nearest[:, :1], dtype=data[0].dtype))
+    guide = _guide(mixture, nearest)
+    for number in range(_ITERATIONS):
+        mixture.maximize(mixture.sufficient_statistics(population, *data))
+        with spare_random_numbers():
+            population = guide.refresh_(*data)
+        if number == 0:
+            guide = _guide(mixture, most_probable(population, _CANDIDATES).states(torch.int64)[..., 0])
         bar.update()
-    return mixture, posterior
+    return guide
+
+
+def _guide(mixture: PatchMixture, components: Tensor) -> AutoTruncated:
+    return AutoTruncated(mixture, components.shape[1], init=components, vectorize=True, memory_budget=_BUDGET)
+
+
+def cosines(sizes: tuple[int, ...], like: Tensor) -> Tensor:
+    """The orthonormal discrete cosine transform of windows, ``(D, D)``; the first row is the constant."""
+    basis = torch.ones(1, 1, dtype=torch.float64)
+    for size in sizes:
+        frequency = torch.arange(size, dtype=torch.float64).unsqueeze(1)
+        rows = F.normalize((math.pi / size * frequency * (torch.arange(size, dtype=torch.float64) + 0.5)).cos(), dim=1)
+        basis = torch.kron(basis, rows)
+    return basis.to(like)

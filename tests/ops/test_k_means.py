@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from pyro_truncated.ops.k_means import k_means
+from pyro_truncated.ops.k_means import k_means, nearest_centres
+from pyro_truncated.utils.budget import memory_budget
 
 CENTRES = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]], dtype=torch.float64)
 
@@ -18,3 +19,13 @@ def test_separate_clusters_are_found():
 def test_a_centre_without_points_stays():
     start = torch.cat([CENTRES, torch.full((1, 2), 100.0, dtype=torch.float64)])
     assert torch.equal(k_means(CENTRES.repeat(3, 1), start), start)
+
+
+def test_nearest_centres_are_those_of_all_distances_far_from_the_origin_too():
+    points = 1e4 + torch.randn(500, 3, generator=torch.Generator().manual_seed(0))
+    centres = points[:20] + 0.5
+    with memory_budget(10_000):
+        found = nearest_centres(points, centres, 4)
+    assert torch.equal(found, torch.cdist(points.double(), centres.double()).topk(4, largest=False).indices)
+    assert torch.equal(nearest_centres(points, centres)[:, 0], found[:, 0])
+    assert nearest_centres(points[:2], centres[:1], 4).tolist() == [[0], [0]]

@@ -6,88 +6,116 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.distributions import MultivariateNormal, Normal
 
+from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
 from pyro_truncated.restoration import PatchMixture
-from pyro_truncated.restoration.patch_mixture import Responsibilities, cosines, k_means
+from pyro_truncated.restoration.patch_mixture import most_probable
+from pyro_truncated.restoration.rounds import cosines
+from pyro_truncated.testing import check_guide
 
-NUM_DATA, NUM_OBSERVED, NUM_COMPONENTS, SCALE = 60, 5, 3, 0.7
+NUM_DATA, NUM_OBSERVED, NUM_COMPONENTS, SCALE = 60, 5, 4, 0.7
+Data = tuple[Tensor, Tensor, Tensor]
 
 
-def draw() -> tuple[torch.Tensor, torch.Tensor, Responsibilities]:
+def draw() -> Data:
+    """Noisy patches, patches without noise, and places."""
     generator = torch.Generator().manual_seed(0)
-    patches = (
-        torch.randn(NUM_DATA, NUM_OBSERVED, generator=generator, dtype=torch.float64) @ torch.randn(5, 5, generator=generator).double()
-    )
+    x = torch.randn(NUM_DATA, NUM_OBSERVED, generator=generator).double() @ torch.randn(5, 5, generator=generator).double()
     places = torch.randint(20, (NUM_DATA, 2), generator=generator).double()
-    components = torch.rand(NUM_DATA, NUM_COMPONENTS, generator=generator).argsort(1)[:, :2]
-    return patches, places, Responsibilities(components, torch.rand(NUM_DATA, 2, generator=generator).double().softmax(1))
+    return x + SCALE * torch.randn(x.shape, generator=generator).double(), x, places
 
 
-def mixture() -> PatchMixture:
-    patches, places, responsibilities = draw()
-    return PatchMixture.of(patches, places, responsibilities, NUM_COMPONENTS, SCALE)
+def some_population() -> Population:
+    generator = torch.Generator().manual_seed(1)
+    space = StateSpace([NUM_COMPONENTS])
+    components = torch.rand(NUM_DATA, NUM_COMPONENTS, generator=generator).argsort(1)
+    return Population(space, space.pack(components.unsqueeze(-1)), torch.randn(NUM_DATA, NUM_COMPONENTS, generator=generator).double())
 
 
-def covariance(model: PatchMixture, k: int) -> torch.Tensor:
-    return model.directions[k] * model.variances[k] @ model.directions[k].mT
+def shares(population: Population) -> Tensor:
+    """Responsibilities of the three best components, ``(N, K)``."""
+    best = population.log_joint.topk(3, 1)
+    components = population.states(torch.int64)[..., 0].gather(1, best.indices)
+    return torch.zeros(NUM_DATA, NUM_COMPONENTS, dtype=torch.float64).scatter(1, components, best.values.softmax(1))
 
 
-def noisy() -> tuple[torch.Tensor, torch.Tensor]:
-    patches, places, _ = draw()
-    return patches + SCALE * torch.randn(patches.shape, generator=torch.Generator().manual_seed(1)).double(), places
+def learned(data: Data) -> PatchMixture:
+    model = PatchMixture(NUM_OBSERVED, NUM_COMPONENTS, 2, SCALE, data[0])
+    model.maximize(model.sufficient_statistics(some_population(), *data))
+    return model
 
 
-def dense_log_joint(model: PatchMixture, y: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def covariance(model: PatchMixture, k: int) -> Tensor:
+    return model.factor[k] @ model.factor[k].mT
+
+
+def dense_log_joint(model: PatchMixture, y: Tensor, places: Tensor) -> Tensor:
     identity = torch.eye(NUM_OBSERVED, dtype=torch.float64)
     terms = [
         model.weights[k].log()
         + MultivariateNormal(model.loc[k], covariance(model, k) + SCALE**2 * identity).log_prob(y)
-        + 0.5 * Normal(model.places[k], model.spreads[k].sqrt()).log_prob(places).sum(1)
+        + 0.5 * Normal(model.places[k], model.spreads[k]).log_prob(places).sum(1)
         for k in range(NUM_COMPONENTS)
     ]
     return torch.stack(terms, 1)
 
 
 def test_parameters_are_weighted_moments() -> None:
-    patches, places, responsibilities = draw()
-    model = mixture()
-    shares = torch.zeros(NUM_DATA, NUM_COMPONENTS, dtype=torch.float64).scatter(1, responsibilities.components, responsibilities.weights)
-    torch.testing.assert_close(model.weights, shares.mean(0))
-    for k, share in enumerate((shares / shares.sum(0)).unbind(1)):
-        torch.testing.assert_close(model.loc[k], share @ patches)
+    data = draw()
+    _, x, places = data
+    model = learned(data)
+    model.maximize(model.sufficient_statistics(some_population(), *data))  # around other means: the same moments
+    responsibilities = shares(some_population())
+    torch.testing.assert_close(model.weights, responsibilities.mean(0))
+    for k, share in enumerate((responsibilities / responsibilities.sum(0)).unbind(1)):
+        torch.testing.assert_close(model.loc[k], share @ x)
         torch.testing.assert_close(model.places[k], share @ places)
-        torch.testing.assert_close(model.spreads[k], share @ (places - model.places[k]).square().mean(1) + 4.0)
-        centred = patches - model.loc[k]
+        torch.testing.assert_close(model.spreads[k].square(), share @ (places - model.places[k]).square().mean(1) + 4.0)
+        centred = x - model.loc[k]
         values, basis = torch.linalg.eigh((centred * share.unsqueeze(1)).mT @ centred)
         values = torch.where(values > 0.05 * SCALE**2, values, 0.0)
         torch.testing.assert_close(covariance(model, k), basis * values @ basis.mT)
+        lengths = model.factor[k].norm(dim=0)
+        assert bool((lengths.diff() <= 1e-12).all())
 
 
-def test_responsibilities_are_those_of_dense_covariances() -> None:
-    model, (y, places) = mixture(), noisy()
+def test_statistics_of_parts_add_up() -> None:
+    data, population = draw(), some_population()
+    model = learned(data)
+    assert isinstance(model, ClosedFormModel)
+    whole = model.sufficient_statistics(population, *data)
+    parts = [model.sufficient_statistics(part, *data) for part in population.split(25)]
+    for name, value in whole.items():
+        torch.testing.assert_close(sum(part[name] for part in parts), value)
+
+
+def test_the_guide_has_the_posteriors_of_dense_covariances() -> None:
+    data = draw()
+    model = learned(data)
+    y, _, places = data
     exact = dense_log_joint(model, y, places)
-    found = model.responsibilities(y, places, NUM_COMPONENTS)
-    torch.testing.assert_close(found.weights, exact.softmax(1).gather(1, found.components))
-    assert bool((found.weights.diff(dim=1) <= 0).all())
-    two = model.responsibilities(y, places, 2)
-    torch.testing.assert_close(two.weights, exact.gather(1, two.components).softmax(1))
-    torch.testing.assert_close(found.most_probable(2).weights, two.weights)
-    among = model.among(y, places, Responsibilities(two.components.flip(1), two.weights))
-    assert torch.equal(among.components, two.components)
-    torch.testing.assert_close(among.weights, two.weights)
+    guide = AutoTruncated(model, 3, init=torch.arange(3).expand(NUM_DATA, 3))
+    found = guide.refresh_(*data)
+    torch.testing.assert_close(found.log_joint.double(), exact[:, :3])
+    two = most_probable(found, 2)
+    torch.testing.assert_close(two.log_joint.double(), exact[:, :3].topk(2).values)
+    assert torch.equal(two.states(torch.int64)[..., 0], exact[:, :3].topk(2).indices)
+    check_guide(AutoTruncated(model, 3), *data)
 
 
 @pytest.mark.parametrize("share_missing", [0.0, 0.4])
 def test_posterior_means_are_conditional_expectations_of_what_is_observed(share_missing: float) -> None:
-    model, (y, places) = mixture(), noisy()
-    posterior = model.responsibilities(y, places, 2)
-    y = torch.where(torch.rand(y.shape, generator=torch.Generator().manual_seed(2)) < share_missing, math.nan, y)
-    means, errors, seen_errors = model.posterior_means(y, posterior)
-    for n, row in enumerate(y):
+    data = draw()
+    model, population = learned(data), some_population()
+    y = torch.where(torch.rand(data[0].shape, generator=torch.Generator().manual_seed(2)) < share_missing, math.nan, data[0])
+    means, errors, seen_errors = model.posterior_means(population, y)
+    torch.testing.assert_close(model.reconstruct(population, y), means)
+    for n, (row, weights) in enumerate(zip(y, shares(population), strict=True)):
         seen = ~row.isnan()
         mean, error, seen_error = torch.zeros(NUM_OBSERVED, dtype=torch.float64), 0.0, 0.0
-        for k, weight in zip(posterior.components[n].tolist(), posterior.weights[n], strict=True):
+        for k, weight in enumerate(weights):
             prior = covariance(model, k)
             noisy_part = prior[seen][:, seen] + SCALE**2 * torch.eye(int(seen.sum()), dtype=torch.float64)
             gain = torch.linalg.solve(noisy_part, prior[seen]).mT
@@ -99,15 +127,16 @@ def test_posterior_means_are_conditional_expectations_of_what_is_observed(share_
         torch.testing.assert_close(seen_errors[n], torch.as_tensor(seen_error))
 
 
-def test_clusters_are_those_of_the_nearest_means_and_components_without_data_are_never_taken() -> None:
-    points = torch.cat([torch.zeros(10, 2), torch.full((10, 2), 9.0)]) + torch.randn(20, 2, generator=torch.Generator().manual_seed(0))
-    found = k_means(points, 2, 10, 5, torch.Generator().manual_seed(3))
-    assert found.weights.tolist() == 20 * [[1.0, 0.0]]
-    assert bool((found.components.sum(1) == 1).all())
-    means = torch.stack([points[found.components[:, 0] == k].mean(0) for k in range(2)])
-    assert torch.equal(torch.cdist(points, means).argsort(1), found.components)
-    model = PatchMixture.of(points, torch.zeros(20, 2), found.most_probable(1), 4, 1.0)
-    assert bool((model.responsibilities(points, torch.zeros(20, 2), 2).components < 2).all())
+def test_components_without_data_keep_their_means_and_weigh_nothing() -> None:
+    data = draw()
+    model = PatchMixture(NUM_OBSERVED, NUM_COMPONENTS, 2, SCALE, data[0])
+    model.loc = torch.randn(NUM_COMPONENTS, NUM_OBSERVED, generator=torch.Generator().manual_seed(3)).double()
+    before, population = model.loc.clone(), some_population()
+    log_joint = population.log_joint.masked_fill(population.states()[..., 0] == 1, -math.inf)
+    model.maximize(model.sufficient_statistics(Population(population.space, population.words, log_joint), *data))
+    assert torch.equal(model.loc[1], before[1])
+    assert model.weights[1] == 0.0
+    assert all(value.isfinite().all() for value in model.buffers())
 
 
 def test_cosines_are_orthonormal_and_begin_with_the_constant() -> None:
