@@ -22,20 +22,43 @@ from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.search import NeighbourSearch
 
-DIMS, NUM_STATES, NUM_TEST = 16, 4, 4000
+DIMS, RANK, NUM_STATES, NUM_TEST = 16, 3, 4, 4000
 Result = dict[str, float]
 
 
+def mixture(num_components: int, covariance: str) -> GaussianMixture:
+    return GaussianMixture(DIMS, num_components, covariance=covariance, rank=RANK if covariance == "low-rank" else None)
+
+
+@torch.no_grad()
 def mixture_data(num_components: int, num_data: int, covariance: str, seed: int) -> tuple[Tensor, Tensor, GaussianMixture]:
-    """Data to train on, others to test on, and the mixture that both are from: means of deviation 3, noise of deviation .5 to 1.5, or 1."""
+    """Data to train on, others to test on, and the mixture that both are from: means of deviation 3.
+
+    Noise has the deviation 1, or of .5 to 1.5 along the dimensions of every component (diagonal) or along the same rotated ones (tied), or
+    of .5 beside three normal directions of every component (low-rank).
+    """
     generator = torch.Generator().manual_seed(seed)
-    truth = GaussianMixture(DIMS, num_components, covariance=covariance)
+    truth = mixture(num_components, covariance)
     truth.loc = 3 * torch.randn(num_components, DIMS, generator=generator)
     if covariance == "diag":
         truth.scale = 0.5 + torch.rand(num_components, DIMS, generator=generator)
     component = torch.randint(num_components, (num_data + NUM_TEST,), generator=generator)
-    scale = truth.scale.detach().reshape(num_components, -1)
-    y = truth.loc.detach()[component] + scale[component] * torch.randn(num_data + NUM_TEST, DIMS, generator=generator)
+    if covariance == "tied":
+        rotation = torch.linalg.qr(torch.randn(DIMS, DIMS, generator=generator)).Q
+        truth.scale = torch.linalg.cholesky((rotation * (0.5 + torch.rand(DIMS, generator=generator)).square()) @ rotation.mT)
+    if covariance == "low-rank":
+        truth.scale = torch.full((num_components,), 0.5)
+        truth.factor = torch.randn(num_components, DIMS, RANK, generator=generator)
+    noise = torch.randn(num_data + NUM_TEST, DIMS, generator=generator)
+    if covariance == "tied":
+        y = truth.loc[component] + noise @ truth.scale.mT
+    else:
+        y = truth.loc[component] + truth.scale.reshape(num_components, -1)[component] * noise
+    if covariance == "low-rank":
+        directions = torch.randn(num_data + NUM_TEST, RANK, 1, generator=generator)
+        y += torch.cat(
+            [(truth.factor[some] @ given).squeeze(-1) for some, given in zip(component.split(2**16), directions.split(2**16), strict=True)]
+        )
     return y[:num_data].clone(), y[num_data:].clone(), truth
 
 
@@ -50,9 +73,19 @@ def log_density(y: Tensor, weights: Tensor, loc: Tensor, scale: Tensor) -> float
     return float(torch.cat(parts).mean())
 
 
+@torch.no_grad()
 def density_of(model: GaussianMixture, y: Tensor) -> float:
-    """Mean log density under one of our mixtures."""
-    return log_density(y, model.weights, model.loc, model.scale.reshape(model.num_components, -1))
+    """Mean log density under one of our mixtures, all components counted."""
+    if model.covariance in ("spherical", "diag"):
+        return log_density(y, model.weights, model.loc, model.scale.reshape(model.num_components, -1))
+    scale = model.scale.double()
+    if model.covariance == "low-rank":
+        noise = scale.square()[:, None, None] * torch.eye(DIMS, dtype=torch.float64)
+        scale = torch.linalg.cholesky(model.factor.double() @ model.factor.double().mT + noise)
+    scales = scale.expand(model.num_components, DIMS, DIMS)
+    components = (torch.distributions.MultivariateNormal(loc, scale_tril=own) for loc, own in zip(model.loc.double(), scales, strict=True))
+    log_joint = torch.stack([component.log_prob(y.double()) for component in components], 1) + model.weights.double().log()
+    return float(log_joint.logsumexp(1).mean())
 
 
 def ours(y: Tensor, test: Tensor, num_components: int, covariance: str, seed: int, passes: int) -> Iterator[Result]:
@@ -60,7 +93,7 @@ def ours(y: Tensor, test: Tensor, num_components: int, covariance: str, seed: in
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     began, spent = time.process_time(), 0.0
-    model = GaussianMixture(DIMS, num_components, covariance=covariance).initialize(y)
+    model = mixture(num_components, covariance).initialize(y)
     seeded = time.process_time() - began
     guide = AutoTruncated(model, num_states=NUM_STATES, init=model.likeliest_components(y, NUM_STATES))
     search = NeighbourSearch(8, parents=3, num_random=1)
@@ -103,7 +136,8 @@ def sklearn_mixture(y: Tensor, test: Tensor, num_components: int, covariance: st
     """scikit-learn's ``GaussianMixture`` as it is (it starts from k-means), for so many iterations at most."""
     from sklearn.mixture import GaussianMixture as Theirs
 
-    method = Theirs(num_components, covariance_type=covariance, max_iter=passes, random_state=seed)
+    kind = "full" if covariance == "low-rank" else covariance  # of which there are none of low rank
+    method = Theirs(num_components, covariance_type=kind, max_iter=passes, random_state=seed)
     began = time.process_time()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -115,7 +149,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--components", type=int, default=1000)
     parser.add_argument("--data", type=int, default=200_000)
-    parser.add_argument("--covariance", choices=["spherical", "diag"], default="spherical")
+    parser.add_argument("--covariance", choices=["spherical", "diag", "tied", "low-rank"], default="spherical")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--methods", nargs="+", choices=["ours", "kmeans", "sklearn"], default=["ours", "kmeans"])
