@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import pyro
 import pyro.distributions as dist
@@ -114,9 +114,13 @@ class GibbsGuide(PyroModule):
             over the sweeps, zero for latents that were not selected. Random numbers before a data point's first step.
         unit: the unit that the coefficients were drawn in, see the model's.
 
+        ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
+
     Raises:
         TypeError: if the model lacks what the sampler needs.
     """
+
+    ROWS: ClassVar[tuple[str, ...]] = ("selected", "coefficients", "probabilities", "unit")
 
     selected: Tensor
     coefficients: Tensor
@@ -272,9 +276,8 @@ class GibbsGuide(PyroModule):
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
         # A fresh guide has no buffers yet: make them in the shapes that come in.
-        for name in ("selected", "coefficients", "probabilities", "unit"):
-            value = state_dict.get(prefix + name)
-            held = self._buffers.get(name)
+        for name in self.ROWS:
+            value, held = state_dict.get(prefix + name), self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape):
                 self.register_buffer(name, torch.empty_like(value))
         super()._load_from_state_dict(state_dict, prefix, *args)

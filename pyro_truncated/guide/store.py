@@ -45,9 +45,11 @@ class PopulationStore(torch.nn.Module):
         num_searches: how often the populations were searched: where in the random numbers they are.
         first_position: position of the first data point among all data, where those of other processes come before it.
         STORED: names of the buffers.
+        ROWS: names of those with a row per data point, which checkpoints of several processes keep apart.
     """
 
     STORED: ClassVar[tuple[str, ...]] = ("words", "log_joint", "cardinalities")
+    ROWS: ClassVar[tuple[str, ...]] = ("words", "log_joint")
 
     words: Tensor
     log_joint: Tensor

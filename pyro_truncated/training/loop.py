@@ -16,6 +16,7 @@ from pyro.infer import SVI
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.batches import Batches
+from pyro_truncated.distributed.shards import Portion
 from pyro_truncated.training.checkpoint import (
     CheckpointWarning,
     lacks_parameters,
@@ -27,7 +28,7 @@ from pyro_truncated.training.checkpoint_file import claimed
 from pyro_truncated.training.identity import describe_arguments, describe_run
 from pyro_truncated.training.refusals import refuse_other_runs
 from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
-from pyro_truncated.training.together import is_shared_run, watched
+from pyro_truncated.training.together import is_shared_run, shared_portion, watched
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -160,14 +161,14 @@ def fit(
         if checkpoint is None:
             _run(training, work, steps, callbacks, progress, patience, tolerance)
             return training
-        path, is_shared = Path(checkpoint), is_shared_run(svi.guide, (args, kwargs))
-        if is_shared:
+        path, portion = Path(checkpoint), shared_portion(svi.guide, (args, kwargs))
+        if portion is not None:
             refuse_unsaved(svi)
         run = describe_run(svi) | describe_arguments(args, kwargs if batches is None else {**kwargs, "batches": batches})
-        with claimed(path) if not is_shared or world.rank() == 0 else contextlib.nullcontext():
-            if world.agree(path.exists()) if is_shared else path.exists():
+        with claimed(path) if portion is None or world.rank() == 0 else contextlib.nullcontext():
+            if path.exists() if portion is None else world.agree(path.exists()):
                 _resume(training, path, settings, run, may_differ, args, kwargs)
-            saving = _Saving(path, checkpoint_seconds, settings, run, is_shared)
+            saving = _Saving(path, checkpoint_seconds, settings, run, portion)
             _run(training, work, steps, callbacks, progress, patience, tolerance, saving)
     return training
 
@@ -251,22 +252,22 @@ class _Saving:
     """Writes checkpoints every so often and at the end; one that cannot be written is a warning."""
 
     def __init__(
-        self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], is_shared: bool = False
+        self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], portion: Portion | None
     ) -> None:
-        self.path, self.seconds, self.settings, self.run, self.is_shared = path, seconds, settings, run, is_shared
+        self.path, self.seconds, self.settings, self.run, self.portion = path, seconds, settings, run, portion
         self.saved = time.monotonic()
 
     def after_step(self, training: Training, ended: bool) -> None:
         is_due = ended or time.monotonic() - self.saved >= self.seconds
-        if not (world.agree(is_due) if self.is_shared else is_due):
+        if not (is_due if self.portion is None else world.agree(is_due)):
             return
         history = {"record": training.record, "seconds": training.seconds, "stopped_early": training.stopped_early}
         content: dict[str, Any] = {"history": history, "settings": self.settings, "run": self.run}
         try:
-            if self.is_shared:
-                save_shared(self.path, training.svi, training.steps, **content)
-            else:
+            if self.portion is None:
                 save_checkpoint(self.path, training.svi, **content)
+            else:
+                save_shared(self.path, training.svi, training.steps, self.portion, **content)
         except OSError as error:
             then = "it has ended, and its last steps are not saved" if ended else "it goes on, and tries again later"
             message = f"{error}; the last checkpoint of this run, if there is one, is as it was. After {training.steps} steps {then}"

@@ -6,18 +6,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList
 from torch import Tensor
 
 from pyro_truncated.distributed import world
+from pyro_truncated.distributed.all_reduced import local_names
 from pyro_truncated.distributed.shards import Portion, portion_of
+from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
 from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
 from pyro_truncated.training.run_state import search_of
-
-# Where the content of a checkpoint has a row per data point, and under what name it is kept.
-_POPULATIONS = {"words": "populations.words", "log_joint": "populations.log_joint"}
 
 
 def refuse_unsaved(svi: SVI) -> None:
@@ -26,10 +28,15 @@ def refuse_unsaved(svi: SVI) -> None:
     Raises:
         NotImplementedError: saying what they would not.
     """
-    if not isinstance(svi.guide, AutoTruncated) or svi.guide.siblings is not None:
+    if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "siblings", None) is not None:
         raise NotImplementedError(
-            f"checkpoints of several processes hold the populations of a guide that is one AutoTruncated; this one is "
-            f"{type(svi.guide).__name__}: train without a checkpoint, or in one process"
+            "checkpoints of several processes hold what an AutoTruncated, a list of guides or a GibbsGuide keeps of every data point; "
+            f"this guide is {type(svi.guide).__name__}: train without a checkpoint, or in one process"
+        )
+    if local := sorted(local_names()):
+        raise NotImplementedError(
+            f"checkpoints of several processes do not hold parameters that are left to every process, {local}: train without a checkpoint, "
+            "or in one process"
         )
     search = search_of(svi)
     if search is not None and search.learns:
@@ -39,7 +46,9 @@ def refuse_unsaved(svi: SVI) -> None:
         )
 
 
-def save_shared(path: Path, svi: SVI, number: int, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str]) -> None:
+def save_shared(
+    path: Path, svi: SVI, number: int, portion: Portion, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str]
+) -> None:
     """Writes a checkpoint of a run of several processes, all of which call this.
 
     Each writes the populations of its own data points into a folder beside the file; then the first one writes the file, which says where
@@ -49,6 +58,7 @@ def save_shared(path: Path, svi: SVI, number: int, *, history: Any, settings: Ma
         path: the file.
         svi: the run.
         number: of this checkpoint; different from that of the last one.
+        portion: the data points of this process.
         history: what :func:`~pyro_truncated.training.checkpoint.save_checkpoint` takes, as what follows.
         settings: likewise.
         run: likewise.
@@ -56,13 +66,11 @@ def save_shared(path: Path, svi: SVI, number: int, *, history: Any, settings: Ma
     Raises:
         OSError: on all processes, if one of them cannot write; the last checkpoint is as it was.
     """
-    guide: AutoTruncated = svi.guide
-    portion = guide.populations.portion
-    assert portion is not None
     content = content_of(svi, history=history, settings=settings, run=run)
     modules, optim = content["modules"], content["optim"]
-    modules["guide"].pop("populations.portion", None)
-    rows: dict[str, Tensor] = {short: modules["guide"].pop(name) for short, name in _POPULATIONS.items()}
+    modules["guide"] = {name: value for name, value in modules["guide"].items() if not name.endswith(f"populations.{PORTION}")}
+    rows: dict[str, Tensor] = {_short(name): modules["guide"].pop(name) for name in _row_names(svi.guide)}
+    portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
     folder = folder_of(path) / str(number)
@@ -95,24 +103,37 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     """
     portion = portion_of(arguments)
     held = content.get("rows")
-    if held is None and (portion is None or not portion.is_part or not isinstance(svi.guide, AutoTruncated)):
+    if held is None and (portion is None or not portion.is_part):
         return content
     modules = {name: dict(state) for name, state in content["modules"].items()}
     optim = dict(content["optim"])
+    names = [name for name in _row_names(svi.guide) if held is not None or name in modules.get("guide", {})]
     if held is None:
+        if not names:
+            return content
         assert portion is not None
-        total = len(modules["guide"][_POPULATIONS["words"]])
+        every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
+        total = len(next(iter(every.values())))
         portion = _of_populations(portion, total, path)
-        every = {short: modules["guide"][name] for short, name in _POPULATIONS.items()} | {"visited": optim.get("visited")}
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
         total = held["total"]
         portion = _of_populations(portion or Portion(0, total, total), total, path)
         rows = {name: read_rows(folder_of(path) / held["folder"], held["written"], name, portion) for name in held["written"][0]["sums"]}
-    modules["guide"] |= {name: rows[short] for short, name in _POPULATIONS.items()}
+    modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
     return {name: value for name, value in content.items() if name != "rows"} | {"modules": modules, "optim": optim}
+
+
+def _row_names(guide: torch.nn.Module) -> list[str]:
+    """Names of what a guide keeps of every data point, in its ``state_dict``."""
+    parts = ((prefix, getattr(part, "ROWS", ())) for prefix, part in guide.named_modules())
+    return [f"{prefix}.{name}" if prefix else name for prefix, names in parts for name in names]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix("populations.")
 
 
 def _of_populations(portion: Portion, total: int, path: Path) -> Portion:

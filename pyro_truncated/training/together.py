@@ -13,19 +13,24 @@ from torch import Tensor
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.alike import start_as_first
 from pyro_truncated.distributed.launch import UnsharedDataWarning, launched_processes
-from pyro_truncated.distributed.shards import portion_of
+from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 
 
 def is_shared_run(guide: Any, arguments: Any) -> bool:
     """Whether other processes take the same steps with other data points: those of the arguments are a shard, or the guide is of one."""
+    return shared_portion(guide, arguments) is not None
+
+
+def shared_portion(guide: Any, arguments: Any) -> Portion | None:
+    """The data points of this process where others have the rest, else ``None``."""
     if not world.is_shared():
-        return False
+        return None
     portion = portion_of(arguments)
     if portion is None and isinstance(guide, AutoTruncated):
         portion = guide.populations.portion
-    return portion is not None and portion.is_part
+    return portion if portion is not None and portion.is_part else None
 
 
 def watched(guide: Any, arguments: Any) -> AbstractContextManager[None]:

@@ -12,20 +12,23 @@ from pyro.infer import SVI
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
 from pyro_truncated.scenes import PlaceRegression
-from pyro_truncated.search import SearchBatch, gp_select
+from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from tests.distributed.test_together import data
 
 
-def selected(rank: int | None, in_batches: bool, steps: int = 6, is_shard: bool = True) -> tuple[list[float], torch.Tensor, torch.Tensor]:
+def selected(
+    rank: int | None, in_batches: bool, steps: int = 6, is_shard: bool = True, flips: bool = False
+) -> tuple[list[float], torch.Tensor, torch.Tensor]:
     pyro.clear_param_store()
     pyro.set_rng_seed(2)
     y = data(31)
     y[::6, 1] = torch.nan
     y = distributed.shard(y) if is_shard else y
     model = BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)
-    search = GPSelect(3, rank=rank, refit_every=2, fit_steps=4) + EvolutionarySearch(2, 2)
+    learned = LearnedFlips(3, rank=rank, refit_every=2) if flips else GPSelect(3, rank=rank, refit_every=2, fit_steps=4)
+    search = learned + EvolutionarySearch(2, 2)
     svi = SVI(model, AutoTruncated(model, num_states=6), ClosedForm(model), Truncated_ELBO(search))
     # Minibatches leave processes without any data point, and at first most data have not been met.
     batches = distributed.Batches(y, 4, block=2)
@@ -43,12 +46,13 @@ def selected(rank: int | None, in_batches: bool, steps: int = 6, is_shard: bool 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [None, 5])
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_selections_are_those_of_one_process(rank, in_batches, crew):
-    losses, words, new = selected(rank, in_batches)
+@pytest.mark.parametrize(
+    ("rank", "in_batches", "flips"), [(None, False, False), (None, True, False), (5, False, False), (5, True, False), (None, True, True)]
+)
+def test_selections_are_those_of_one_process(rank, in_batches, flips, crew):
+    losses, words, new = selected(rank, in_batches, flips=flips)
     for number in (2, 3):
-        found = crew.results(number, selected, rank, in_batches)
+        found = crew.results(number, selected, rank, in_batches, flips=flips)
         for own, _, _ in found:
             assert own == pytest.approx(losses, rel=1e-12)
         assert torch.equal(torch.cat([own for _, own, _ in found]), words)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pyro
 import pyro.distributions as dist
 import pytest
@@ -10,7 +13,7 @@ from pyro.infer import SVI
 from pyro.infer.autoguide import AutoGuideList, AutoNormal
 from pyro.optim import Adam
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, distributed
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO, distributed, fit
 from pyro_truncated.distributed import OtherProcessError
 from tests.distributed.test_together import data
 
@@ -67,3 +70,33 @@ def test_guides_that_draw_for_every_data_point_are_refused(crew):
     for found in crew.run(2, beside_local_draws):
         assert isinstance(found, (NotImplementedError, OtherProcessError))
         assert "other guides sample ['loudness_unconstrained', 'loudness'] for every data point" in str(found)
+
+
+def fitted(folder: str | None, steps: int) -> tuple[list[float], torch.Tensor]:
+    y, svi = distributed.shard(data(17)), list_of_guides()
+    training = fit(svi, y, steps=steps, checkpoint=None if folder is None else Path(folder) / "run.pt", progress=False)
+    return training.record["free_energy"], svi.guide[1].words
+
+
+@pytest.mark.slow
+def test_guides_beside_others_go_on_with_any_number_of_processes(crew, tmp_path):
+    expected, words = fitted(None, 5)
+    crew.results(3, fitted, str(tmp_path / "saved"), 2)
+    for number in (1, 2):
+        folder = str(shutil.copytree(tmp_path / "saved", tmp_path / str(number)))
+        found = [fitted(folder, 5)] if number == 1 else crew.results(number, fitted, folder, 5)
+        assert all(record == pytest.approx(expected, rel=1e-12) for record, _ in found)
+        assert torch.equal(torch.cat([own for _, own in found]), words)
+
+
+def with_parameters_of_its_own(folder: str) -> None:
+    y, svi = distributed.shard(data(17)), list_of_guides()
+    svi.optim.local = frozenset(["loudness"])
+    fit(svi, y, steps=1, checkpoint=Path(folder) / "run.pt", progress=False)
+
+
+@pytest.mark.slow
+def test_parameters_that_are_left_to_every_process_are_not_lost(crew, tmp_path):
+    for found in crew.run(2, with_parameters_of_its_own, str(tmp_path)):
+        assert isinstance(found, (NotImplementedError, OtherProcessError))
+        assert "do not hold parameters that are left to every process, ['loudness']" in str(found)
