@@ -12,6 +12,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.search.neighbours import NeighbourSearch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
+from pyro_truncated.search.surrogate_search import SurrogateSearch
 
 if TYPE_CHECKING:
     from pyro_truncated.search.gp_select import GPSelect, RegressionAffinity
@@ -35,6 +36,7 @@ __all__ = [
     "Search",
     "SearchBatch",
     "Singletons",
+    "SurrogateSearch",
 ]
 
 # Loaded when first asked for (PEP 562), with the Gaussian processes that they need.

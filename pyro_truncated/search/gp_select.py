@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -15,7 +14,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.learned_affinity import LearnedAffinity
-from pyro_truncated.search.met_data import MetData, rows_of
+from pyro_truncated.search.met_data import MetData, flat_observations, rows_of
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.spread_regression import MOST_ROWS, SpreadRegression, rows_of_all, spread
@@ -157,10 +156,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             if indices is None and len(self.inputs) != size:
                 raise ValueError(f"inputs hold {len(self.inputs)} rows, but the batch is all data and has {size} data points")
             return (self.inputs if indices is None else self.inputs[indices.to(self.inputs.device)]).double()
-        parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
-        if not parts:
-            raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
-        return torch.cat(parts, 1)
+        return flat_observations(batch)
 
     @staticmethod
     def _checked(inputs: Tensor, size: int) -> Tensor:

@@ -13,6 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.search.affinities import AffinitySearch
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import RegressionAffinity
+from pyro_truncated.search.scored_states import drawn_by_weight
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -79,7 +80,7 @@ class LearnedFlips(AffinitySearch):
         """Children ``(N, children)``; repetitions are possible."""
         if not batch.space.is_binary:
             raise ValueError(f"LearnedFlips is for binary latents; the model has {batch.space}")
-        prediction, parents = self.affinity(batch), self._parents(batch)
+        prediction, parents = self.affinity(batch), drawn_by_weight(batch, self.children, self.generator)
         disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=_LEAST)
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))
         children[:, 0] = self._predicted(batch, prediction)
@@ -88,12 +89,6 @@ class LearnedFlips(AffinitySearch):
     def _predicted(self, batch: SearchBatch, prediction: Tensor) -> Tensor:
         """States ``(N, W)`` drawn from the predicted marginals."""
         return batch.space.pack((ops.uniform(shape=prediction.shape[1:], **batch.draws(self.generator)) < prediction).long())
-
-    def _parents(self, batch: SearchBatch) -> Tensor:
-        """States of the populations drawn by their weights, as words ``(N, children, W)``."""
-        weight = batch.population.weights().double().cumsum(1)
-        at = ops.uniform(shape=(self.children,), **batch.draws(self.generator)).double() * weight[:, -1:]
-        return batch.population.take(torch.searchsorted(weight, at).clamp(max=weight.shape[1] - 1))
 
     def _flips(self, batch: SearchBatch, disagreement: Tensor) -> Tensor:
         """What is flipped, zeros and ones ``(N, children, H)``, in proportion to the disagreement."""

@@ -7,6 +7,8 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.search.base import SearchBatch
+
 
 class MetData:
     """Inputs and latest marginals of the data points met so far, by their position in the full data set."""
@@ -50,3 +52,16 @@ class MetData:
 def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
     """Positions of the data points of a batch with these inputs, among all of this process."""
     return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
+
+
+def flat_observations(batch: SearchBatch) -> Tensor:
+    """The observations of a batch, those of all sites with one value per data point side by side, ``(n, D)`` in float64.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    size = len(batch.population)
+    parts = [value.reshape(size, math.prod(value.shape[1:])).double() for value in batch.observations.values() if len(value) == size]
+    if not parts:
+        raise ValueError("there is no observed site with one value per data point to regress on; give inputs")
+    return torch.cat(parts, 1)

@@ -192,8 +192,21 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
     values = [run.step(y) for _ in range(steps)]
     run.end()
     if run.truncated is None:
-        return reached_on_average(values[-max(1, steps // 6) :])
+        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=_likelihoods(run.guide, y))
     return Reached(values[-1], each=run.truncated.population().free_energy())
+
+
+@torch.no_grad()
+def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
+    """Mean log likelihoods of the data points over the draws of their latents, ``(N,)``: what a search has missed shows there."""
+    likelihoods = []
+    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
+        values = guide.model.site_values(coefficients)
+        with spare_random_numbers(), poutine.block():
+            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
+        trace.compute_log_prob()
+        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
+    return torch.stack(likelihoods).mean(0).double()
 
 
 def _losses(run: Run, y: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, GPSelect, Population
-from pyro_truncated.search import LearnedFlips, Preselection, Search, SearchBatch, Singletons
+from pyro_truncated.search import LearnedFlips, Preselection, Search, SearchBatch, Singletons, SurrogateSearch
 
 SIDE, NUM_STATES, NOISE, PRIOR = 16, 16, 0.05, 0.12
 NUM_NEW = 200
@@ -103,6 +103,7 @@ def evolution() -> Search:
 
 
 SEARCHES: dict[str, Callable[[], Search]] = {
+    "surrogate": lambda: SurrogateSearch(8),
     "evolution": evolution,
     "evolution, sparse flips": lambda: EvolutionarySearch(5, 4, 1, mutation="sparseflips"),
     "singletons": lambda: Preselection(Singletons(), 8),
@@ -149,10 +150,10 @@ def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
                 if line["free_energy"] >= line["goal"]:
                     overhead = max(0.0, line["cpu"] / line["data"] - line["scores"] * line["cost"])
                     right.plot(costs, [overhead + line["scores"] * cost for cost in costs], color=f"C{number}", label=name)
-                if name == "learned flips":
+                if name in ("learned flips", "surrogate"):
                     later = line["new_cpu"] / NUM_NEW - line["new_scores"] * line["cost"]
                     times = [max(0.0, later) + line["new_scores"] * cost for cost in costs]
-                    right.plot(costs, times, "--", color=f"C{number}", label="learned flips, later images")
+                    right.plot(costs, times, "--", color=f"C{number}", label=f"{name}, later images")
             elif line["search"] == name and line["free_energy"] >= line["goal"]:
                 right.plot(line["cost"], line["cpu"] / line["data"], "o", color=f"C{number}")
     left.set(xscale="log", yscale="log", ylim=(0.5, 1000), xlabel="scores per image", ylabel="nats per image below the goal")
