@@ -115,21 +115,23 @@ SEARCHES: dict[str, Callable[[], Search]] = {
 }
 
 
-def run(name: str, num_data: int, num_objects: int, detail: int, max_scores: float, seed: int = 0) -> dict[str, object]:
+def run(
+    name: str, num_data: int, num_objects: int, detail: int, max_scores: float, seed: int = 0, num_new: int = NUM_NEW
+) -> dict[str, object]:
     """One search on images, then on new ones, until the goal is reached or so many scores per image are spent."""
     pyro.set_rng_seed(seed)
     renderer, search = Renderer(num_objects, detail, seed), SEARCHES[name]()
-    y, truth = images(renderer, num_data + NUM_NEW, seed)
+    y, truth = images(renderer, num_data + num_new, seed)
     guide = AutoTruncated(model_of(renderer), num_states=NUM_STATES)
     batch = guide.batch_of(y[:num_data])
     watched = Watched(search, renderer, num_data, max_scores, float(truth[:num_data].mean()) - SLACK)
     batch.search_(watched, 10_000)
-    later = Watched(search, renderer, NUM_NEW, max_scores, float(truth[num_data:].mean()) - SLACK)
+    later = Watched(search, renderer, num_new, max_scores, float(truth[num_data:].mean()) - SLACK)
     guide.infer(y[num_data:], later, 10_000)
     begin = time.process_time()
     renderer(torch.ones(200, num_objects))
     cost = (time.process_time() - begin) / 200
-    setting = {"search": name, "data": num_data, "objects": num_objects, "detail": detail, "seed": seed, "cost": cost}
+    setting = {"search": name, "data": num_data, "objects": num_objects, "detail": detail, "seed": seed, "cost": cost, "new": num_new}
     return {**setting, **watched.summary(), **{f"new_{key}": value for key, value in later.summary().items()}}
 
 
@@ -151,7 +153,7 @@ def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
                     overhead = max(0.0, line["cpu"] / line["data"] - line["scores"] * line["cost"])
                     right.plot(costs, [overhead + line["scores"] * cost for cost in costs], color=f"C{number}", label=name)
                 if name in ("learned flips", "surrogate"):
-                    later = line["new_cpu"] / NUM_NEW - line["new_scores"] * line["cost"]
+                    later = line["new_cpu"] / line["new"] - line["new_scores"] * line["cost"]
                     times = [max(0.0, later) + line["new_scores"] * cost for cost in costs]
                     right.plot(costs, times, "--", color=f"C{number}", label=f"{name}, later images")
             elif line["search"] == name and line["free_energy"] >= line["goal"]:
@@ -167,6 +169,7 @@ def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=int, default=500)
+    parser.add_argument("--new", type=int, default=NUM_NEW, help="images that come later")
     parser.add_argument("--objects", type=int, default=40)
     parser.add_argument("--details", type=int, nargs="+", default=[1])
     parser.add_argument("--searches", nargs="+", default=list(SEARCHES))
@@ -180,7 +183,7 @@ def main() -> None:
         return
     for detail in args.details:
         for name in args.searches:
-            found = run(name, args.data, args.objects, detail, args.max_scores, args.seed)
+            found = run(name, args.data, args.objects, detail, args.max_scores, args.seed, args.new)
             print({key: value for key, value in found.items() if not key.endswith("curve")}, flush=True)
             if args.output:
                 with args.output.open("a") as file:
