@@ -26,9 +26,10 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.prefixes import TakesPrefixed
 
 
-class AutoTruncated(WholeModelGuide):
+class AutoTruncated(TakesPrefixed, WholeModelGuide):
     r"""Guide whose distribution over the discrete latents is the model's posterior, cut down to a population of states and renormalised.
 
     For a data point :math:`n` with population :math:`K_n` of ``num_states`` distinct states,
@@ -241,7 +242,6 @@ class AutoTruncated(WholeModelGuide):
         """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
 
         An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now.
-
         Beside guides of other latents (in an :class:`~pyro.infer.autoguide.AutoGuideList`) the posterior of the states is different for
         every draw that these make. What is read, here and by the methods below, is then the average over :attr:`num_draws` of them, under
         the model as it is now and the arguments it was last called with.

@@ -32,6 +32,7 @@ from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.prefixes import TakesPrefixed
 from pyro_truncated.utils.representation import Described
 from pyro_truncated.utils.shadowing import refuse_shadowed
 
@@ -104,7 +105,7 @@ class Truncated_ELBO(Described, ELBO):
         Populations belong to the data of the process that found them: ``DistributedDataParallel`` leaves these buffers alone, whether it
         broadcasts others or not.
         """
-        module = ELBOModule(model, guide, self)
+        module = _TruncatedModule(model, guide, self)
         stores = [(name, part) for name, part in module.named_modules() if isinstance(part, PopulationStore)]
         names = [f"{name}.{buffer}" for name, part in stores for buffer in part.STORED]
         torch.nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)
@@ -228,6 +229,10 @@ class Truncated_ELBO(Described, ELBO):
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return self._others.stock._get_trace(model, guide, args, kwargs)
+
+
+class _TruncatedModule(TakesPrefixed, ELBOModule):
+    """Model and guide as one module, whose state may come from what wrapped it."""
 
 
 def _stands_alone(call: Call, guide: Any) -> bool:

@@ -17,6 +17,7 @@ from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import am_i_wrapped
 
 from pyro_truncated.utils.module_parameters import modules_of, parameters_of
+from pyro_truncated.utils.prefixes import TakesPrefixed
 from pyro_truncated.utils.shadowing import hold, was_held
 
 _logger = logging.getLogger("pyro_truncated")
@@ -24,7 +25,7 @@ _logger = logging.getLogger("pyro_truncated")
 _counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
 
 
-class UniqueModule(PyroModule):
+class UniqueModule(TakesPrefixed, PyroModule):
     """A ``PyroModule`` whose parameters have names of their own in Pyro's store: two of a class do not share them.
 
     The first ``BinarySparseCoding`` of a process keeps its ``weight`` as ``BinarySparseCoding.weight``, the second as

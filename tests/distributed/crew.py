@@ -21,9 +21,11 @@ class Crew:
 
     Args:
         number: how many.
+        limit: seconds after which one that has not answered hangs.
     """
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, limit: float = 60.0) -> None:
+        self.limit = limit
         context = mp.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         self._groups = 0
@@ -40,7 +42,7 @@ class Crew:
         for rank, pipe in enumerate(self._pipes[:number]):
             pipe.send((rank, number, store, function, args, kwargs))
         for pipe in self._pipes[:number]:
-            if not pipe.poll(60):
+            if not pipe.poll(self.limit):
                 raise CrewError("a process hangs")
         return [pipe.recv() for pipe in self._pipes[:number]]
 

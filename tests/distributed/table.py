@@ -53,7 +53,7 @@ def line(run: Run, crew: Crew) -> str:
 
 if __name__ == "__main__":
     file, *wanted = sys.argv[1:]
-    crew = Crew(4)
+    crew = Crew(4, limit=1800)
     head = "| model | N | missing | M-steps, search | " + " | ".join(f"K = {number}" for number in NUMBERS) + " |"
     with Path(file).open("w") as table:
         table.write(f"{head}\n{'| --- ' * (4 + len(NUMBERS))}|\n")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
+from pyro_truncated.models import BinarySparseCoding
 
 
 class Superposition(PyroModule):
@@ -69,3 +70,46 @@ def test_two_processes_share_parameters_and_not_populations(tmp_path):
     (first, _), (second, _) = found
     assert torch.equal(first["weight"], second["weight"])
     assert not torch.equal(first["words"], second["words"])
+
+
+def trained_module(steps: int) -> tuple[torch.nn.Module, Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = torch.randn(10, 4, generator=torch.Generator().manual_seed(0))
+    model = BinarySparseCoding(4, 6)
+    module = Truncated_ELBO(EvolutionarySearch(parents=3, children=2))(model, AutoTruncated(model, 8))
+    for _ in range(steps):
+        module(y)
+    return module, y
+
+
+def test_states_load_with_and_without_the_prefix_of_what_wrapped_them(tmp_path):
+    module, y = trained_module(steps=2)
+    with torch.no_grad():
+        expected = module(y)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        parallel = DistributedDataParallel(module)
+        wrapped, plain = parallel.state_dict(), module.state_dict()
+        assert all(name.startswith("module.") for name in wrapped)
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "module.model'):
+            parallel.load_state_dict(plain)
+    finally:
+        torch.distributed.destroy_process_group()
+    for state in (wrapped, plain, {f"elbo.{name}": value for name, value in plain.items()}):
+        fresh, _ = trained_module(steps=0)
+        fresh.load_state_dict(state)
+        assert torch.equal(fresh.guide.words, module.guide.words)
+        with torch.no_grad():
+            assert torch.equal(fresh(y), expected)
+    parts = {name: {f"module.{key}": value for key, value in part.state_dict().items()} for name, part in module.named_children()}
+    for name, state in parts.items():
+        fresh, _ = trained_module(steps=0)
+        part = getattr(fresh, name)
+        part.load_state_dict(state)
+        with pytest.raises(RuntimeError, match=rf"this {type(part).__name__} was a part of: its names begin with 'module\.{name}\.' there"):
+            part.load_state_dict(wrapped)
+    with pytest.raises(RuntimeError, match=r"its names begin with 'module\.' there"):
+        fresh.load_state_dict({**wrapped, "other": torch.zeros(1)})
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        fresh.load_state_dict({"other": torch.zeros(1)})
