@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, Population
+from pyro_truncated import GibbsDraws, Population, refuse
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs
 
@@ -146,20 +146,23 @@ class CorrelatedSlabs:
         sums = dict(zip(names, total([statistics[name] for name in names]), strict=True))
         means, covariances = _candidates(sums, mean, root @ root.mT)
 
-        def best(means: Tensor, covariances: Tensor, population: Population) -> int:
+        def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
+            """Which gain most, ``(1,)``."""
             gains = total([likelihood.expected_log_slab_prior(population, y, means, covariances, temperature)])[0]
-            return int(gains.nan_to_num(-torch.inf).argmax())
+            return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
-        if sums["num_data"] > _TRIAL:
+        (number,) = total([torch.tensor(len(population), device="cpu")])
+        if number > _TRIAL:
             # A few of the data points nominate a long step, all decide whether it is taken.
-            few = positions % -(-int(sums["num_data"]) // _TRIAL) == 0
-            nominees = [0, 1 + best(means[1:], covariances[1:], _part(population, few))]
+            few = positions % -(-int(number) // _TRIAL) == 0
+            nominee = 1 + best(means[1:], covariances[1:], _part(population, few))
+            nominees = torch.cat([torch.zeros_like(nominee), nominee])
             means, covariances = means[nominees], covariances[nominees]
         chosen = best(means, covariances, population)
         for name in names[:3]:
             del statistics[name]
         # Averages over batches of what each asks for are a covariance again.
-        claims = {"slab_means": means[chosen], "slab_covariances": covariances[chosen]}
+        claims = {"slab_means": means[chosen][0], "slab_covariances": covariances[chosen][0]}
         return statistics | {name: statistics["num_data"] * claim for name, claim in claims.items()}
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -199,11 +202,10 @@ def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tup
         (diagonal, (counts, pairs)),
     ):
         shift = outer @ _per(slope, count)
-        moved = mean + shift
-        spread = covariance + outer @ _per(curvature, pair) @ outer - shift.unsqueeze(-1) * shift
-        means.append(moved)
-        covariances.append(_floored(spread, moved.square() + covariance.diagonal()))
-    return torch.stack(means), torch.stack(covariances)
+        means.append(mean + shift)
+        covariances.append(covariance + outer @ _per(curvature, pair) @ outer - shift.unsqueeze(-1) * shift)
+    power = torch.stack(means).square() + covariance.diagonal()
+    return torch.stack(means), _floored(torch.stack(covariances), power)
 
 
 def _per(total: Tensor, count: Tensor) -> Tensor:
@@ -219,19 +221,20 @@ def _part(population: Population, chosen: Tensor) -> Population:
 
 
 def _floored(covariance: Tensor, power: Tensor) -> Tensor:
-    """The nearest covariance whose variances, and eigenvalues relative to them, are no tiny part of the slabs' mean squares."""
-    deviation = covariance.diagonal().maximum(_FLOOR * power).sqrt()
-    outer = deviation.unsqueeze(-1) * deviation
-    values, vectors = torch.linalg.eigh(0.5 * (covariance + covariance.mT) / outer)
-    if bool((values >= _FLOOR).all()):
-        return covariance
+    """The nearest covariances whose variances, and eigenvalues relative to them, are no tiny part of the slabs' mean squares."""
+    deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(_FLOOR * power).sqrt()
+    outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
+    relative = 0.5 * (covariance + covariance.mT) / outer
+    values, vectors = torch.linalg.eigh(relative)
     floored: Tensor = (vectors * values.clamp(min=_FLOOR).unsqueeze(-2)) @ vectors.mT * outer
-    return floored
+    return torch.where((values >= _FLOOR).all(-1)[:, None, None], covariance, floored)
 
 
 def _factor(covariance: Tensor) -> Tensor:
-    factor: Tensor = torch.linalg.cholesky(0.5 * (covariance + covariance.mT))
-    return factor
+    symmetric = 0.5 * (covariance + covariance.mT)
+    factor, info = torch.linalg.cholesky_ex(symmetric)
+    refuse((info != 0).any(), lambda: torch.linalg.cholesky(symmetric))
+    return factor  # type: ignore[no-any-return]
 
 
 INDEPENDENT, CORRELATED = IndependentSlabs(), CorrelatedSlabs()

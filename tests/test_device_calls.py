@@ -102,26 +102,30 @@ CASES = {
     "missing entries": Case(BinarySparseCoding, flips, 450, missing=True),
     "incremental": Case(BinarySparseCoding, flips, 449, batch_size=45),
     "gradients": Case(BinarySparseCoding, flips, 447, optimizer=lambda model: Adam({"lr": 0.01}), batch_size=45),
-    # Factors are as large as the state with most active latents, of every set of states that is scored.
-    "slabs": Case(SpikeSlabSparseCoding, flips, 704, syncs=6),
-    "noisy-OR": Case(NoisyOr, flips, 403, data=binary),
-    "noisy-OR, leak learned": Case(NoisyOr, flips, 421, data=binary, options={"leak": 0.05, "learn_leak": True}),
-    "maxima": Case(MaximalCauses, flips, 521, data=torch.abs),
-    "maxima, entries missing": Case(MaximalCauses, flips, 524, data=torch.abs, missing=True),
-    "values": Case(DiscreteSparseCoding, flips, 544),
-    "values, tied signs": Case(DiscreteSparseCoding, flips, 552, options={"tied_signs": True}),
+    "slabs": Case(SpikeSlabSparseCoding, flips, 703),
+    "slabs, entries missing": Case(SpikeSlabSparseCoding, flips, 748, missing=True),
+    # How many latents of the children of each generation are active is looked at.
+    "slabs, crossover": Case(SpikeSlabSparseCoding, crossover, 742, syncs=4),
+    # Eigenvalues of the candidates for the covariance are waited for.
+    "slabs, full": Case(SpikeSlabSparseCoding, flips, 1062, syncs=3, options={"covariance": "full"}),
+    "noisy-OR": Case(NoisyOr, flips, 401, syncs=1, data=binary),
+    "noisy-OR, leak learned": Case(NoisyOr, flips, 419, syncs=1, data=binary, options={"leak": 0.05, "learn_leak": True}),
+    "maxima": Case(MaximalCauses, flips, 519, data=torch.abs),
+    "maxima, entries missing": Case(MaximalCauses, flips, 522, data=torch.abs, missing=True),
+    "values": Case(DiscreteSparseCoding, flips, 543),
+    "values, tied signs": Case(DiscreteSparseCoding, flips, 551, options={"tied_signs": True}),
     # Where a covariance has eigenvalues below the floor, these are waited for.
-    "mixture, full": Case(GaussianMixture, flips, 454, options={"covariance": "full"}, num_data=400),
+    "mixture, full": Case(GaussianMixture, flips, 446, options={"covariance": "full"}, num_data=400),
     "mixture, tied": Case(GaussianMixture, flips, 421, options={"covariance": "tied"}),
-    "mixture, diagonal": Case(GaussianMixture, flips, 415, options={"covariance": "diag"}),
-    "mixture, spherical": Case(GaussianMixture, flips, 416, options={"covariance": "spherical"}),
-    "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 229, options={"covariance": "diag"}),
-    "counts, mixture": Case(PoissonMixture, flips, 354, data=counts),
+    "mixture, diagonal": Case(GaussianMixture, flips, 413, syncs=1, options={"covariance": "diag"}),
+    "mixture, spherical": Case(GaussianMixture, flips, 414, syncs=1, options={"covariance": "spherical"}),
+    "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 227, syncs=1, options={"covariance": "diag"}),
+    "counts, mixture": Case(PoissonMixture, flips, 354, syncs=1, data=counts),
     # Where a step of the dictionary has to be shortened, that is waited for.
-    "counts, maxima": Case(ExponentialFamilyMaximalCauses, flips, 672, data=counts, options={"family": "poisson"}),
-    "binary, maxima": Case(ExponentialFamilyMaximalCauses, flips, 590, data=binary, options={"family": "bernoulli"}),
-    "waiting times, maxima": Case(ExponentialFamilyMaximalCauses, flips, 578, data=positive, options={"family": "exponential"}),
-    "gamma, maxima": Case(ExponentialFamilyMaximalCauses, flips, 781, data=positive, options={"family": "gamma"}),
+    "counts, maxima": Case(ExponentialFamilyMaximalCauses, flips, 630, data=counts, options={"family": "poisson"}),
+    "binary, maxima": Case(ExponentialFamilyMaximalCauses, flips, 572, data=binary, options={"family": "bernoulli"}),
+    "waiting times, maxima": Case(ExponentialFamilyMaximalCauses, flips, 560, data=positive, options={"family": "exponential"}),
+    "gamma, maxima": Case(ExponentialFamilyMaximalCauses, flips, 756, data=positive, options={"family": "gamma"}),
 }
 
 

@@ -15,6 +15,7 @@ from pyro_truncated.ops.initial import initial_states
 from pyro_truncated.ops.maximum import maximum_error, maximum_statistics
 from pyro_truncated.ops.maximum_score import maximum_score, maximum_wins
 from pyro_truncated.ops.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
+from pyro_truncated.ops.most_active import made_of
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
 from pyro_truncated.ops.quadratic import moments, pair_energy
 from pyro_truncated.ops.selection import repeated, select_top
@@ -49,6 +50,7 @@ __all__ = [
     "initial_states",
     "is_vectorised",
     "look",
+    "made_of",
     "maximum_error",
     "maximum_score",
     "maximum_slab_gibbs",

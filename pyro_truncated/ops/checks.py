@@ -82,7 +82,7 @@ def refuse(problem: Tensor, complain: _Action) -> None:
 def afterwards(act: _Action) -> None:
     """Does something that may only be done if no check complains: at once, or, where checks are still to be looked at, after that."""
     pending = _pending.get()
-    if pending is not None and (pending.checks or pending.actions):
+    if pending is not None and (pending.checks or pending.asked or pending.actions):
         pending.actions.append(act)
     else:
         act()

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.most_active import made_of
 from pyro_truncated.ops.sparse_flips import sparse_flips
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.words import check_words
@@ -93,7 +94,7 @@ def flip_random(words: Tensor, fields: Fields, *, rows: Tensor | None = None, ge
     """
     _check_mutable(words, fields)
     keys = positions(rows, len(words), words.device), draw_seed(generator)
-    return backend("evolution", words).flip_random(words, fields, *keys)  # type: ignore[no-any-return]
+    return made_of(backend("evolution", words).flip_random(words, fields, *keys), words, flips=1)
 
 
 def sparse_flip_probabilities(num_latents: int, target_activity: float, flip_probability: float) -> tuple[Tensor, Tensor]:

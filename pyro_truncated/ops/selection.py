@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.most_active import made_of
 from pyro_truncated.ops.words import check_words
 
 
@@ -52,7 +53,7 @@ def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_
     words, log_joint, fewest = backend("selection", words_a).select_top(words_a, log_joint_a, words_b, log_joint_b, size)
     if fewest >= 0:
         raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
-    return words, log_joint
+    return made_of(words, words_a, words_b), log_joint
 
 
 def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:

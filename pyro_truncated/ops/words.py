@@ -8,6 +8,7 @@ from torch import Tensor
 from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.checks import afterwards, refuse
 from pyro_truncated.ops.fields import WORD_BITS
+from pyro_truncated.ops.most_active import made_of
 from pyro_truncated.utils.facts import is_noted, note_of
 
 
@@ -21,7 +22,7 @@ def take(words: Tensor, positions: Tensor) -> Tensor:
     Returns:
         ``(N, K, W)``.
     """
-    return words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1]))
+    return made_of(words.gather(1, positions.unsqueeze(-1).expand(-1, -1, words.shape[-1])), words)
 
 
 def check_words(name: str, words: Tensor) -> None:

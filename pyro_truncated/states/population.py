@@ -228,7 +228,8 @@ class Population:
 
 def join(populations: Sequence[Population]) -> Population:
     """States of the same data points side by side, repetitions included."""
-    words = torch.cat([population.words for population in populations], 1)
+    parts = [population.words for population in populations]
+    words = ops.made_of(torch.cat(parts, 1), *parts)
     return dataclasses.replace(populations[0], words=words, log_joint=torch.cat([population.log_joint for population in populations], 1))
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from pyro_truncated import ops
 from pyro_truncated.states import StateSpace
@@ -68,6 +71,29 @@ def test_log_prob_is_that_of_the_marginal_gaussian(kind: str, num_latents: int, 
     linear = torch.randn(NUM_DATA, num_latents).double()
     actual = ops.correlated_slab_log_prob(words, value, *parameters, linear)
     torch.testing.assert_close(actual, expected + torch.einsum("nch,nh->nc", states, linear), rtol=1e-9, atol=1e-9)
+
+
+def test_plain_torch_works_with_the_active_latents_alone() -> None:
+    class Largest(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            sizes.extend(tensor.numel() for tensor in tree_leaves(out) if isinstance(tensor, Tensor))
+            return out
+
+    sizes: list[int] = []
+    num_latents, num_active = 130, 5
+    words = torch.zeros(NUM_DATA, 40, 3, dtype=torch.int64)
+    words[:, :, 1] = 2**num_active - 1
+    value, weight = torch.randn(NUM_DATA, NUM_OBSERVED).double(), torch.randn(NUM_OBSERVED, num_latents).double()
+    parameters = weight, torch.ones(NUM_OBSERVED).double(), torch.randn(num_latents).double(), covariance_matrix(num_latents)
+    weights = torch.rand(NUM_DATA, 40).double()
+    others = parameters[2].expand(2, -1), parameters[3].expand(2, -1, -1)
+    with ops.use("vectorised"), Largest():
+        ops.correlated_slab_log_prob(words, value, *parameters)
+        ops.correlated_slab_moments(words, weights, value, *parameters)
+        ops.expected_log_slab_prior(words, weights, value, *parameters, *others)
+    # Unpacked states are the largest.
+    assert max(sizes) <= NUM_DATA * 40 * 64 * words.shape[-1]
 
 
 @pytest.mark.parametrize("with_missing", [False, True])

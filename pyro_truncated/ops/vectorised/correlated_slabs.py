@@ -1,21 +1,44 @@
-"""Likelihoods with correlated slabs in plain torch, for any device: all latents, masked by the states, in batched Cholesky factors."""
+"""Likelihoods with correlated slabs in plain torch, for any device: batched Cholesky factors over the active latents of every state."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.checks import cholesky
 from pyro_truncated.ops.unpacked import collapse_correlated
-from pyro_truncated.ops.vectorised.blocks import blocks_of_states
-from pyro_truncated.ops.vectorised.spike_slab import gram_of
+from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
+
+_NUM_MATRICES = 12
+
+
+class _Collapsed(NamedTuple):
+    r"""What comes of integrating out the slabs :math:`z = \mu + T e` of the active latents alone.
+
+    Attributes:
+        energy: the log density up to terms that do not depend on the state, ``(N, c)``.
+        root: lower Cholesky factor :math:`T` of the prior covariance, ``(N, c, K, K)``; in places that are not taken that of the identity.
+        inverse: posterior covariance of :math:`e`, ``(N, c, K, K)``.
+        solution: its posterior mean, ``(N, c, K)``.
+        above: posterior mean of the slabs above the prior's, ``(N, c, K)``.
+        spread: posterior covariance of the slabs, ``(N, c, K, K)``.
+    """
+
+    energy: Tensor
+    root: Tensor
+    inverse: Tensor
+    solution: Tensor
+    above: Tensor
+    spread: Tensor
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.correlated_slabs.log_prob`."""
-    num_latents = scaled.shape[1]
-    parameters = linear.double().unsqueeze(1), gram_of(scaled, observed), mean.double(), torch.linalg.cholesky(covariance.double())
-    blocks = blocks_of_states(words, num_latents, num_latents**2, torch.float64)
-    return torch.cat([collapse_correlated(states, *parameters)[0] for _, states in blocks], 1)
+    gram, linear = gram_of(scaled, observed), linear.double()
+    blocks = blocks_of_active(words, scaled.shape[1], _NUM_MATRICES)
+    return torch.cat([_integrated(block, gram, linear, mean, covariance)[1][0] for block in blocks], 1)
 
 
 def moments(
@@ -30,23 +53,20 @@ def moments(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
     num_data, num_latents = linear.shape
-    active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
-    first, slope = torch.zeros_like(active), active.new_zeros(num_latents)
-    second, curvature = active.new_zeros(num_data, num_latents, num_latents), active.new_zeros(num_latents, num_latents)
-    for where, states in blocks_of_states(words, num_latents, num_latents**2, torch.float64):
-        weight = weights[:, where].double()
-        above, spread, prior = _posterior(states, linear, scaled, observed, mean, covariance)
-        value = states * mean.double() + above
-        active += (weight.unsqueeze(-1) * states).sum(1)
-        first += (weight.unsqueeze(-1) * value).sum(1)
-        second += torch.einsum("nc,nchi->nhi", weight, spread + value.unsqueeze(-1) * value.unsqueeze(-2))
-        solved = torch.cholesky_solve(torch.cat([above.unsqueeze(-1), spread], -1), prior)
-        ascent, spread = solved[..., 0], torch.cholesky_solve(solved[..., 1:].mT, prior)
-        inverse = torch.cholesky_inverse(prior)
-        slope += torch.einsum("nc,nch->h", weight, ascent)
-        change = spread + ascent.unsqueeze(-1) * ascent.unsqueeze(-2) - inverse * states.unsqueeze(-1) * states.unsqueeze(-2)
-        curvature += torch.einsum("nc,nchi->hi", weight, change)
-    return active, first, second if per_datum else second.sum(0), slope, curvature
+    gram, linear = gram_of(scaled, observed), linear.double()
+    active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
+    second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
+    for block in blocks_of_active(words, num_latents, _NUM_MATRICES, is_final=True):
+        weight, slabs = weights[:, block.where].double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
+        value = block.is_taken * mean.double()[block.latents] + slabs.above
+        ascent, bend = _gradient(slabs)
+        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(first, weight * value)
+        block.add_rows_(slope, weight * ascent)
+        block.add_pairs_(second, weight.unsqueeze(-1) * (slabs.spread + _outer(value)), num_latents)
+        block.add_pairs_(curvature, weight.unsqueeze(-1) * bend, num_latents)
+    second, curvature = (matrix.unflatten(1, (num_latents, num_latents)) for matrix in (second, curvature))
+    return active, first, second if per_datum else second[0], slope.sum(0), curvature[0]
 
 
 def expected_log_prior(
@@ -61,32 +81,44 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    num_latents = linear.shape[1]
-    total = linear.new_zeros(len(means), dtype=torch.float64)
-    for where, states in blocks_of_states(words, num_latents, num_latents**2, torch.float64):
-        above, spread, _ = _posterior(states, linear, scaled, observed, mean, covariance)
+    gram, linear = gram_of(scaled, observed), linear.double()
+    total = linear.new_zeros(len(means))
+    for block in blocks_of_active(words, linear.shape[1], _NUM_MATRICES, is_final=True):
+        slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
-            deviation = states * (mean - other) + above
-            moment = spread + deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
-            factor = torch.linalg.cholesky(_of_active(states, prior))
-            trace = torch.cholesky_solve(moment, factor).diagonal(dim1=-2, dim2=-1).sum(-1)
+            deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
+            factor, info = torch.linalg.cholesky_ex(_of_active(block, prior))
+            trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
-            total[t] += (weights[:, where].double() * energy).sum()
+            total[t] += (weights[:, block.where].double() * torch.where(info == 0, energy, torch.nan)).sum()
     return total
 
 
-def _posterior(
-    states: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Of the active slabs the mean above the prior's and the covariance, zero elsewhere, and a factor of their prior covariance."""
-    root = torch.linalg.cholesky(covariance.double())
-    _, factor, solution = collapse_correlated(states, linear.double().unsqueeze(1), gram_of(scaled, observed), mean.double(), root)
-    spread = states.unsqueeze(-1) * root
-    above = (spread @ solution.unsqueeze(-1)).squeeze(-1)
-    prior = torch.linalg.cholesky(_of_active(states, covariance.double()))
-    return above, spread @ torch.cholesky_inverse(factor) @ spread.mT, prior
+def _integrated(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated` returns."""
+    root = cholesky(_of_active(block, covariance.double()))
+    return root, collapse_correlated(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
 
 
-def _of_active(states: Tensor, covariance: Tensor) -> Tensor:
-    """The covariance of the active latents, and the identity for the others."""
-    return states.unsqueeze(-1) * covariance * states.unsqueeze(-2) + torch.diag_embed(1 - states)
+def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _Collapsed:
+    root, (energy, factor, solution) = _integrated(block, gram, linear, mean, covariance)
+    scale, inverse = block.is_taken.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
+    above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
+    return _Collapsed(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
+
+
+def _gradient(slabs: _Collapsed) -> tuple[Tensor, Tensor]:
+    r"""Gradients in means and, twice that, in covariances: :math:`r = T^{-\top} e` and :math:`r r^\top + T^{-\top} (M^{-1} - I) T^{-1}`."""
+    identity = torch.eye(slabs.root.shape[-1], dtype=slabs.root.dtype, device=slabs.root.device)
+    inverse = torch.linalg.solve_triangular(slabs.root, identity.expand_as(slabs.root), upper=False)
+    ascent = (inverse.mT @ slabs.solution.unsqueeze(-1)).squeeze(-1)
+    return ascent, _outer(ascent) + inverse.mT @ (slabs.inverse - identity) @ inverse
+
+
+def _of_active(block: ActiveLatents, covariance: Tensor) -> Tensor:
+    """The covariance of the active latents, and the identity in places that are not taken."""
+    return _outer(block.is_taken) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_taken)
+
+
+def _outer(vector: Tensor) -> Tensor:
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)
