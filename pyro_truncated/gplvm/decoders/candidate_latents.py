@@ -10,7 +10,9 @@ noise of each output are therefore those under which the hidden half of some tra
 other half with the point's own latent left out.
 
 Where much of a point is seen, its own most probable latent (:meth:`SASDecoder.infer`) lies between the candidates and predicts better than
-any. It may join them, with a density of its own, and counts as often as a share of them.
+any, the more so the more dimensions there are. It may join them, with a normal distribution around it
+(:mod:`pyro_truncated.gplvm.decoders.own_latents`) and a density of its own, and counts as often as a share of them. Temperature and noise
+of these predictions are learned in the same way, from latents that are found without the point itself.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.gp.active_sets.nearest_set import NearestSet
+from pyro_truncated.gplvm.decoders.latents import climb_among_neighbors, log_joint
+from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
@@ -29,6 +34,9 @@ _NOISE_FLOOR = 1e-4
 # A hundred of 2500: fewer leave errors where all is seen, more make intervals of lower halves of digits too short.
 _OWN_SHARE = 0.04
 _ROUNDS = 2
+_NEIGHBORS = 100
+_STARTS = 3
+_STEPS = 30
 
 
 class CandidateLatents:
@@ -53,6 +61,8 @@ class CandidateLatents:
         latents: the candidates, ``(K, Q)``.
         noise: noise variance of each output, ``(D,)``.
         temperature: the temperature :math:`T`, at least 1.
+        own_noise: noise variance of each output where own latents join, ``(D,)``.
+        own_temperature: the temperature there.
 
     Raises:
         ValueError: if the data do not have the decoder's shape or there are fewer than three.
@@ -60,20 +70,22 @@ class CandidateLatents:
 
     @torch.no_grad()
     def __init__(
-        self, decoder: SASDecoder, x: Tensor, *, most: int = 5000, calibration: int = 1000, generator: torch.Generator | None = None
+        self, decoder: SASDecoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
     ) -> None:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
         latents = decoder.latents(x)
-        order = torch.randperm(len(x), generator=generator, device=None if generator is None else generator.device).to(x.device)[:most]
+        device = None if generator is None else generator.device
+        order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
         mean, variance = decoder.predict(self.latents, noiseless=True)
         self._mean, self._variance = mean.double(), variance.double()
-        self.noise = decoder.noise_variance.detach().double().expand(mean.shape[1]).clone()
-        self.temperature = 1.0
         rows = order[:calibration]
-        self._calibrate(x[rows].double(), generator)
+        points, is_hidden = x[rows].double(), torch.rand(x[rows].shape, generator=generator, device=device).to(x.device) < 0.5
+        self.temperature, self.noise = self._calibrated(points, is_hidden, None)
+        own = self._without_themselves(x, rows, is_hidden)
+        self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrated(points, is_hidden, own)
 
     @torch.no_grad()
     def infer(self, x: Tensor) -> Tensor:
@@ -82,7 +94,7 @@ class CandidateLatents:
         Raises:
             ValueError: if data points have another number of outputs, or are infinite.
         """
-        return (self._log_joint(self._checked(x)) / self.temperature).softmax(1)
+        return (self._log_joint(self._checked(x), self.noise) / self.temperature).softmax(1)
 
     def _checked(self, x: Tensor) -> Tensor:
         x = as_tensors(x, self._mean).to(self._mean)
@@ -106,25 +118,25 @@ class CandidateLatents:
             RuntimeError: if the decoder's parameters have changed since.
         """
         parts = [self._reconstruct(rows) for rows in self._checked(x).split(check_count("block", block))]
-        mean, second = (torch.cat(moments) for moments in zip(*parts, strict=True))
-        return mean, (second - mean.square()).clamp(min=0.0) + (0.0 if noiseless else self.noise)
+        mean, spread = (torch.cat(moments) for moments in zip(*parts, strict=True))
+        return mean, spread if noiseless else spread + self.own_noise
 
     def _reconstruct(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """First and second moments ``(M, D)`` of the functions at the latents of data points."""
-        log_weights = self._log_joint(x) / self.temperature
+        """Means and variances ``(M, D)`` of the functions of data points."""
+        z = self.decoder.infer(x.to(self.latents))
+        own = OwnLatents.at(self.decoder.posterior(), z, self.decoder.loc)
+        spread = own.spread((~x.isnan()).double(), self.own_noise)
+        log_weights, log_own = self._log_joint(x, self.own_noise), own.log_joint(x, self.own_noise)
+        return self._mixed(log_weights / self.own_temperature, own, log_own / self.own_temperature, self.own_temperature * spread)
+
+    def _mixed(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
+        """Means and variances ``(M, D)`` of the functions under the candidates, and the normals around own latents among them."""
         weights, total = log_weights.softmax(1), log_weights.logsumexp(1)
         mean, second = weights @ self._mean, weights @ (self._mean.square() + self._variance)
-        z = self.decoder.infer(x.to(self.latents))
-        own, variance = (moment.double() for moment in self.decoder.predict(z, noiseless=True))
-        log_own = self._log_joint_at(x, own, variance, z.double()) / self.temperature
         share = (log_own + math.log(_OWN_SHARE * len(self.latents)) - total).sigmoid().unsqueeze(1)
-        return torch.lerp(mean, own, share), torch.lerp(second, own.square() + variance, share)
-
-    def _log_joint_at(self, x: Tensor, mean: Tensor, variance: Tensor, z: Tensor) -> Tensor:
-        """Log joint densities ``(M,)`` of what is seen of data points and of a latent of each, up to the same constants."""
-        spread = variance + self.noise
-        terms = torch.where(x.isnan(), 0.0, (x - mean).square() / spread + spread.log())
-        return -(terms.sum(1) + z.square().sum(1)) / 2
+        mean = torch.lerp(mean, own.mean, share)
+        second = torch.lerp(second, own.mean.square() + own.variance + own_spread, share)
+        return mean, (second - mean.square()).clamp(min=0.0)
 
     @torch.no_grad()
     def predict(self, weights: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -143,10 +155,10 @@ class CandidateLatents:
             total = torch.logaddexp(total, share[:, None] + log_prob)
         return total
 
-    def _log_joint(self, x: Tensor) -> Tensor:
+    def _log_joint(self, x: Tensor, noise: Tensor) -> Tensor:
         """Log joint densities ``(M, K)`` of what is seen of data points and of every candidate, up to constants."""
         seen, value = (~x.isnan()).double(), x.nan_to_num(0.0)
-        precision = 1 / (self._variance + self.noise)
+        precision = 1 / (self._variance + noise)
         square = value.square() @ precision.mT - 2 * value @ (precision * self._mean).mT + seen @ (precision * self._mean.square()).mT
         return -(square - seen @ precision.log().mT + self.latents.double().square().sum(1)) / 2
 
@@ -155,22 +167,50 @@ class CandidateLatents:
         second = weights @ (self._mean.square() + self._variance)
         return mean, (second - mean.square()).clamp(min=0.0) + noise
 
-    def _calibrate(self, x: Tensor, generator: torch.Generator | None) -> None:
-        """Learns temperature and noise from data points that are the first candidates."""
-        device = None if generator is None else generator.device
-        is_hidden = torch.rand(x.shape, generator=generator, device=device).to(x.device) < 0.5
-        visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
-        for _ in range(_ROUNDS):
-            log_joint = self._log_joint(visible)
-            log_joint.diagonal()[: len(x)] = -math.inf  # not its own latent
-            found = [self._at_temperature(log_joint / temperature, x.nan_to_num(0.0), hidden) for temperature in _TEMPERATURES]
-            best = int(torch.stack([score for score, _ in found]).argmax())
-            self.temperature, self.noise = _TEMPERATURES[best], found[best][1]
+    def _log_joint_of_others(self, visible: Tensor, noise: Tensor) -> Tensor:
+        """As :meth:`_log_joint`, of data points that are the first candidates, without their own latents."""
+        found = self._log_joint(visible, noise)
+        found.diagonal()[: len(visible)] = -math.inf
+        return found
 
-    def _at_temperature(self, log_weights: Tensor, x: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Log density of the hidden entries, and the noise of each output that their errors speak for."""
-        mean, spread = self._moments(log_weights.softmax(1), torch.zeros_like(self.noise))
-        error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
-        noise = ((error - spread * hidden).sum(0) / counts).clamp(min=_NOISE_FLOOR * float(error.sum() / hidden.sum()))
-        total = spread + noise
-        return -((error / total + hidden * total.log()).sum() / 2), noise
+    def _first_noise(self) -> Tensor:
+        return self.decoder.noise_variance.detach().double().expand(self._mean.shape[1])
+
+    def _calibrated(self, x: Tensor, is_hidden: Tensor, own: OwnLatents | None) -> tuple[float, Tensor]:
+        """Temperature and noise learned from data points that are the first candidates."""
+        visible, hidden = x.masked_fill(is_hidden, math.nan), (is_hidden & ~x.isnan()).double()
+        temperature, noise, nothing = 1.0, self._first_noise(), torch.zeros_like(self._mean[0])
+        for _ in range(_ROUNDS):
+            logs = self._log_joint_of_others(visible, noise)
+            if own is None:
+                moments = [self._moments((logs / T).softmax(1), nothing) for T in _TEMPERATURES]
+            else:
+                log_own, spread = own.log_joint(visible, noise), own.spread((~visible.isnan()).double(), noise)
+                moments = [self._mixed(logs / T, own, log_own / T, T * spread) for T in _TEMPERATURES]
+            found = [_fitted_noise(x.nan_to_num(0.0), hidden, mean, spread) for mean, spread in moments]
+            best = int(torch.stack([score for score, _ in found]).argmax())
+            temperature, noise = _TEMPERATURES[best], found[best][1]
+        return temperature, noise
+
+    def _without_themselves(self, x: Tensor, rows: Tensor, is_hidden: Tensor) -> OwnLatents | None:
+        """Own latents of half-hidden training points, given the closest others; ``None`` where few of the data are complete."""
+        complete = ~x.isnan().any(1)
+        if 2 * int(complete.sum()) < len(x):
+            return None
+        decoder, visible = self.decoder, x[rows].masked_fill(is_hidden, math.nan)
+        others = NearestSet(
+            decoder.latents(x)[complete], x[complete] - decoder.loc, decoder.kernel, decoder.noise_variance.detach(), _NEIGHBORS
+        )
+        own_row = torch.where(complete, complete.cumsum(0) - 1, -1)[rows]
+        best = self._log_joint_of_others(visible.double(), self._first_noise()).topk(min(_STARTS, len(self.latents) - 1), 1).indices
+        starts = self.latents[best].movedim(1, 0)
+        z = climb_among_neighbors(others, log_joint, visible - decoder.loc, starts, _STEPS, 0.05, own_row)
+        return OwnLatents.at(others, z, decoder.loc, own_row)
+
+
+def _fitted_noise(x: Tensor, hidden: Tensor, mean: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Log density of the hidden entries, and the noise of each output that their errors speak for."""
+    error, counts = (x - mean).square() * hidden, hidden.sum(0).clamp(min=1.0)
+    noise = ((error - spread * hidden).sum(0) / counts).clamp(min=_NOISE_FLOOR * float(error.sum() / hidden.sum()))
+    total = spread + noise
+    return -((error / total + hidden * total.log()).sum() / 2), noise

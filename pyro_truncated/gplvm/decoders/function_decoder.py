@@ -124,15 +124,24 @@ class SASFunctionDecoder(SASDecoder):
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
     @takes_arrays
-    def condition_(self, x: Tensor, size: int | None = None, *, projected: bool | None = None, choose: Choose | None = None) -> Self:
+    def condition_(
+        self,
+        x: Tensor,
+        size: int | None = None,
+        *,
+        projected: bool | None = None,
+        num_neighbors: int | None = None,
+        choose: Choose | None = None,
+    ) -> Self:
         """Keeps the pseudo-targets of all training data, or of ``size`` chosen ones (default: at most 1000).
 
         Raises:
-            ValueError: if a projection is asked for: pseudo-targets of points that are not active have not been learned together.
+            ValueError: if a projection or the closest points are asked for: pseudo-targets of points that are not active have not been
+                learned together.
         """
         self._check_data(x)
-        if projected:
-            raise ValueError("pseudo-targets cannot be projected; leave projected out")
+        if projected or num_neighbors is not None:
+            raise ValueError("pseudo-targets cannot be projected, nor those of the closest points be taken: leave both options out")
         with torch.no_grad():
             size = min(len(x), 1000) if size is None else size
             kept = keep_points(self.kernel, self.latents(x), self.sites(x), size, False, choose or self._least_variance)

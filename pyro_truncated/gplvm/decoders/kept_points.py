@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pyro_truncated.distributed.owned_rows import rows_of_everyone
 from pyro_truncated.distributed.shards import own_rows, rows_at, sums_of
 from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.nearest_set import NearestSet
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet, ProjectedStatistics, projected_statistics
 from pyro_truncated.gp.active_sets.splits import Choose
 from pyro_truncated.utils.counts import check_count
@@ -19,6 +20,11 @@ _DEFAULT_SIZE = 1000
 # Each pattern of missing entries costs a factorisation of its own.
 _DEFAULT_INCOMPLETE = 300
 _SMALL = 2000
+# In so many dimensions the closest data points predict better than a projection of all.
+_MANY_DIMENSIONS = 4
+_NEIGHBORS = 100
+
+Posterior = ActiveSet | ProjectedSet | NearestSet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +36,7 @@ class KeptPoints:
         outputs: deviations from the mean, ``(M, D)``, or ``None`` for a projection.
         gram: see :class:`~pyro_truncated.gp.active_sets.projected_set.ProjectedStatistics`, or ``None``.
         moment: see there.
+        num_neighbors: predict each latent from so many of the points, or ``None`` for all, a tensor.
         examples: data points ``(A, ...)`` that an encoder which looks at an active set is shown, or ``None``.
         checksum: of the decoder's parameters at the time, see :func:`checksum`.
     """
@@ -38,12 +45,16 @@ class KeptPoints:
     outputs: Tensor | None = None
     gram: Tensor | None = None
     moment: Tensor | None = None
+    num_neighbors: Tensor | None = None
     examples: Tensor | None = None
     checksum: Tensor | None = None
 
-    def posterior(self, kernel: Kernel, noise: Tensor) -> ActiveSet | ProjectedSet:
+    def posterior(self, kernel: Kernel, noise: Tensor) -> Posterior:
         """The posterior of the functions, on the device and in the type of the noise."""
         latents = self.latents.to(noise)
+        if self.num_neighbors is not None:
+            assert self.outputs is not None
+            return NearestSet(latents, self.outputs.to(noise), kernel, noise, int(self.num_neighbors))
         if self.outputs is not None:
             return ActiveSet(latents, self.outputs.to(noise), kernel, noise)
         assert self.gram is not None
@@ -78,6 +89,8 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     gaps = rows_of_everyone(outputs.isnan().sum(-1), outputs)
     order = gaps.argsort(stable=True)
     complete = order[: int((gaps == 0).sum())]
+    if size is None and projected is None and len(complete) > _SMALL and latents.shape[1] > _MANY_DIMENSIONS:
+        return keep_neighbors(latents, outputs, _NEIGHBORS)
     if projected is None:
         projected = size is None and len(complete) > _SMALL
     if projected and not len(complete):
@@ -96,6 +109,18 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
         gram, moment = sums_of(outputs)([found.gram, found.moment])
         return KeptPoints(found.latents, gram=gram, moment=moment)
     return KeptPoints(latents[rows], rows_at(outputs, rows))
+
+
+def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
+    """Keeps all complete data points, of which predictions condition on the closest ``num``.
+
+    Raises:
+        ValueError: if no data point is complete.
+    """
+    complete = (~rows_of_everyone(outputs.isnan().any(-1), outputs)).nonzero().squeeze(-1)
+    if not len(complete):
+        raise ValueError("the closest of the complete data points are asked for, and every one has missing entries")
+    return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
 
 
 def _default_size(num_data: int, num_complete: int) -> int:

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import conditional_log_prob
+from pyro_truncated.gp.active_sets.nearest_set import NearestSet
 from pyro_truncated.gplvm.decoders.climbs import maximize_each
+
+# Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
+Objective = Callable[[Any, Tensor, Tensor], Tensor]
+_STEPS_AMONG = 8
 
 
 class Predictor(Protocol):
@@ -75,8 +81,50 @@ def infer_latents(
         with torch.no_grad():
             begin = best_candidates(posterior, value, candidates, min(starts, len(candidates)))
         begin = begin if extra_start is None else torch.cat([begin, extra_start[rows].unsqueeze(0)])
-        found.append(maximize_each(lambda z, n, value=value: log_joint(posterior, value[n], z), begin, steps, lr))  # type: ignore[misc]
+        found.append(climb(posterior, log_joint, value, begin, steps, lr))
     return torch.cat(found)
+
+
+def climb(posterior: Predictor, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float) -> Tensor:
+    """Latents ``(M, Q)`` of data points that maximise an objective: the best reached from starts ``(S, M, Q)``."""
+    if isinstance(posterior, NearestSet):
+        return climb_among_neighbors(posterior, objective, x, starts, steps, lr)
+    return maximize_each(lambda z, n: objective(posterior, x[n], z), starts, steps, lr)
+
+
+def climb_among_neighbors(
+    posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None = None
+) -> Tensor:
+    """As :func:`climb`, given the data points closest to where a climb is; which these are, is found anew after every few steps.
+
+    Args:
+        posterior: given the closest data points.
+        objective: of the posterior given some of these, of data points and their latents.
+        x: data points ``(M, D)``.
+        starts: ``(S, M, Q)``.
+        steps: most quasi-Newton steps from the start that leads after the first few.
+        lr: length of the first step.
+        leave_out: for each of ``x`` a data point ``(M,)`` not to predict from, which is where it comes from itself.
+    """
+    num, size, dim = starts.shape
+    others = None if leave_out is None else leave_out.repeat(num)
+    first = min(steps, _STEPS_AMONG)
+    reached, values = _climb_once(posterior, objective, x.repeat(num, 1), starts.reshape(num * size, dim), first, lr, others)
+    leader = values.reshape(num, size).argmax(0)
+    z = reached.reshape(num, size, dim)[leader, torch.arange(size, device=leader.device)]
+    for done in range(first, steps, _STEPS_AMONG):
+        z, _ = _climb_once(posterior, objective, x, z, min(_STEPS_AMONG, steps - done), lr, leave_out)
+    return z
+
+
+@torch.no_grad()
+def _climb_once(
+    posterior: NearestSet, objective: Objective, x: Tensor, starts: Tensor, steps: int, lr: float, leave_out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Latents and values reached from one start ``(M, Q)`` each, given the data points closest to it."""
+    around = posterior.around(starts, leave_out)
+    reached = maximize_each(lambda z, n: objective(around.take(n), x[n], z), starts.unsqueeze(0), steps, lr)
+    return reached, objective(around, x, reached)
 
 
 def log_joint(posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:

@@ -28,6 +28,7 @@ from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
+_BATCH_SIZE = 1000
 _HYPERPARAMETERS = {"kernel", "noise", "width"}
 
 
@@ -66,7 +67,7 @@ class SASModel(SharedLatents):
             like = next(kernel.parameters(), torch.zeros(()))
             check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
         self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
-        self.batch_size = num_data if batch_size is None else check_count("batch_size", batch_size)
+        self.batch_size = min(_BATCH_SIZE, num_data) if batch_size is None else check_count("batch_size", batch_size)
         self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
         split_weights(self.batch_size, self.num_active, num_data)
         self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active

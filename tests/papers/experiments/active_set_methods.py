@@ -152,10 +152,10 @@ def mlp(num_inputs: int, width: int, num_outputs: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(num_inputs, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, num_outputs))
 
 
-def fit_vae(data: Images, epochs: int) -> Fit:
+def fit_vae(data: Images, epochs: int, latent_dim: int = 2) -> Fit:
     """Two hidden layers of 256 units on either side, a learned noise variance."""
     width, loc = data.x.shape[1], data.x.mean(0)
-    encoder, network = mlp(width, 256, 4), mlp(2, 256, width)
+    encoder, network = mlp(width, 256, 2 * latent_dim), mlp(latent_dim, 256, width)
     log_noise = nn.Parameter((data.x - loc).square().mean().log())
     optimizer = torch.optim.Adam(
         [{"params": [*encoder.parameters(), *network.parameters()], "lr": 1e-3}, {"params": [log_noise], "lr": 1e-2}]

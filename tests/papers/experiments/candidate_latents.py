@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,9 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.gplvm import CandidateLatents
+from pyro_truncated.gplvm import CandidateLatents, SASDecoder
 from pyro_truncated.gplvm.decoders.latents import infer_latents
-from tests.papers.experiments.active_set_methods import Fit, Images, fit, images, train_sas
+from tests.papers.experiments.active_set_methods import Fit, Images, fit_gplvm, fit_vae, images, train_sas
 
 RESULTS = Path(__file__).parents[1] / "results"
 
@@ -45,35 +47,55 @@ def one_latent(found: Fit, x: Tensor) -> tuple[Tensor, Tensor]:
     return mean + found.loc, variance
 
 
-def rows(name: str, data: Images, predict: Any, seed: int) -> list[dict[str, Any]]:
+def most_probable(decoder: SASDecoder, x: Tensor) -> tuple[Tensor, Tensor]:
+    return decoder.predict(decoder.infer(x))
+
+
+def rows(name: str, data: Images, predict: Any, seed: int, latent_dim: int, training: float) -> list[dict[str, Any]]:
     found = []
+    key = {"method": name, "seed": seed, "latent_dim": latent_dim, "num_train": len(data.x), "training": training}
     for part, is_hidden in hidden_parts(data.x_test, seed).items():
         start = time.process_time()
         mean, variance = predict(data.x_test.masked_fill(is_hidden, math.nan))
         seconds = time.process_time() - start
-        found.append({"method": name, "seed": seed, "hidden": part, "seconds": seconds, **scores(data.x_test, mean, variance, is_hidden)})
+        found.append({**key, "hidden": part, "seconds": seconds, **scores(data.x_test, mean, variance, is_hidden)})
     return found
 
 
-def run(seed: int, num_train: int = 3000, num_test: int = 500) -> list[dict[str, Any]]:
-    """All methods on one split of MNIST, two latent dimensions."""
-    data = images("mnist", num_train, num_test, seed)
+def decoder_rows(data: Images, seed: int, latent_dim: int) -> list[dict[str, Any]]:
+    """A decoder as the other tables train it in two dimensions, by `SASDecoder.fit` and its defaults in more."""
+    pyro.clear_param_store()
     pyro.set_rng_seed(seed)
-    decoder = train_sas(data.x, 200, 60, bayesian=False, jumps=True)
-    decoder.condition_(data.x, 300, projected=True)
-    start = time.process_time()
-    candidates = CandidateLatents(decoder, data.x, generator=torch.Generator().manual_seed(seed))
-    print(f"seed {seed}: temperature {candidates.temperature:.1f}, made in {time.process_time() - start:.1f} CPU s")
-    posterior = decoder.posterior()
-    most_probable = Fit(decoder.latents(data.x), posterior, decoder.loc, decoder.latents(data.x)[:0], 0.0)
-    found = rows("SAS, one latent", data, lambda x: one_latent(most_probable, x), seed)
-    found += rows("SAS, candidates", data, lambda x: candidates.predict(candidates.infer(x)), seed)
-    found += rows("SAS, candidates and own latent", data, candidates.reconstruct, seed)
-    for name, method, size, epochs in (("GP-LVM", "gplvm", 100, 400), ("VAE", "vae", 0, 100)):
+    generator, start = torch.Generator().manual_seed(seed), time.process_time()
+    if latent_dim == 2:
+        decoder = train_sas(data.x, 200, 60, bayesian=False, jumps=True).condition_(data.x, 300, projected=True)
+    else:
+        decoder = SASDecoder(*data.x.shape, latent_dim).fit(data.x, generator=generator)
+    training, start = time.process_time() - start, time.process_time()
+    candidates = CandidateLatents(decoder, data.x, generator=generator)
+    seconds = time.process_time() - start
+    print(
+        f"seed {seed}: temperatures {candidates.temperature:.1f}, {candidates.own_temperature:.1f}, made in {seconds:.1f} CPU s", flush=True
+    )
+    ways = {
+        "SAS, one latent": lambda x: most_probable(decoder, x),
+        "SAS, candidates": lambda x: candidates.predict(candidates.infer(x)),
+        "SAS, candidates and own latent": candidates.reconstruct,
+    }
+    return [row for name, way in ways.items() for row in rows(name, data, way, seed, latent_dim, training)]
+
+
+def other_rows(data: Images, seed: int, latent_dim: int) -> list[dict[str, Any]]:
+    """A VAE, and in two dimensions Pyro's GP-LVM."""
+    methods: dict[str, Callable[[], Fit]] = {"VAE": lambda: fit_vae(data, 100, latent_dim)}
+    if latent_dim == 2:
+        methods["GP-LVM"] = lambda: fit_gplvm(data, 100, 400)
+    found = []
+    for name, train in methods.items():
         pyro.clear_param_store()
         pyro.set_rng_seed(seed)
-        other = fit(data, method, size, epochs)
-        found += rows(name, data, lambda x, other=other: one_latent(other, x), seed)
+        other = train()
+        found += rows(name, data, lambda x, other=other: one_latent(other, x), seed, latent_dim, other.seconds)
     return found
 
 
@@ -81,45 +103,65 @@ HEAD = """# Posteriors over latents: intervals of what is hidden
 
     python -m tests.papers.experiments.candidate_latents
 
-3000 images of MNIST to train on and 500 to test, two latent dimensions; means over {num} splits (seeds {seeds}). RMSE / negative log
-density per pixel / share of pixels in 95 % intervals: of all pixels where none is hidden, else of the hidden ones. "One latent" predicts at
-the most probable latent of an image; "candidates" (`CandidateLatents.predict`) from a truncated mixture over the latents of the training
-images, with a noise for each pixel and a temperature learned on half-hidden training images; with its "own latent" (`reconstruct`), the
-most probable latent of the image is one more component, whose share was chosen on a further split. The others have one noise for all
-pixels, from which much of the difference in density comes. CPU seconds are for all 500 images.
-
-| method | none hidden | random half hidden | lower half hidden | CPU s |
-| --- | --- | --- | --- | --- |
+RMSE / negative log density per pixel / share of pixels in 95 % intervals of MNIST: of all pixels where none is hidden, else of the hidden
+ones. "One latent" predicts at the most probable latent of an image; "candidates" (`CandidateLatents.predict`) from a truncated mixture over
+the latents of the training images, with a noise for each pixel and a temperature learned on half-hidden training images; with its "own
+latent" (`reconstruct`), a normal around the most probable latent of the image is one more component. The others predict at one latent,
+with one noise for all pixels, from which much of the difference in density comes. CPU seconds of one thread, of training and for all test
+images.
 """
+PART = """
+## {dim} latent dimensions
+
+{train} training images, {test} test images, means over {num} splits (seeds {seeds}); {how}.
+
+| method | none hidden | random half hidden | lower half hidden | CPU s: training | test images |
+| --- | --- | --- | --- | --- | --- |
+"""
+HOW = {
+    2: "decoders with A = 200, 60 epochs with jumps, projected on 300 images; Pyro's GP-LVM with 100 inducing inputs; VAE 100 epochs",
+    10: "`SASDecoder(5000, 784, 10).fit(x)`, all defaults, which predicts each image from the 100 closest training images; VAE 100 epochs",
+}
 
 
-def table(found: list[dict[str, Any]]) -> str:
-    """Means over the splits on which every method has been run."""
+def table(found: list[dict[str, Any]], latent_dim: int) -> str:
+    """Means over splits of one number of dimensions."""
+    found = [row for row in found if row["latent_dim"] == latent_dim]
 
     def mean(method: str, part: str, what: str) -> float:
-        values = [row[what] for row in found if row["method"] == method and row["hidden"] == part]
-        return sum(values) / len(values)
+        return statistics.mean(row[what] for row in found if row["method"] == method and row["hidden"] == part)
 
     parts, lines = list(dict.fromkeys(row["hidden"] for row in found)), []
     for method in dict.fromkeys(row["method"] for row in found):
         cells = [f"{mean(method, p, 'rmse'):.4f} / {mean(method, p, 'nlpd'):.3f} / {mean(method, p, 'cover'):.3f}" for p in parts]
-        seconds = sum(mean(method, p, "seconds") for p in parts) / len(parts)
-        lines.append(f"| {method} | {' | '.join(cells)} | {seconds:.2f} |")
+        training, seconds = mean(method, parts[0], "training"), statistics.mean(mean(method, p, "seconds") for p in parts)
+        lines.append(f"| {method} | {' | '.join(cells)} | {training:.0f} | {seconds:.1f} |")
     seeds = sorted({row["seed"] for row in found})
-    return HEAD.format(num=len(seeds), seeds=", ".join(map(str, seeds))) + "\n".join(lines) + "\n"
+    names = ", ".join(map(str, seeds))
+    head = PART.format(
+        dim=latent_dim, train=found[0]["num_train"], test={2: 500, 10: 1000}[latent_dim], num=len(seeds), seeds=names, how=HOW[latent_dim]
+    )
+    return head + "\n".join(lines) + "\n"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, nargs="*", default=[20, 21, 22])
+    parser.add_argument("--seeds", type=int, nargs="*", help="default: 20 to 22 in two dimensions, 0 to 2 in more")
+    parser.add_argument("--dimensions", type=int, nargs="*", default=[2, 10], choices=list(HOW))
+    parser.add_argument("--parts", nargs="*", default=["decoder", "others"], choices=["decoder", "others"])
     parser.add_argument("--output", type=Path, default=RESULTS / "candidate_latents.jsonl")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    for seed in args.seeds:
-        with args.output.open("a") as file:
-            file.writelines(json.dumps(row) + "\n" for row in run(seed))
+    for dim in args.dimensions:
+        for seed in args.seeds or ([20, 21, 22] if dim == 2 else [0, 1, 2]):
+            data = images("mnist", 3000, 500, seed) if dim == 2 else images("mnist", 5000, 1000, seed)
+            for part in args.parts:
+                made = (decoder_rows if part == "decoder" else other_rows)(data, seed, dim)
+                with args.output.open("a") as file:
+                    file.writelines(json.dumps(row) + "\n" for row in made)
     found = [json.loads(line) for line in args.output.read_text().splitlines()]
-    args.output.with_suffix(".md").write_text(table(found))
+    made = [dim for dim in HOW if any(row["latent_dim"] == dim for row in found)]
+    args.output.with_suffix(".md").write_text(HEAD + "".join(table(found, dim) for dim in made))
 
 
 if __name__ == "__main__":
