@@ -10,6 +10,7 @@ import torch
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
 from pyro_truncated.gplvm.decoders.climbs import maximize_each
 from pyro_truncated.gplvm.decoders.latents import log_joint
+from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
 from tests.gplvm.test_sas_decoder import circle
 
 CENTRES = torch.tensor([[3.0, -2.0, 0.5], [0.0, 1.0, -4.0], [10.0, 0.0, 0.0]], dtype=torch.float64)
@@ -86,14 +87,15 @@ def test_the_own_latent_is_one_more_component(generator):
     candidates = CandidateLatents(decoder, x, generator=generator)
     z = decoder.infer(new)
     mean, variance = decoder.predict(torch.cat([candidates.latents, z[:1]]), noiseless=True)
-    seen, spread = ~new[0].isnan(), variance + candidates.noise
+    seen, spread = ~new[0].isnan(), variance + candidates.own_noise
     normal = torch.distributions.Normal(mean[:, seen], spread[:, seen].sqrt())
     prior = torch.cat([candidates.latents, z[:1]]).square().sum(1) / 2
-    log_weights = (normal.log_prob(new[0, seen]).sum(1) - prior) / candidates.temperature
+    log_weights = (normal.log_prob(new[0, seen]).sum(1) - prior) / candidates.own_temperature
     log_weights[-1] += math.log(0.04 * len(candidates.latents))
     weights = log_weights.softmax(0)
     expected = weights @ mean
     torch.testing.assert_close(candidates.reconstruct(new)[0][0], expected, rtol=1e-8, atol=1e-10)
-    own = weights @ (mean.square() + variance) - expected.square()
+    around = OwnLatents.at(decoder.posterior(), z[:1], decoder.loc).spread(seen[None].double(), candidates.own_noise)[0]
+    own = weights @ (mean.square() + variance) - expected.square() + weights[-1] * candidates.own_temperature * around
     torch.testing.assert_close(candidates.reconstruct(new, noiseless=True)[1][0], own, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(candidates.reconstruct(new, block=7)[1][0], own + candidates.noise, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(candidates.reconstruct(new, block=7)[1][0], own + candidates.own_noise, rtol=1e-6, atol=1e-9)

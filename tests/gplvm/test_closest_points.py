@@ -12,7 +12,6 @@ from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp import ActiveSet
 from pyro_truncated.gp.active_sets.nearest_set import NearestSet
-from pyro_truncated.gp.active_sets.projected_set import ProjectedSet
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
 from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
 
@@ -116,10 +115,11 @@ def test_normals_around_latents_have_the_curvature_of_gauss_and_newton():
 
 @pytest.mark.slow
 def test_intervals_cover_in_five_dimensions():
+    # At one latent they cover .95, .79 and .78.
     generator = torch.Generator().manual_seed(0)
     pyro.set_rng_seed(0)
     x, new = curved(800, 20, 5, generator, 0.4).split([500, 300])
-    decoder = SASDecoder(500, 20, 5, num_active=100).fit(x, epochs=100, generator=generator)
+    decoder = SASDecoder(500, 20, 5, num_active=100).fit(x, epochs=60, generator=generator)
     candidates = CandidateLatents(decoder, x, generator=generator)
     for hide in (torch.zeros(300, 20) > 0, torch.rand(300, 20, generator=generator) < 0.5, torch.arange(20).expand(300, 20) >= 10):
         mean, variance = candidates.reconstruct(new.masked_fill(hide, math.nan))
@@ -127,11 +127,6 @@ def test_intervals_cover_in_five_dimensions():
         inside = ((new - mean).abs() < 1.96 * variance.sqrt())[chosen].double().mean()
         one = decoder.predict(decoder.infer(new.masked_fill(hide, math.nan)))
         scores = [(v.log() + (new - m).square() / v)[chosen].mean() for m, v in ((mean, variance), (one[0], one[1].expand_as(mean)))]
-        print(
-            float(inside),
-            float((new - mean)[chosen].square().mean().sqrt()),
-            float(((new - one[0]).abs() < 1.96 * one[1].sqrt())[chosen].double().mean()),
-            scores,
-        )
         # At least 3000 entries of 300 points: three standard errors are .012 to .03.
         assert 0.92 < float(inside) < 0.98
+        assert scores[0] < scores[1] or not bool(hide.any())

@@ -63,6 +63,7 @@ class CandidateLatents:
         temperature: the temperature :math:`T`, at least 1.
         own_noise: noise variance of each output where own latents join, ``(D,)``.
         own_temperature: the temperature there.
+        own_scale: factor of the variances there.
 
     Raises:
         ValueError: if the data do not have the decoder's shape or there are fewer than three.
@@ -86,6 +87,7 @@ class CandidateLatents:
         self.temperature, self.noise = self._calibrated(points, is_hidden, None)
         own = self._without_themselves(x, rows, is_hidden)
         self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrated(points, is_hidden, own)
+        self.own_scale = 1.0 if own is None else self._scale(points, is_hidden, own)
 
     @torch.no_grad()
     def infer(self, x: Tensor) -> Tensor:
@@ -119,15 +121,24 @@ class CandidateLatents:
         """
         parts = [self._reconstruct(rows) for rows in self._checked(x).split(check_count("block", block))]
         mean, spread = (torch.cat(moments) for moments in zip(*parts, strict=True))
-        return mean, spread if noiseless else spread + self.own_noise
+        return mean, self.own_scale * (spread if noiseless else spread + self.own_noise)
 
     def _reconstruct(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means and variances ``(M, D)`` of the functions of data points."""
         z = self.decoder.infer(x.to(self.latents))
         own = OwnLatents.at(self.decoder.posterior(), z, self.decoder.loc)
-        spread = own.spread((~x.isnan()).double(), self.own_noise)
-        log_weights, log_own = self._log_joint(x, self.own_noise), own.log_joint(x, self.own_noise)
-        return self._mixed(log_weights / self.own_temperature, own, log_own / self.own_temperature, self.own_temperature * spread)
+        return self._with_own(self._log_joint(x, self.own_noise), x, own)
+
+    def _with_own(self, log_joint: Tensor, x: Tensor, own: OwnLatents) -> tuple[Tensor, Tensor]:
+        """As :meth:`_mixed`, at the temperature and the noise that were learned."""
+        T, noise = self.own_temperature, self.own_noise
+        return self._mixed(log_joint / T, own, own.log_joint(x, noise) / T, T * own.spread((~x.isnan()).double(), noise))
+
+    def _scale(self, x: Tensor, is_hidden: Tensor, own: OwnLatents) -> float:
+        """Mean of squared errors in units of the variances, of hidden entries: where spreads alone are above the errors it is below one."""
+        visible, hidden = x.masked_fill(is_hidden, math.nan), is_hidden & ~x.isnan()
+        mean, spread = self._with_own(self._log_joint_of_others(visible, self.own_noise), visible, own)
+        return float(((x - mean).square() / (spread + self.own_noise))[hidden].mean())
 
     def _mixed(self, log_weights: Tensor, own: OwnLatents, log_own: Tensor, own_spread: Tensor) -> tuple[Tensor, Tensor]:
         """Means and variances ``(M, D)`` of the functions under the candidates, and the normals around own latents among them."""
