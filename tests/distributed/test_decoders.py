@@ -71,7 +71,7 @@ def stepped(kind: str, missing: bool, steps: int = 8) -> tuple[list[float], dict
         losses += [decoder.relocate_(x, 6), svi.step(x)]
     own = decoder.latents(x)
     predictions = []
-    for options in ({}, {"size": 7}, {"size": 5, "projected": True}):
+    for options in ({}, {"size": 7}, {"size": 5, "projected": True}, {"num_neighbors": 6}):
         decoder.condition_(x, **options)
         predictions += [*decoder.predict(torch.linspace(-1, 1, 8).double().reshape(4, 2)), decoder.infer(data(3), steps=3)]
     decoder.gather_()
