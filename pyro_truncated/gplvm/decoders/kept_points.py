@@ -117,7 +117,7 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
     Raises:
         ValueError: if no data point is complete.
     """
-    complete = (~rows_of_everyone(outputs.isnan().any(-1), outputs)).nonzero().squeeze(-1)
+    complete = (rows_of_everyone(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
         raise ValueError("the closest of the complete data points are asked for, and every one has missing entries")
     return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
