@@ -6,7 +6,7 @@ import warnings
 
 from torch import Tensor
 
-_EXPLAINED_BY_NOISE = 0.02
+_EXPLAINED_BY_NOISE, _ONE_SIDED = 0.02, 1.645
 
 
 class AllNoiseWarning(UserWarning):
@@ -21,19 +21,20 @@ class AllNoiseWarning(UserWarning):
     """
 
 
-def warn_of_noise(fitted: Tensor, noise: float, num_inducing: int) -> None:
-    """Looks at how much of standardised targets the predictions ``(n, H)`` at the training inputs account for.
+def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int) -> None:
+    """Looks at how much of standardised targets ``(n, H)`` the predictions of each data point from all others account for.
 
     Warns:
-        AllNoiseWarning: if it is next to nothing.
+        AllNoiseWarning: if it is next to nothing, or cannot be told from that at the 5 % level.
     """
-    # Of the mean, not of the prior: a kernel that has become a constant has all the prior variance one could want.
-    explained = float((fitted - fitted.mean(0)).square().mean())
-    if explained < _EXPLAINED_BY_NOISE:
+    gains = (targets.square() - (targets - predicted).square()).mean(1)
+    explained, error = float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
+    # Noise itself looks explained by chance, the more so the fewer data there are.
+    if explained - _ONE_SIDED * error < _EXPLAINED_BY_NOISE:
         warnings.warn(
-            f"the fit explains the targets as noise of variance {noise:.3g} (of 1): predictions from the {num_inducing} "
-            f"inducing inputs account for {explained:.2g} of the targets' variance. Start from more noise and other "
-            "length-scales (as smooth_rbf does), take more inducing inputs, or add an identity kernel "
+            f"the fit explains the targets as noise of variance {noise:.3g} (of 1): predictions of each data point from all others, by "
+            f"{num_inducing} inducing inputs, account for {max(0.0, explained):.2g} of the targets' variance. Start from more noise and "
+            "other length-scales (as smooth_rbf does), take more inducing inputs, or add an identity kernel "
             "(SumKernel(..., redundant_sum=True, identity=True))",
             AllNoiseWarning,
             stacklevel=3,

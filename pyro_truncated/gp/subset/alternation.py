@@ -15,7 +15,7 @@ from pyro_truncated.gp.subset.basis import Basis
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import backward, noise_of
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.objective import SubsetProblem, explains_something
 from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
 
@@ -26,19 +26,21 @@ class Plan:
 
     Attributes:
         max_epochs: most alternations.
+        seconds_left: what is left of the time.
+        tolerance: gain of an epoch, in nats per data point, below which the alternation ends.
         hyper_evaluations: evaluations of the objective per continuous phase.
         attempts: attempts to exchange members per discrete phase.
-        tolerance: gain of an epoch, in nats, below which the alternation ends.
         rows: data points that an alternation looks at.
-        seconds_left: what is left of the time.
+        gives_up: whether it ends after an alternation that explains nothing.
     """
 
     max_epochs: int
-    hyper_evaluations: int
-    attempts: int
-    tolerance: float
-    rows: int
     seconds_left: Callable[[], float]
+    tolerance: float = 1e-4
+    hyper_evaluations: int = 5
+    attempts: int = 4
+    rows: int = 0
+    gives_up: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,6 +84,7 @@ class Alternation:
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
         best, kept, kept_values = math.inf, index, self._values()
+        tolerance = plan.tolerance * len(self.targets)
         for epoch in range(plan.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             chosen = sample.inducing
@@ -103,11 +106,11 @@ class Alternation:
             elif sample.rows is not None:
                 index = kept
                 self._restore(kept_values)
-            if plan.seconds_left() <= 0:
+            if plan.seconds_left() <= 0 or (plan.gives_up and epoch and not explains_something(best, self.targets)):
                 break
-            is_settled = bool(epoch) and abs(gained) < plan.tolerance
+            is_settled = bool(epoch) and abs(gained) < tolerance
             if sample.rows is not None:
-                num = num if gained >= plan.tolerance else 2 * num
+                num = num if gained >= tolerance else 2 * num
             elif is_settled and attempts > plan.attempts:
                 break
             # A few attempts may fail by chance: before it ends, every member has had its turn.

@@ -79,3 +79,17 @@ def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
     if bool(strange.any()):
         raise ValueError(f"the kernel is not finite at new input {int(strange.nonzero()[0])}; check the new inputs")
     return cross, prior
+
+
+def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
+    """The kernel of a regression whose inducing inputs are to move.
+
+    Raises:
+        ValueError: if there are none.
+        TypeError: if inputs are no numbers.
+    """
+    if is_exact:
+        raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
+    if not isinstance(kernel, InputKernel):
+        raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+    return kernel

@@ -16,7 +16,7 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gp.subset.alternation import hyper_parameters
+from pyro_truncated.gp.subset.alternation import Plan
 from pyro_truncated.gp.subset.basis import Basis, covariances_with
 from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import backward_through, noise_of
@@ -56,37 +56,32 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
     return weight * float(value)
 
 
-def fit_exactly(
-    kernel: DataKernel, targets: Tensor, log_noise: Tensor, *, max_iterations: int, tolerance: float, record: FitRecord
-) -> float:
-    """Learns the kernel's parameters and the noise in place; returns the objective.
+def fit_exactly(kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], plan: Plan, record: FitRecord) -> float:
+    """Learns parameters in place; returns the objective.
 
     Args:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
         log_noise: unconstrained noise parameter.
-        max_iterations: most iterations of L-BFGS.
-        tolerance: gain per data point below which it ends.
-        record: says when time is up, and takes each improvement.
+        parameters: the kernel's, and the noise.
+        plan: most iterations of L-BFGS, the gain below which they end, and the time.
+        record: takes each improvement.
 
     Raises:
         ValueError: if the objective is not finite at the start.
     """
     n = len(targets)
-    value = (
-        n
-        * minimize(
-            lambda: exact_backward(kernel, targets, log_noise, 1 / n),
-            hyper_parameters(kernel, log_noise),
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            is_spent=lambda: record.seconds_left() <= 0,
-            on_better=lambda value: record.note("exact", n * value),
-        ).value
+    found = minimize(
+        lambda: exact_backward(kernel, targets, log_noise, 1 / n),
+        parameters,
+        max_iterations=plan.max_epochs,
+        tolerance=plan.tolerance,
+        is_spent=lambda: plan.seconds_left() <= 0,
+        on_better=lambda value: record.note("exact", n * value),
     )
-    if not value < float("inf"):
+    if not found.value < float("inf"):
         raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-    return value
+    return n * found.value
 
 
 class ExactPosterior:

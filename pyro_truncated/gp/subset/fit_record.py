@@ -30,9 +30,14 @@ class FitRecord:
         self._start = clock()
         self._bar = progress_bar(progress, unit="phase")
 
-    def seconds_left(self, share: float = 1.0) -> float:
-        """What is left of a share of the time."""
-        return math.inf if self.max_seconds is None else share * self.max_seconds - (self.clock() - self._start)
+    def seconds_left(self) -> float:
+        """What is left of the time."""
+        return math.inf if self.max_seconds is None else self.max_seconds - (self.clock() - self._start)
+
+    def share_left(self, share: float) -> Callable[[], float]:
+        """A clock that says what is left of a share of the seconds left now."""
+        kept = 0.0 if self.max_seconds is None else (1 - share) * self.seconds_left()
+        return lambda: self.seconds_left() - kept
 
     def note(self, phase: str, value: float) -> None:
         """Adds a line to the history, and to the progress bar."""

@@ -90,6 +90,11 @@ class SubsetProblem:
         return 0.5 * (data + complexity + self.trace_weight * residual)
 
 
+def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
+    """Whether an objective of standardised targets is below what noise of variance one costs by as much as explaining a share is worth."""
+    return objective < 0.5 * (1 - share) * targets.numel()
+
+
 def check_index(index: Tensor, num_data: int) -> Tensor:
     """Positions of an inducing subset ``(m,)`` as int64.
 

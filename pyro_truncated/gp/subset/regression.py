@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -18,19 +19,19 @@ from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.all_noise import warn_of_noise
 from pyro_truncated.gp.subset.alternation import Alternation, Plan, hyper_parameters
-from pyro_truncated.gp.subset.basis import Basis, FreeBasis
+from pyro_truncated.gp.subset.basis import Basis, FreeBasis, kernel_to_polish
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
 from pyro_truncated.gp.subset.fit_record import FitRecord
 from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
+from pyro_truncated.gp.subset.other_starts import fitted_from_some_start
+from pyro_truncated.gp.subset.row_sample import rows_of_alternation
 from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count, check_counts
-
-_MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
 class SubsetGPRegression(SavedRegression):
@@ -39,6 +40,7 @@ class SubsetGPRegression(SavedRegression):
     Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
     the subset and L-BFGS on the kernel's parameters and the noise, both by the same objective, which never rises. From little noise and
     short length-scales, few inducing inputs explain so little that "all is noise" is the nearest optimum: start as :func:`smooth_rbf` does.
+    A first fit that ends there looks for other length-scales by an exact regression on some of the data, and starts again from these.
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
     molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
@@ -183,58 +185,55 @@ class SubsetGPRegression(SavedRegression):
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
         if polish:
-            self._kernel_to_polish()
+            kernel_to_polish(self.kernel, self.is_exact)
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)
         max_epochs = check_count("max_epochs", max_epochs, least=0)
         polish_evaluations = None if polish_evaluations is None else check_count("polish_evaluations", polish_evaluations, least=0)
-        max_rows = None if max_rows is None else check_count("max_rows", max_rows)
-        n, m = len(self.targets), self.num_inducing
-        num_rows = (n if n <= _MANY_ROWS else max(_SOME_ROWS, 4 * m)) if max_rows is None else max_rows
-        if num_rows < m:
-            raise ValueError(f"max_rows must be at least num_inducing={m}; got {max_rows}")
+        rows = rows_of_alternation(len(self.targets), self.num_inducing, max_rows)
         record = FitRecord(self.history, max_seconds, clock, progress)
-        if self.is_exact:
-            self.objective_value = fit_exactly(
-                self.kernel, self.targets, self.log_noise, max_iterations=max_epochs, tolerance=tolerance, record=record
-            )
-        elif not (polish and self.inducing_inputs is not None):
+        if not (polish and self.inducing_inputs is not None):
             self.inducing_inputs = None
-            share = subset_share if polish else 1.0
-            plan = Plan(max_epochs, hyper_evaluations, attempts_per_epoch, tolerance * n, num_rows, lambda: record.seconds_left(share))
-            found, self.objective_value = self._alternation().run(self.index[self.index >= 0], plan, record)
-            self.index.fill_(-1)
-            self.index[: len(found)] = check_index(found, n)
+            plan = Plan(max_epochs, record.seconds_left, tolerance, hyper_evaluations, attempts_per_epoch, rows)
+            self.objective_value = self._learn(plan, record, subset_share if polish else 1.0)
         if polish:
             evaluations = (200 if max_seconds is None else 10**6) if polish_evaluations is None else polish_evaluations
             self._polish(evaluations, record)
         record.close()
         self._posterior = None
-        warn_of_noise(self.posterior().fitted, self.noise, m)
+        warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, self.num_inducing)
         return self.objective_value
 
-    def _kernel_to_polish(self) -> InputKernel:
-        if self.is_exact:
-            raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
-        if not isinstance(self.kernel, InputKernel):
-            raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(self.kernel).__name__}")
-        return self.kernel
+    def _learn(self, plan: Plan, record: FitRecord, share: float) -> float:
+        """Hyper-parameters, and the subset where there is one."""
+        known = self.index[self.index >= 0]
 
-    def _alternation(self) -> Alternation:
-        return Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, self.num_inducing, self.generator)
+        def attempt(gives_up: bool) -> float:
+            """From where the parameters are, and the subset was."""
+            if self.is_exact:
+                return fit_exactly(self.kernel, self.targets, self.log_noise, hyper_parameters(self.kernel, self.log_noise), plan, record)
+            turns = Alternation(self.kernel, self.targets, self.log_noise, self.objective, self.search, self.num_inducing, self.generator)
+            limited = dataclasses.replace(plan, gives_up=gives_up, seconds_left=record.share_left(share))
+            found, value = turns.run(known, limited, record)
+            self.index.fill_(-1)
+            self.index[: len(found)] = check_index(found, len(self.targets))
+            return value
+
+        if not math.isnan(self.objective_value):
+            return attempt(False)
+        return fitted_from_some_start(attempt, self.kernel, self.targets, self.log_noise, record, self.generator)
 
     def _polish(self, evaluations: int, record: FitRecord) -> None:
-        kernel = self._kernel_to_polish()
+        kernel = kernel_to_polish(self.kernel, self.is_exact)
         if self.inducing_inputs is None:
             self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
         inputs = self.inducing_inputs
-        value = minimize(
+        self.objective_value = minimize(
             lambda: backward(FreeBasis(kernel, inputs), self.targets, self.log_noise, self.objective),
             [*hyper_parameters(kernel, self.log_noise), inputs],
             max_evaluations=evaluations,
             is_spent=lambda: record.seconds_left() <= 0,
             on_better=lambda value: record.note("polish", value),
         ).value
-        self.objective_value = value
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

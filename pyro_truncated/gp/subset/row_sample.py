@@ -9,6 +9,9 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, RestrictedKernel
 from pyro_truncated.gp.subset.subset_search import random_subset
+from pyro_truncated.utils.counts import check_count
+
+_MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
 class RowSample(NamedTuple):
@@ -40,3 +43,16 @@ def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, ge
     rows = torch.cat([index, others])
     inside = torch.arange(len(index), device=rows.device)
     return RowSample(RestrictedKernel(kernel, rows, borrowed=True), targets[rows], inside, rows)
+
+
+def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) -> int:
+    """How many data points an alternation looks at, where at most ``max_rows`` are wanted, or nothing is said of it.
+
+    Raises:
+        ValueError: if there would be fewer than inducing inputs.
+    """
+    if max_rows is None:
+        return num_data if num_data <= _MANY_ROWS else max(_SOME_ROWS, 4 * num_inducing)
+    if check_count("max_rows", max_rows) < num_inducing:
+        raise ValueError(f"max_rows must be at least num_inducing={num_inducing}; got {max_rows}")
+    return max_rows

@@ -18,7 +18,7 @@ import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,42 +26,35 @@ import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated import datasets
 from pyro_truncated.gp import (
     AllNoiseWarning,
     CholQRSearch,
-    CountKernel,
-    DataKernel,
     ExchangeSearch,
-    Graphs,
     GreedyVarianceSearch,
-    HashedCounts,
-    HistogramIntersectionKernel,
     InformativeVectorSearch,
     KMeansSearch,
-    MinMaxKernel,
     RandomSearch,
     RestrictedKernel,
     SubsetGPRegression,
-    SumKernel,
     TitsiasSearch,
-    shortest_path,
     smooth_rbf,
-    weisfeiler_lehman,
 )
 from pyro_truncated.ops.k_means import k_means
+from tests.papers.experiments.sparse_gp_data import (
+    Split,
+    esol,
+    hog,
+    kin40k,
+    lipophilicity,
+    photoswitch,
+    pol,
+    pumadyn32nm,
+    sarcos,
+    snelson,
+    thrombin,
+)
 
 RESULTS = Path(__file__).parents[1] / "results"
-
-
-@dataclasses.dataclass(frozen=True)
-class Split:
-    """Training data behind a kernel, and test data as the kernel takes them."""
-
-    kernel: Callable[[], DataKernel]
-    y: Tensor
-    new: Any
-    y_new: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +83,7 @@ METHODS = {
     "exchange, PP": Method(ExchangeSearch, model={"objective": "pp"}),
     "exchange, FITC": Method(ExchangeSearch, model={"objective": "fitc"}),
     "subset of data": Method(RandomSearch),
+    "exact, default": Method(ExchangeSearch),
     "k-means, then free": Method(KMeansSearch, fit={"polish": True, "subset_share": 0.02, "polish_evaluations": 10_000}),
     "exchange, then free": Method(ExchangeSearch, fit={"polish": True, "subset_share": 0.2, "polish_evaluations": 10_000}),
     "FITC, free": Method(KMeansSearch, {"objective": "fitc"}, {"polish": True, "subset_share": 0.02, "polish_evaluations": 10_000}),
@@ -102,6 +96,8 @@ OBJECTIVES = ["exchange", "exchange, FITC", "exchange, PP", "Titsias-16", "Titsi
 DISCRETE = [*OBJECTIVES, "CholQR-z16", "random", *GREEDY, "subset of data"]
 # Beyond 128 inputs, one subset by 512 candidates each takes several times the budget.
 THOROUGH = {m: [*DISCRETE, "Titsias-512"] for m in (16, 32, 64, 128)}
+EXACT = {0: ["exact, default"]}
+UNSEEN = ["defaults, polish", "GPyTorch SGPR, random start", "exchange"]
 VARIANTS = ["CholQR-z128", "CholQR-z64, OI", "CholQR-z64, AA"]
 CONTINUOUS = [
     "exchange, then free", "defaults, polish", "GPyTorch SGPR", "GPyTorch SGPR, random start", "k-means, then free", "exchange",
@@ -109,96 +105,9 @@ CONTINUOUS = [
 ]  # fmt: skip
 
 
-@functools.cache
-def lipophilicity(seed: int) -> Split:
-    """Tanimoto kernel on counts of Morgan fingerprints: 3600 molecules to learn from, 600 to predict."""
-    return _fingerprints("mol_lipophilicity", 3600, seed)
-
-
-@functools.cache
-def esol(seed: int) -> Split:
-    """Solubility in water, Tanimoto kernel on counts of Morgan fingerprints: 900 molecules to learn from, 217 to predict."""
-    return _fingerprints("mol_esol", 900, seed)
-
-
-def _fingerprints(name: str, num_train: int, seed: int) -> Split:
-    arrays = _tensors(name)
-    features = HashedCounts.from_csr(arrays["fp_indptr"], arrays["fp_indices"].long(), arrays["fp_data"])
-    train, test = torch.randperm(len(features), generator=torch.Generator().manual_seed(seed)).tensor_split([num_train])
-    kernel, y = CountKernel(features[train]), arrays["y"].double()
-    return Split(_reused([kernel], 1.0), y[train], features[test], y[test])
-
-
-@functools.cache
-def thrombin(seed: int) -> Split:
-    """Affinities to thrombin; the sum of fourteen kernels on fingerprints and on graphs: 2120 molecules to learn from, 529 to predict."""
-    arrays = _tensors("mol_thrombin")
-    fingerprint = HashedCounts.from_csr(arrays["fp_indptr"], arrays["fp_indices"].long(), arrays["fp_data"])
-    features = [fingerprint, fingerprint]
-    for labels in ("atom", "element", "degree", "none"):
-        graphs = Graphs.from_molecules(arrays, labels)
-        features += [*(weisfeiler_lehman(graphs, h) for h in ((1, 3) if labels == "none" else (0, 3))), shortest_path(graphs)]
-    y = arrays["pKi"].double()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    train, test = order[y[order].isfinite()].tensor_split([2120])
-    parts = [(MinMaxKernel if k == 1 else CountKernel)(counts[train]) for k, counts in enumerate(features)]
-    return Split(_reused(parts, 0.5 / len(parts)), y[train], tuple(counts[test] for counts in features), y[test])
-
-
-def _tensors(name: str) -> dict[str, Tensor]:
-    return {key: torch.as_tensor(value) for key, value in datasets.load(name).items() if value.dtype.kind != "U"}
-
-
-@functools.cache
-def hog(seed: int) -> Split:
-    """Histogram intersection on gradient histograms of objects, one kernel per quarter of the image; the sine of the pose angle."""
-    arrays = datasets.load("coil_hog_pose")
-    blocks = torch.as_tensor(arrays["H"]).double().reshape(-1, 2, 4, 2, 4, 9).permute(1, 3, 0, 2, 4, 5).flatten(3).flatten(0, 1)
-    y = torch.as_tensor(arrays["Y"][:, 0]).double()
-    order = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed))
-    train, test = order[:734], order[734:]
-    parts = [HistogramIntersectionKernel(block.flatten(1)[train], 0.25) for block in blocks]
-    new = tuple(block.flatten(1)[test] for block in blocks)
-    return Split(_reused(parts, 0.25), y[train], new, y[test])
-
-
-@functools.cache
-def kin40k(seed: int) -> Split:
-    """The official 10 000 training inputs; a split only changes the seed of methods, and the 5000 test inputs."""
-    arrays = datasets.load("kin40k")
-    X, y, X_new, y_new = (torch.as_tensor(arrays[name]).double() for name in ("X_train", "y_train", "X_test", "y_test"))
-    mean, scale = X.mean(0), X.std(0)
-    chosen = torch.randperm(len(X_new), generator=torch.Generator().manual_seed(seed))[:5000]
-    return Split(lambda: smooth_rbf((X - mean) / scale), y, ((X_new - mean) / scale)[chosen], y_new[chosen])
-
-
-@functools.cache
-def snelson(seed: int) -> Split:
-    """Snelson's toy, 150 inputs to learn from; the leftmost ones are the first inducing inputs."""
-    arrays = datasets.load("snelson1d")
-    X, y = (torch.as_tensor(arrays[name]).double().flatten() for name in ("x_train", "y_train"))
-    order = torch.randperm(len(X), generator=torch.Generator().manual_seed(seed))
-    train, test = order[:150], order[150:]
-    scale = X.std()
-    return Split(lambda: smooth_rbf(X[train, None] / scale), y[train], X[test, None] / scale, y[test])
-
-
-def _reused(parts: Sequence[Any], variance: float) -> Callable[[], DataKernel]:
-    """Makes the sum of kernels at its starting point. Their matrices are computed once, which counts as no method's time."""
-    for part in parts:
-        part.columns(torch.arange(part.num_data))
-
-    def fresh() -> DataKernel:
-        for part in parts:
-            part.variance = torch.tensor(variance, dtype=torch.float64)
-        return parts[0] if len(parts) == 1 else SumKernel(parts)
-
-    return fresh
-
-
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """A data set, the methods that are compared on it, and CPU seconds by number of inducing inputs."""
+    """A data set, the methods that are compared on it, and CPU seconds by number of inducing inputs; 0 of them is an exact regression."""
 
     data: Callable[[int], Split]
     methods: list[str]
@@ -208,10 +117,13 @@ class Experiment:
 
 EXPERIMENTS = {
     "lipophilicity": Experiment(lipophilicity, DISCRETE, {16: 1.0, 32: 2.0, 64: 3.0, 128: 4.0, 256: 6.0, 512: 10.0}, THOROUGH),
-    "esol": Experiment(esol, DISCRETE, {16: 0.5, 32: 0.5, 64: 1.0, 128: 1.5, 256: 2.0, 512: 3.0}, THOROUGH),
-    "thrombin": Experiment(thrombin, DISCRETE, {16: 3.0, 32: 4.0, 64: 6.0, 128: 8.0, 256: 12.0, 512: 20.0}, THOROUGH),
+    "esol": Experiment(esol, DISCRETE, {16: 0.5, 32: 0.5, 64: 1.0, 128: 1.5, 256: 2.0, 512: 3.0, 0: math.inf}, THOROUGH | EXACT),
+    "thrombin": Experiment(thrombin, DISCRETE, {16: 3.0, 32: 4.0, 64: 6.0, 128: 8.0, 256: 12.0, 512: 20.0, 0: math.inf}, THOROUGH | EXACT),
     "hog": Experiment(
-        hog, DISCRETE, {16: 0.5, 32: 1.0, 64: 1.5, 128: 2.0, 256: 3.0, 512: 4.0}, THOROUGH | {128: [*THOROUGH[128], *VARIANTS]}
+        hog,
+        DISCRETE,
+        {16: 0.5, 32: 1.0, 64: 1.5, 128: 2.0, 256: 3.0, 512: 4.0, 0: math.inf},
+        THOROUGH | {128: [*THOROUGH[128], *VARIANTS]} | EXACT,
     ),
     "kin40k": Experiment(
         kin40k,
@@ -220,6 +132,10 @@ EXPERIMENTS = {
         {32: [*CONTINUOUS, *GREEDY, "subset of data", "exchange, PP", "FITC, free"]},
     ),
     "snelson": Experiment(snelson, ["random", "CholQR-z16", "exchange", "exchange, then free", "FITC, free"], {10: 4.0}),
+    "pol": Experiment(pol, UNSEEN, {128: 15.0}),
+    "pumadyn32nm": Experiment(pumadyn32nm, UNSEEN, {128: 15.0}),
+    "sarcos": Experiment(sarcos, UNSEEN, {128: 15.0, 0: math.inf}, EXACT),
+    "photoswitch": Experiment(photoswitch, OBJECTIVES, {16: 0.5, 64: 1.0, 0: math.inf}, EXACT),
 }
 
 
@@ -248,14 +164,16 @@ def run(name: str, method: str, m: int, seed: int, seconds: float | None = None)
     if method == "subset of data":
         rows = torch.randperm(len(y), generator=generator)[:m]
         kernel, y = RestrictedKernel(kernel, rows), y[rows]
-    model = SubsetGPRegression(kernel, y, num_inducing=m, algorithm=options.search(), generator=generator, **options.model)
+    model = SubsetGPRegression(kernel, y, num_inducing=m or None, algorithm=options.search(), generator=generator, **options.model)
     if name == "snelson":
         # Figure 4: all inducing inputs start at the left end.
         model.index.copy_(_leftmost(kernel)[:m])
     with warnings.catch_warnings():
         # A collapse to noise is a result here: it shows in the scores.
         warnings.simplefilter("ignore", AllNoiseWarning)
-        value = model.fit(max_seconds=seconds, clock=time.process_time, max_epochs=10_000, **options.fit)
+        # Exact regressions are fitted as they are by default.
+        limits = {"max_seconds": seconds, "max_epochs": 10_000} if m else {}
+        value = model.fit(clock=time.process_time, **limits, **options.fit)
     used = time.process_time() - start
     return _row(name, method, m, seed, *scores(split, *model.predict(split.new)), value, used)
 
@@ -352,7 +270,7 @@ def run_all(jobs: list[tuple[str, str, int, int]], output: Path) -> None:
     known = {(r["experiment"], r["method"], r["m"], r["seed"]) for r in done(output)}
     has_gpytorch = importlib.util.find_spec("gpytorch") is not None
     for job in jobs:
-        if job in known or (job[1] == "GPyTorch SGPR" and not has_gpytorch):
+        if job in known or (job[1].startswith("GPyTorch") and not has_gpytorch):
             continue
         result = run(*job)
         with output.open("a") as file:
@@ -377,7 +295,7 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
         for method, group in groups.items():
             mark = "**" if means[method] == min(means.values()) else ""
             cells = (_cell([r[key] for r in group], digits) for key, digits in (("smse", 4), ("snlp", 3), ("objective", 0), ("seconds", 1)))
-            lines.append(f"| {m} | {mark}{method}{mark} | {len(group)} | {' | '.join(cells)} |")
+            lines.append(f"| {m or 'all'} | {mark}{method}{mark} | {len(group)} | {' | '.join(cells)} |")
     return [*lines, ""]
 
 
