@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.cholesky import NotPositiveDefiniteError, stable_cholesky
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 
 # Shares of the largest variance of an output, and of an output's own mean square, where its variance is rounding.
 _CONSTANT_COLUMN, _ROUNDING = 1e-8, 1e-14
@@ -62,6 +63,7 @@ class NoisyCovariance(abc.ABC):
     def quadratic(self, targets: Tensor) -> Tensor:
         r""":math:`\operatorname{tr}(R^\top C^{-1} R)`."""
 
+    @takes_arrays
     def leave_one_out(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
         r"""Predictions of every data point's targets from those of all others.
 
@@ -77,6 +79,7 @@ class NoisyCovariance(abc.ABC):
         diagonal = self.inverse_diagonal[chosen]
         return targets[chosen] - self.solve(targets, rows) / diagonal.unsqueeze(-1), 1 / diagonal
 
+    @takes_arrays
     def log_likelihood(self, targets: Tensor, num_outputs: int | None = None) -> Tensor:
         r"""Log density of all outputs, :math:`-\frac12\operatorname{tr}(R^\top C^{-1} R) - \frac P2\log|C| - \frac{NP}2\log 2\pi`.
 
@@ -114,6 +117,7 @@ class DenseCovariance(NoisyCovariance):
     """
 
     @names_arguments
+    @takes_arrays
     def __init__(self, kernel_matrix: Tensor, noise: Tensor) -> None:
         if kernel_matrix.dim() != 2 or kernel_matrix.shape[0] != kernel_matrix.shape[1]:
             raise ValueError(f"kernel_matrix must have shape (N, N); got {tuple(kernel_matrix.shape)}")
@@ -167,6 +171,7 @@ class LowRankCovariance(NoisyCovariance):
     """
 
     @names_arguments
+    @takes_arrays
     def __init__(self, factor: Tensor, noise: Tensor) -> None:
         if factor.is_complex():
             raise TypeError(f"factor must be real; got {factor.dtype}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.kernels.evaluation import Covariance
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.finite import check_entries, finite
 
@@ -59,6 +60,7 @@ class PivotedCholesky:
 
 
 @names_arguments
+@takes_arrays
 def pivoted_cholesky(kernel: Covariance, inputs: Tensor, max_rank: int, tolerance: float = 0.0) -> PivotedCholesky:
     r"""Greedy pivoted Cholesky factor of the kernel matrix :math:`K` of the inputs.
 

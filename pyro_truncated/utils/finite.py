@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.utils.arrays import as_tensors
+
 
 class _Finite(constraints.Constraint):
     """Finite numbers."""
@@ -53,12 +55,16 @@ finite, positive_finite, nonnegative_finite = _Finite(), _PositiveFinite(), _Non
 LARGEST = 1e150
 
 
-def in_double(name: str, values: Tensor) -> Tensor:
-    """Values in float64, of which sums of squares are finite, too.
+def in_double(name: str, values: Any) -> Tensor:
+    """A tensor or an array in float64, of which sums of squares are finite, too.
 
     Raises:
+        TypeError: naming the argument, if it is neither.
         ValueError: naming the argument, if one is not, or they are complex.
     """
+    values = as_tensors(values)
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor or an array; got {type(values).__name__}")
     if values.is_complex():
         raise ValueError(f"{name} must be real; got {values.dtype}")
     found = values.double()

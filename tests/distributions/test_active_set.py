@@ -364,6 +364,16 @@ def test_a_plate_that_scales_the_active_set_is_noticed():
     assert right == pytest.approx(active + 3 * (whole - active))
 
 
+def test_a_tempered_plate_that_scales_the_active_set_is_noticed():
+    with pytest.warns(ActiveSetScaleWarning, match=r"by 2\. Pass num_data=12"):
+        minibatch(temperature=0.7)
+
+
+def test_another_number_of_data_than_the_plates_is_noticed():
+    with pytest.warns(ActiveSetScaleWarning, match=r"plate 'data' takes 6 of 12 data points, but the distribution has num_data=20"):
+        minibatch(20)
+
+
 def test_scales_that_are_no_mistake_raise_no_warning():
     # Warnings are errors here.
     minibatch(size=12)

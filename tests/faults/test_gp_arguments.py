@@ -173,3 +173,23 @@ def test_views_are_named(bad, what):
     model = gplvm.SpikeSlabGPLVM(6, 2, 1, num_inducing=2)
     with pytest.raises((ValueError, TypeError), match=f"y must (be|have the) {what}"):
         gplvm.switch_log_odds(model, bad)
+
+
+@pytest.mark.parametrize("inputs", [NAN, INFINITE, HUGE, X + 0j, X[0], X[:0]])
+def test_regressions_have_real_finite_inputs(inputs):
+    with pytest.raises(ValueError, match=r"inputs must be (finite|real)"):
+        gp.LeaveOneOutRegression(inputs, "rbf")
+
+
+@pytest.mark.parametrize("flag", [math.nan, 1, "x", None])
+def test_flags_are_true_or_false(flag):
+    model = gp.SubsetGPRegression(X, X[:, 0], num_inducing=2)
+    calls = {
+        "single_swaps": gp.ExchangeSearch,
+        "adaptive": gp.CholQRSearch,
+        "polish": model.fit,
+        "fitc": lambda fitc: gp.LeaveOneOutRegression(X, "rbf", 3, fitc=fitc),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"{name} must be True or False"):
+            call(**{name: flag})

@@ -16,6 +16,7 @@ from pyro_truncated.gp.active_sets.splits import split_weights
 from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.missing import or_missing
 
 
@@ -68,7 +69,8 @@ class ActiveSetGaussianProcess(TorchDistribution):
         ValueError: if the sizes do not fit, the noise is not a scalar, or a minibatch has no point beside the active set.
 
     Warns:
-        ActiveSetScaleWarning: if it is made without ``num_data`` in a plate that subsamples, and nothing corrects the plate's scale.
+        ActiveSetScaleWarning: if it is made without ``num_data`` in a plate that subsamples and nothing corrects the plate's scale, or
+            with another ``num_data`` than the plate's.
 
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022, equation 6.
@@ -83,6 +85,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
     has_rsample = True
 
     @names_arguments
+    @takes_arrays
     def __init__(
         self,
         latents: Tensor,
@@ -105,8 +108,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
             raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
         self.num_active, self.num_data = num_active, num_data
-        if num_data is None:
-            warn_if_scaled(num_active, latents.shape[-2])
+        warn_if_scaled(num_active, latents.shape[-2], num_data)
         # Computed here, so that impossible sizes are refused before any work.
         batch_size = latents.shape[-2]
         self.weights = split_weights(batch_size, num_active, batch_size if num_data is None else num_data, like=latents)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -25,7 +24,7 @@ class ActiveSetScaleWarning(UserWarning):
     """
 
 
-def warn_if_scaled(num_active: int, batch_size: int) -> None:
+def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None) -> None:
     """Warns where the handlers that are open scale the active points of a minibatch like all others.
 
     A plate that takes ``B`` of ``N`` data points multiplies every log density by ``N / B``, also that of the active set, whose points are
@@ -34,25 +33,33 @@ def warn_if_scaled(num_active: int, batch_size: int) -> None:
     Args:
         num_active: size of the active set.
         batch_size: number of data points of the distribution, ``B``.
+        num_data: ``N`` as the distribution was told, which corrects the plate's scale if it is the plate's; or None.
 
     Warns:
-        ActiveSetScaleWarning: if all data points have the scale of their subsampling plate.
+        ActiveSetScaleWarning: if all data points have one scale other than 1 in a plate that subsamples, or the plate has another ``N``.
     """
     message = _message()
     apply_stack(message)
     frame = next((f for f in message["cond_indep_stack"] if f.vectorized and f.dim == -1), None)
     if num_active == 0 or frame is None or frame.size != batch_size or (frame.full_size or frame.size) == frame.size:
         return
+    if num_data is not None:
+        if num_data != frame.full_size:
+            _warn(f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points, but the distribution has num_data={num_data}")
+        return
     scales = torch.as_tensor(message["scale"], dtype=torch.float64)
-    ratio = math.prod((f.full_size or f.size) / f.size for f in message["cond_indep_stack"] if f.size)
-    if torch.allclose(scales, torch.full_like(scales, ratio)):
-        warnings.warn(
+    first = scales.flatten()[0]
+    if torch.allclose(scales, first.expand_as(scales)) and not torch.isclose(first, torch.ones_like(first)):
+        _warn(
             f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "
-            f"set, too, by {ratio:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of the plate need "
-            "the same weights, open poutine.scale(scale=split.weights(num_data)) around all of them before the distribution is made.",
-            ActiveSetScaleWarning,
-            stacklevel=3,
+            f"set, too, by {frame.full_size / frame.size:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of "
+            "the plate need the same weights, open poutine.scale(scale=split.weights(num_data)) around all of them before the distribution "
+            "is made."
         )
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, ActiveSetScaleWarning, stacklevel=4)
 
 
 def _message() -> Any:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 
 
@@ -31,6 +32,7 @@ class PrecomputedKernel(DataKernel):
     known: Tensor
 
     @names_arguments
+    @takes_arrays
     def __init__(self, matrix: Tensor, train: Tensor | None = None, variance: float = 1.0) -> None:
         if matrix.dim() != 2 or matrix.shape[0] != matrix.shape[1] or not bool(matrix.isfinite().all()):
             raise ValueError(f"matrix must be square and finite; got shape {tuple(matrix.shape)}")

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated.gp.data_kernels.fixed import FixedKernel
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 
 _CHUNK = 2**24
 
@@ -156,6 +157,7 @@ class HistogramIntersectionKernel(FixedKernel):
     histograms: Tensor
 
     @names_arguments
+    @takes_arrays
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")

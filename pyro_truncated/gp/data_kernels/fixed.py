@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+from pyro_truncated.utils.arrays import takes_arrays
 
 
 class FixedKernel(DataKernel):
@@ -57,14 +58,17 @@ class FixedKernel(DataKernel):
         base = self._kept_columns(index)
         return self.variance * (base if rows is None else base[rows])
 
+    @takes_arrays
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
         return self.variance * self._numbers(self.base_cross(new, index))
 
+    @takes_arrays
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs."""
         return self.variance * self._numbers(self.base_diag_new(new))
 
+    @takes_arrays
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other."""
         return self.variance * self._numbers(self.base_among(new))

@@ -7,6 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from pyro_truncated.utils.arrays import as_tensors
+
 # Two odd constants with well spread bits (of the golden ratio, and of a published 64-bit finaliser), as signed 64-bit integers.
 _GOLDEN = -7046029254386353131
 _FINALISER = -4658895280553007687
@@ -82,6 +84,7 @@ class HashedCounts:
         Raises:
             ValueError: if the arrays do not fit each other or a count is not positive.
         """
+        indptr, indices, data = as_tensors((indptr, indices, data))
         if len(indices) != len(data) or int(indptr[-1]) != len(indices):
             raise ValueError(f"indptr ends at {int(indptr[-1])}, but there are {len(indices)} indices and {len(data)} counts")
         if bool((data <= 0).any()):

@@ -50,18 +50,23 @@ class InputKernel(DataKernel):
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs ``(n_new, D)`` with the training inputs at positions ``index``."""
-        return self.between(self._points(new), self.inputs[index])
+        return self.between(self.points(new), self.inputs[index])
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs ``(n_new, D)``."""
-        return self.variances(self._points(new))
+        return self.variances(self.points(new))
 
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs ``(n_new, D)`` with each other."""
-        points = self._points(new)
+        points = self.points(new)
         return self.between(points, points)
 
-    def _points(self, new: Any) -> Tensor:
+    def points(self, new: Any) -> Tensor:
+        """New inputs ``(n_new, D)`` of the type and on the device of the training inputs.
+
+        Raises:
+            ValueError: if they are not of this shape, or not finite.
+        """
         new = as_tensors(new)
         if not isinstance(new, Tensor) or new.shape[1:] != self.inputs.shape[1:]:
             raise ValueError(f"new inputs must have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.finite import check_entries, nonnegative_finite
 from pyro_truncated.utils.unique_names import UniqueModule
 
@@ -36,6 +37,7 @@ class LinearARD(UniqueModule, Kernel):
     variance: Tensor
 
     @names_arguments
+    @takes_arrays
     def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
         super().__init__(input_dim, active_dims)
         variance = torch.ones(input_dim) if variance is None else variance

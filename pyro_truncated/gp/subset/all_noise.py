@@ -6,7 +6,7 @@ import warnings
 
 from torch import Tensor
 
-_EXPLAINED_BY_NOISE, _ONE_SIDED = 0.02, 1.645
+_EXPLAINED_BY_NOISE, _EXPLAINED_BY_CHANCE, _ONE_SIDED = 0.02, 0.05, 1.645
 
 
 class AllNoiseWarning(UserWarning):
@@ -25,12 +25,12 @@ def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing
     """Looks at how much of standardised targets ``(n, H)`` the predictions of each data point from all others account for.
 
     Warns:
-        AllNoiseWarning: if it is next to nothing, or cannot be told from that at the 5 % level.
+        AllNoiseWarning: if it is next to nothing, or below a twentieth and at the 5 % level not to be told from it.
     """
     gains = (targets.square() - (targets - predicted).square()).mean(1)
     explained, error = float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
-    # Noise itself looks explained by chance, the more so the fewer data there are.
-    if explained - _ONE_SIDED * error < _EXPLAINED_BY_NOISE:
+    # Noise itself looks explained by chance, a little.
+    if explained < min(_EXPLAINED_BY_CHANCE, _EXPLAINED_BY_NOISE + _ONE_SIDED * error):
         warnings.warn(
             f"the fit explains the targets as noise of variance {noise:.3g} (of 1): predictions of each data point from all others, by "
             f"{num_inducing} inducing inputs, account for {max(0.0, explained):.2g} of the targets' variance. Start from more noise and "

@@ -65,7 +65,7 @@ class FreeBasis(Basis):
 
     def cross(self, new: Any) -> Tensor:
         """Covariances ``(n_new, m)`` of new inputs, in float64."""
-        return self.kernel.between(new.to(self.kernel.inputs), self.inputs).double()
+        return self.kernel.between(self.kernel.points(new), self.inputs).double()
 
 
 def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import DEPENDENT, independent_cholesky
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
 
@@ -204,6 +204,7 @@ class CholQRSearch(SubsetSearch):
             raise ValueError(f'pivots must be "random" or "optimized"; got {pivots!r}')
         if not 0 <= redraw <= 1:
             raise ValueError(f"redraw must be a probability; got {redraw}")
+        check_kinds(CholQRSearch.__init__, adaptive=adaptive)
         self.pivots = pivots
         self.adaptive = adaptive
         self.redraw = redraw

@@ -10,7 +10,7 @@ from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_g
 from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _REFACTOR_EVERY = 500
@@ -62,6 +62,7 @@ class ExchangeSearch(SubsetSearch):
             information_pivots=information_pivots, pool=pool, patience=patience, candidates_per_input=candidates_per_input
         )
         self.block = None if block is None else check_count("block", block)
+        check_kinds(ExchangeSearch.__init__, single_swaps=single_swaps)
         self.single_swaps = single_swaps
 
     @torch.no_grad()

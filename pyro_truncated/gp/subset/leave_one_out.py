@@ -17,7 +17,7 @@ from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, ma
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
 from pyro_truncated.gp.subset.target_pivots import pivots_for
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.finite import in_double
 
@@ -58,8 +58,7 @@ class LeaveOneOutRegression:
         unit: the largest magnitude of the last fit's targets; 1 before.
 
     Raises:
-        ValueError: for inputs that are no finite matrix, a kernel that is unknown, not symmetric or not positive, or a number out of
-            range.
+        ValueError: for inputs that are no finite real matrix, a kernel that is none, or a number out of range.
 
     Reference:
         Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
@@ -79,7 +78,9 @@ class LeaveOneOutRegression:
         pivots: str = "variance",
         generator: torch.Generator | None = None,
     ) -> None:
-        if inputs.dim() != 2 or not inputs.numel() or not bool(inputs.isfinite().all()):
+        check_kinds(LeaveOneOutRegression.__init__, fitc=fitc)
+        inputs = in_double("inputs", inputs)
+        if inputs.dim() != 2 or not inputs.numel():
             raise ValueError(f"inputs must be finite and of shape (N, D), N and D positive; got shape {tuple(inputs.shape)}")
         rank = None if rank is None else check_count("rank", rank)
         if not noise > 0:
@@ -88,12 +89,11 @@ class LeaveOneOutRegression:
             raise ValueError(f'pivots must be "variance" or "targets"; got {pivots!r}')
         if rank is None and (fitc or pivots == "targets"):
             raise ValueError(("fitc=True" if fitc else 'pivots="targets"') + " needs a rank: without one nothing is approximated")
-        self._centre = inputs.double().mean(0)
-        spread = (inputs.double() - self._centre).square().mean().sqrt()
-        self._spread = spread if bool(spread > 0) else torch.ones_like(spread)
+        self._centre = inputs.mean(0)
+        spread = (inputs - self._centre).square().mean().sqrt()
+        self._spread = torch.where(spread > 0, spread, torch.ones_like(spread))
         self.inputs = self.standardize(inputs)
-        self.rank, self.fitc, self.tolerance = rank, fitc, tolerance
-        self.pivots, self.generator = pivots, generator
+        self.rank, self.fitc, self.tolerance, self.pivots, self.generator = rank, fitc, tolerance, pivots, generator
         self._chosen: Tensor | None = None
         self.kernel = make_kernel(kernel, self.inputs)
         if not isinstance(kernel, str):
@@ -120,8 +120,7 @@ class LeaveOneOutRegression:
         The exact log likelihood is :math:`\sum_p \log \mathcal N(r_p; 0, K + \lambda I)`; of a low-rank approximation, with its pivots
         fixed meanwhile, it is the bound that also charges :math:`\frac{P}{2\lambda} \operatorname{tr}(K - L L^\top)` (Titsias, AISTATS
         2009), or the likelihood of the FITC approximation. Pivots that the targets choose are chosen before and after, by that bound.
-        Outputs that do not vary say nothing but "small amplitude" and are left out; if none does, the parameters stay as they are.
-        Parameters change only for the better.
+        Outputs that do not vary say nothing but "small amplitude" and are left out. Parameters change only for the better.
 
         Args:
             targets: :math:`R`, ``(N, P)``; kept for :meth:`predict`.
@@ -153,8 +152,8 @@ class LeaveOneOutRegression:
     @names_arguments
     def log_likelihood(self, targets: Tensor) -> Tensor:
         """Log likelihood of all targets ``(N, P)``, exact or of the low-rank covariance, at the current parameters."""
-        checked = self._checked(targets) / self.unit
-        return self.covariance.log_likelihood(compress(checked), checked.shape[1]) - checked.numel() * math.log(self.unit)
+        known = self._checked(targets) / self.unit
+        return self.covariance.log_likelihood(compress(known), known.shape[1]) - known.numel() * math.log(self.unit)
 
     @names_arguments
     def loo(self, targets: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -185,12 +184,13 @@ class LeaveOneOutRegression:
         Raises:
             ValueError: if there are no targets, or shapes do not fit.
         """
+        new_inputs = in_double("new_inputs", new_inputs)
         if new_inputs.dim() != 2 or new_inputs.shape[1] != self.inputs.shape[1]:
             raise ValueError(f"new_inputs must have shape (M, {self.inputs.shape[1]}); got {tuple(new_inputs.shape)}")
         known = self._targets if targets is None else self._checked(targets)
         if known is None:
             raise ValueError("there are no targets to predict from yet: give targets, or fit(targets) first")
-        points, k = self.standardize(in_double("new_inputs", new_inputs)), self._covariance(self.parameters)
+        points, k = self.standardize(new_inputs), self._covariance(self.parameters)
         prior = k(points, diag=True)
         if self.factorization is None:
             cross = k(points, self.inputs)
@@ -237,10 +237,8 @@ class LeaveOneOutRegression:
         """The incomplete Cholesky factor of the kernel matrix made when it is first asked for; ``None`` if the regression is exact."""
         if self.rank is None:
             return None
-        k = self._covariance(self.parameters)
-        if self._chosen is None:
-            return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance)
-        return cholesky_at(k, self.inputs, self._chosen)
+        k, chosen = self._covariance(self.parameters), self._chosen
+        return pivoted_cholesky(k, self.inputs, self.rank, self.tolerance) if chosen is None else cholesky_at(k, self.inputs, chosen)
 
     @functools.cached_property
     @torch.no_grad()
@@ -295,6 +293,7 @@ class LeaveOneOutRegression:
         return LowRankCovariance(factor, noise).log_likelihood(targets, outputs) - penalty
 
     def _checked(self, targets: Tensor) -> Tensor:
-        if targets.dim() != 2 or len(targets) != len(self.inputs):
-            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(targets.shape)}")
-        return in_double("targets", targets.detach())
+        found = in_double("targets", targets).detach()
+        if found.dim() != 2 or len(found) != len(self.inputs):
+            raise ValueError(f"targets must be finite and of shape ({len(self.inputs)}, P), a row per input; got {tuple(found.shape)}")
+        return found

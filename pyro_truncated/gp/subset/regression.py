@@ -30,6 +30,7 @@ from pyro_truncated.gp.subset.row_sample import rows_of_alternation
 from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count, check_counts
 
@@ -184,6 +185,7 @@ class SubsetGPRegression(SavedRegression):
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
+        check_kinds(SubsetGPRegression.fit, polish=polish)
         if polish:
             kernel_to_polish(self.kernel, self.is_exact)
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.finite import check_entries, finite, nonnegative_finite
 
@@ -49,6 +50,8 @@ class SpikeSlabInputs:
     validate_args: dataclasses.InitVar[bool] = True
 
     def __post_init__(self, validate_args: bool) -> None:
+        for name, value in vars(self).items():
+            object.__setattr__(self, name, as_tensors(value))
         if validate_args:
             check_kinds(SpikeSlabInputs.__init__, **vars(self))
         self._check_shapes()

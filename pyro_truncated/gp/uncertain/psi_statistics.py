@@ -13,6 +13,7 @@ from pyro_truncated.gp.kernels.evaluation import evaluate
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
 from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs, default_expectation
 from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.budget import rows_per_block
 
 
@@ -37,6 +38,7 @@ class PsiStatistics(NamedTuple):
     psi2: Tensor
 
 
+@takes_arrays
 def psi_statistics(
     kernel: kernels.Kernel,
     inputs: SpikeSlabInputs,

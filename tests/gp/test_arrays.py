@@ -1,0 +1,78 @@
+"""NumPy arrays give the numbers that tensors give, wherever there is data."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from pyro.contrib.gp import kernels, likelihoods
+from torch import Tensor
+
+from pyro_truncated import gp
+
+generator = torch.Generator().manual_seed(0)
+X, NEW = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (40, 7))
+Y = torch.stack([X.sum(1).sin(), X[:, 0]], 1)
+
+
+def rbf():
+    return kernels.RBF(3).double()
+
+
+def fitted(x, y, **options):
+    model = gp.SubsetGPRegression(x, y, num_inducing=6, generator=torch.Generator().manual_seed(0))
+    model.fit(max_epochs=2, **options)
+    return model
+
+
+def coregionalized(x, y):
+    model = gp.CoregionalizedGPRegression(x, y)
+    model.fit(max_iterations=3)
+    return model
+
+
+def leave_one_out(x, y):
+    regression = gp.LeaveOneOutRegression(x, "rbf", 8)
+    regression.fit(y, 3)
+    return regression
+
+
+def variational(x, y):
+    return gp.SubsetVariationalGP(x, y, rbf(), likelihood=likelihoods.Gaussian().double(), num_inducing=3, index=torch.arange(3))
+
+
+CALLS = {
+    "regression": lambda x, y, new: fitted(x, y).predict(new),
+    "polished regression": lambda x, y, new: fitted(x, y[:, 0], polish=True, polish_evaluations=3).predict(new),
+    "polished posterior": lambda x, y, new: fitted(x, y[:, 0], polish=True, polish_evaluations=3).posterior(new, joint=True).mean,
+    "posterior": lambda x, y, new: fitted(x, y).posterior(new).mean,
+    "coregionalised": lambda x, y, new: coregionalized(x, y).predict(new),
+    "subset": lambda x, y, new: gp.InducingSubset(x, y, num_inducing=3, noise=0.1, index=torch.arange(3)).predict(new),
+    "leave one out": lambda x, y, new: (*leave_one_out(x, y).loo(y), *leave_one_out(x, y).predict(new)),
+    "features": lambda x, y, new: (leave_one_out(x, y).features(new), leave_one_out(x, y).log_likelihood(y)),
+    "sparse": lambda x, y, new: gp.SubsetSparseGPRegression(x, y[:, 0], rbf(), num_inducing=3, index=torch.arange(3))(new),
+    "variational": lambda x, y, new: variational(x, y[:, 0])(new),
+    "histograms": lambda x, y, new: gp.HistogramIntersectionKernel(abs(x)).cross(abs(new), torch.arange(3)),
+    "precomputed": lambda x, y, new: gp.PrecomputedKernel(x @ x.T).diag(),
+    "pivots": lambda x, y, new: gp.pivoted_cholesky(rbf(), x, 4).factor,
+    "active set": lambda x, y, new: gp.ActiveSet(x, y, rbf(), 0.1).predict(new),
+    "low rank": lambda x, y, new: gp.LowRankCovariance(x, torch.ones(()).double()).leave_one_out(y),
+    "dense": lambda x, y, new: gp.DenseCovariance(x @ x.T, torch.ones(()).double()).log_likelihood(y),
+    "uncertain": lambda x, y, new: gp.psi_statistics(rbf(), gp.SpikeSlabInputs(x, x**2), new).psi1,
+    "linear": lambda x, y, new: gp.LinearARD(3, abs(new[0]))(X),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_arrays_are_tensors(name):
+    expected, found = CALLS[name](X, Y, NEW), CALLS[name](X.numpy(), Y.numpy(), NEW.numpy())
+    pairs = [(expected, found)] if isinstance(expected, Tensor) else zip(expected, found, strict=True)
+    for tensor, again in pairs:
+        torch.testing.assert_close(again, tensor)
+
+
+def test_counts_of_arrays():
+    arrays = np.array([0, 2, 3]), np.array([1, 4, 1], dtype=np.uint16), np.array([1, 2, 1], dtype=np.uint8)
+    found = gp.HashedCounts.from_csr(*arrays)
+    expected = gp.HashedCounts.from_csr(*(torch.as_tensor(array.astype(np.int64)) for array in arrays))
+    torch.testing.assert_close(gp.CountKernel(found).columns(torch.arange(2)), gp.CountKernel(expected).columns(torch.arange(2)))
