@@ -184,7 +184,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = Non
     Args:
         image: the damaged array.
         mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN.
-        noise: standard deviation of the noise on the observed entries, where training starts; default: estimated.
+        noise: standard deviation of the noise on the observed entries, where training starts and hardly moves from; default: estimated,
+            too high where there is none: a small number keeps the observed entries.
         **options: as for :func:`denoise`.
 
     Raises:
