@@ -153,7 +153,7 @@ def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
                     overhead = max(0.0, line["cpu"] / line["data"] - line["scores"] * line["cost"])
                     right.plot(costs, [overhead + line["scores"] * cost for cost in costs], color=f"C{number}", label=name)
                 if name in ("learned flips", "surrogate"):
-                    later = line["new_cpu"] / line["new"] - line["new_scores"] * line["cost"]
+                    later = line["new_cpu"] / line.get("new", NUM_NEW) - line["new_scores"] * line["cost"]
                     times = [max(0.0, later) + line["new_scores"] * cost for cost in costs]
                     right.plot(costs, times, "--", color=f"C{number}", label=f"{name}, later images")
             elif line["search"] == name and line["free_energy"] >= line["goal"]:
