@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from pyro_truncated import GPSelect, learn
+from pyro_truncated.datasets import linear_bars, matched_bars
+from pyro_truncated.models import MaxSpikeSlabSparseCoding
+from pyro_truncated.training import learning
 from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_average
+from pyro_truncated.training.starts import Start
 
 
 def start(each: torch.Tensor, **fields: float) -> Reached:
@@ -66,3 +71,15 @@ def test_means_over_draws_are_known_to_three_standard_errors() -> None:
     # Squared deviations 4 + 1 + 0 + 9 over three, and four values.
     assert reached.noise == pytest.approx(3 * (14 / 3 / 4) ** 0.5)
     assert reached_on_average([2.0]).noise == 0.0
+
+
+def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One step of draws from chains that have just begun would take bars away."""
+    bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))
+    torch.manual_seed(0)
+    model = MaxSpikeSlabSparseCoding(16, 8)
+    model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
+    best = Start(Reached(0.0), {name: value.clone() for name, value in model.state_dict().items()}, None)
+    monkeypatch.setattr(learning, "start", lambda *args: best)
+    learn(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"), steps=1, starts=1, progress=False)
+    assert matched_bars(model.weight, bars.components, 0.98) == 8
