@@ -2,11 +2,12 @@
 
     python examples/cross_modal_retrieval.py
 
-Uses the Wikipedia articles of the data folder, or where there is none two made-up views. Topics of the stored articles are a third view of
-the model, a categorical one; queries have none. Stored articles are ranked by the probability that the query has their topic, which is what
-"relevant" means here: that averages .49 to .53 mean average precision where the bound hardly rises any more (1000 iterations). Distances
-between latents, shown beside, rank by everything that images and texts share, of which topics are a small part, and average .25; without any
-labels they have .31. Writes cross_modal_retrieval.png: precision over recall for queries by image and by text, and which view uses which dimension.
+Uses the Wikipedia articles of the data folder, or where there is none two made-up views. Topics of the stored articles are a third view
+of the model, a categorical one; queries have none. Stored articles are ranked by the probability that the query has their topic, which is
+what "relevant" means here: that averages .49 to .53 mean average precision where the bound hardly rises any more (1000 iterations).
+Distances between latents, shown beside, rank by everything that images and texts share, of which topics are a small part, and average
+.25; without any labels they have .31. Writes cross_modal_retrieval.png: precision over recall for queries by image and by text, and which
+view uses which dimension.
 """
 
 import argparse
