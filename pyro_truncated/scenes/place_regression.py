@@ -10,12 +10,13 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.distributed import world
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity
+from pyro_truncated.search.learned_affinity import LearnedAffinity, alone
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
@@ -35,7 +36,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
     the places beside, and a quarter of those on the diagonals.
 
-    It learns from batches that hold all data in order; for minibatches, as for new images, it predicts from what it has learned.
+    It learns from batches that hold all data in order; for minibatches, as for new images, it predicts from what it has learned. Of data
+    that are spread over processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all, and predicts its own.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -59,6 +61,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     Raises:
         ValueError: if an argument is out of range.
     """
+
+    learns_together = True
 
     def __init__(
         self,
@@ -89,6 +93,19 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
         self._visits = 0
+        self._has_met = self._has_fitted = False
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from shards of data, all of whose images are in the batch; what it has learned is the same on all processes."""
+        data, everyone = self._data_of(batch), world.gather if batch.is_spread else alone
+        if batch.is_new and self.regression is not None and not self._is_of_new_data:
+            return
+        if self.regression is not None and not all(everyone(self._knows(data, batch))):
+            self.forget()
+        self._is_of_new_data = batch.is_new
+        self._has_met = all(everyone(self._can_learn_from(batch)))
+        if self._has_met:
+            self._take_in(data, batch)
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
@@ -100,6 +117,15 @@ class PlaceRegression(LearnedAffinity[Candidates]):
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))
+
+    def _predict_met(self, data: Tensor, batch: SearchBatch) -> Candidates:
+        if not self._has_met or (batch.is_new and not self._is_of_new_data):
+            return self._predict_new(data)
+        if self._has_fitted:
+            # The one that it has fitted with: what comes after it is drawn as if it had learned here.
+            ops.draw_seed(batch.source(self.generator))
+        assert self._influence is not None
+        return self._candidates(self._influence if batch.population.indices is None else self._influence[batch.population.indices])
 
     def _predict_new(self, data: Tensor) -> Candidates:
         if self.regression is None:
@@ -121,24 +147,38 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         return images.flatten(1) if self.inputs is None else self.inputs(images)
 
     def _learn(self, data: Tensor, batch: SearchBatch) -> Candidates:
+        self._take_in(data, batch)
+        assert self._influence is not None
+        return self._candidates(self._influence)
+
+    def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Takes in the posteriors, and fits the kernel if it is due."""
+        sizes = world.gather(len(data)) if batch.is_spread else [len(data)]
+        first = sum(sizes[: world.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
         kept = values > _NEGLIGIBLE
         entries, values = entries[:, kept], values[kept]
         if self.smooth:
             entries, values = self._smoothed(entries, values)
-        shape = (len(data), scene_sizes(batch.space)[0] * self.canvas.num_places)
+        if batch.is_spread:
+            entries = torch.cat(world.gather(entries + entries.new_tensor([[first], [0]])), 1)
+            values = torch.cat(world.gather(values))
+        shape = (sum(sizes), scene_sizes(batch.space)[0] * self.canvas.num_places)
         self._targets = _sparse(entries, values.float(), shape)
         if self.regression is None:
             self._images = data
-            self.regression = LeaveOneOutRegression(self._inputs_of(data), self.kernel, self.rank)
-        if self._visits % self.refit_every == 0:
+            # Inputs may depend on all images, as maps of the colours that they show do.
+            images = torch.cat(world.gather(data)) if batch.is_spread else data
+            self.regression = LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+        self._has_fitted = self._visits % self.refit_every == 0
+        if self._has_fitted:
             self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))
             self._influence = None
         self._visits += 1
         if self._influence is None:
-            self._influence = self._new_influence(self.regression)
-        return self._candidates(self._influence)
+            influence = self._new_influence(self.regression, slice(first, first + len(data)))
+            # Places beside one often have the same score: its last bits, which depend on how many images are here, must not decide.
+            self._influence = influence if self._has_met else influence.float()
 
     def _smoothed(self, entries: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Spreads targets over the places beside, on the grid of all places."""
@@ -173,26 +213,26 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         dense[data[used], column[output[used]]] = targets.values()[used].double()
         regression.fit(dense, self.fit_steps, rows=rows)
 
-    def _new_influence(self, regression: LeaveOneOutRegression) -> Tensor:
-        """The matrix ``(N, N)`` that maps targets to predictions."""
+    def _new_influence(self, regression: LeaveOneOutRegression, own: slice) -> Tensor:
+        """The rows ``(n, N)`` of the images of this process of the matrix that maps targets to predictions."""
         identity = torch.eye(len(regression.inputs), dtype=torch.float64, device=regression.inputs.device)
         if not self.leave_out:
             assert self._images is not None
-            return regression.predict(self._inputs_of(self._images), identity)[0].float()
+            return regression.predict(self._inputs_of(self._images), identity)[0]
         if isinstance(regression.covariance, DenseCovariance):
             inverse = regression.covariance.inverse
-            return (identity - inverse / inverse.diagonal().unsqueeze(-1)).float()
-        return regression.covariance.leave_one_out(identity)[0].float()
+            return (identity - inverse / inverse.diagonal().unsqueeze(-1))[own]
+        return regression.covariance.leave_one_out(identity)[0][own]
 
     def _candidates(self, influence: Tensor) -> Candidates:
         """The best places by predictions that are so many times ``(n, N)`` the targets."""
         assert self._targets is not None
-        outputs = self._targets.t().coalesce()
+        outputs = self._targets.t().coalesce().to(influence.dtype)
         num_objects = outputs.shape[0] // self.canvas.num_places
         step = rows_per_block(_BYTES_PER_SCORE * outputs.shape[0])
         found = []
         for block in influence.split(step):
-            scores = torch.sparse.mm(outputs, block.T.contiguous()).T
+            scores = torch.sparse.mm(outputs, block.T.contiguous()).T.float()
             found.append(best_places(scores.reshape(len(block), num_objects, -1), self.canvas, self.num_candidates))
         return join(found)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -13,15 +13,13 @@ from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity
+from pyro_truncated.search.learned_affinity import LearnedAffinity, alone
 from pyro_truncated.search.met_data import MetData, flat_observations, rows_of
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.spread_regression import MOST_ROWS, SpreadRegression, rows_of_all, spread
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
-
-T = TypeVar("T")
 
 
 class RegressionAffinity(LearnedAffinity[Tensor]):
@@ -96,7 +94,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     def meet(self, batch: SearchBatch) -> None:
         """Learns from shards of data; what it has learned is the same on all processes, but for what it remembers of their data points."""
-        data, everyone = self._data_of(batch), world.gather if batch.is_spread else _alone
+        data, everyone = self._data_of(batch), world.gather if batch.is_spread else alone
         if batch.is_new and self.regression is not None and not self._is_of_new_data:
             return
         if self.regression is not None and not all(everyone(self._knows(data, batch))):
@@ -270,11 +268,6 @@ def _marginals(batch: SearchBatch) -> Tensor:
 
 def _num_options(batch: SearchBatch) -> int:
     return len(options_of(batch.space, batch.population.words.device)) if batch.marginals is None else batch.marginals.shape[1]
-
-
-def _alone(value: T) -> list[T]:
-    """What every process says, where there is one."""
-    return [value]
 
 
 def _filled(inputs: Tensor, centre: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch, Stateful
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -110,3 +111,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
     @abc.abstractmethod
     def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
         """Takes back what :meth:`_memory_state` has returned; returns a regression on the inputs that the last one had."""
+
+
+def alone(value: S) -> list[S]:
+    """What every process says, where there is one."""
+    return [value]

@@ -11,8 +11,9 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
-from pyro_truncated.scenes import PlaceRegression
+from pyro_truncated.scenes import PlacementSelection, PlaceRegression, colour_maps, generated_objects, occluded_scenes
 from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select
+from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from tests.distributed.test_together import data
@@ -94,10 +95,44 @@ def test_affinities_are_those_of_one_process(rank, crew):
     torch.testing.assert_close(torch.cat([own for own, _ in two]), torch.cat([own for own, _ in three]), rtol=1e-8, atol=1e-10)
 
 
+def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[list[float], torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(1)
+    generator = torch.Generator().manual_seed(0)
+    objects = generated_objects(2, 3, generator=generator)
+    y = occluded_scenes(objects, 11, (8, 8), presence=0.6, wrap=True, generator=generator).data.double()
+    y = distributed.shard(y) if is_shard else y
+    model = OcclusiveComponents(2, (8, 8), (3, 3), dtype=torch.float64).initialize(y)
+    affinity = PlaceRegression(model.canvas, inputs=colour_maps(4), refit_every=2, fit_steps=3, max_fit=8, leave_out=leave_out, rank=rank)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(PlacementSelection(affinity, 2)))
+    losses = [svi.step(y) for _ in range(5)]
+
+    return losses, svi.guide.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("leave_out", "rank"), [(True, None), (False, None), (True, 4)])
+def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
+    losses, words = scenes(leave_out, rank)
+    for number in (2, 3):
+        found = crew.results(number, scenes, leave_out, rank)
+        assert all(own == pytest.approx(losses, rel=1e-12) for own, _ in found)
+        assert torch.equal(torch.cat([own for _, own in found]), words)
+
+
+def test_places_of_whole_data_are_predicted_as_those_of_a_shard_of_one_process():
+    assert scenes(True, None)[0] == scenes(True, None, is_shard=False)[0]
+
+
+class LearnsAlone(LearnedAffinity[torch.Tensor]):
+    """An affinity that says nothing of shards."""
+
+    _data_of = _knows = _learn = _predict_new = _memory_state = _remember = lambda self, *_: None
+
+
 def test_what_learns_from_one_process_refuses_shards_by_name():
     space = StateSpace([2] * 2)
     population = Population(space, space.enumerate()[None], torch.zeros(1, 4))
     batch = SearchBatch(population, lambda words: words.sum(-1), is_spread=True)
-    affinity = PlaceRegression(OcclusiveComponents(2, (8, 8), (3, 3)).canvas)
-    with pytest.raises(NotImplementedError, match="PlaceRegression learns from the data of one process"):
-        affinity(batch)
+    with pytest.raises(NotImplementedError, match="LearnsAlone learns from the data of one process"):
+        LearnsAlone()(batch)
