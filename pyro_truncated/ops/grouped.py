@@ -23,6 +23,7 @@ class Grouped:
     The last block of a group is filled up with other entries, which belong elsewhere and whose results are dropped.
 
     Example:
+        >>> from pyro_truncated.ops.grouped import Grouped
         >>> grouped = Grouped.of(torch.tensor([2, 0, 2]), 3)
         >>> grouped.group.tolist()
         [0, 2]

@@ -124,6 +124,11 @@ def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:
 def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:
     r"""Sums of squares and products, :math:`\sum_{n, s: k_{ns} = k} r_{ns} (x_n - c_k)(x_n - c_k)^\top`.
 
+    Example:
+        >>> rows = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
+        >>> products_of_components(rows, torch.tensor([[1], [0]]), torch.ones(2, 1), 2)[1].tolist()
+        [[1.0, 2.0], [2.0, 4.0]]
+
     Args:
         rows: data :math:`x`, ``(N, D)``.
         component: components :math:`k_{ns}`, ``(N, S)``.
