@@ -193,3 +193,27 @@ def test_flags_are_true_or_false(flag):
     for name, call in calls.items():
         with pytest.raises(TypeError, match=f"{name} must be True or False"):
             call(**{name: flag})
+
+
+@pytest.mark.parametrize("y", [NAN, INFINITE, HUGE, X + 0j, X[:5], X[:0], X[None], "x", None, 3])
+def test_targets_are_named_y(y):
+    for make in (
+        lambda: gp.SubsetGPRegression(X, y, num_inducing=2),
+        lambda: gp.InducingSubset(X, y, num_inducing=2, noise=0.1),
+        lambda: gp.CoregionalizedGPRegression(X, y),
+    ):
+        with pytest.raises((ValueError, TypeError), match=r"\by\b"):
+            make()
+
+
+@pytest.mark.parametrize("noise", ["x", None, 1j, [], math.nan, -1.0])
+def test_noise_is_named(noise):
+    for make in (gp.SubsetGPRegression, gp.InducingSubset, gp.SubsetSparseGPRegression):
+        with pytest.raises((ValueError, TypeError), match="noise"):
+            make(X, X[:, 0], num_inducing=2, noise=noise)
+
+
+@pytest.mark.parametrize("train", [torch.ones(3, dtype=torch.bool), torch.arange(3) + 0j, torch.tensor([0, 9])])
+def test_precomputed_kernels_take_positions(train):
+    with pytest.raises(ValueError, match="train and new inputs must be vectors of positions from 0 to 5"):
+        gp.SubsetGPRegression(gp.PrecomputedKernel(torch.eye(6), train), torch.arange(float(len(train))), num_inducing=2)

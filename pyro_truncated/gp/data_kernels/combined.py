@@ -65,13 +65,15 @@ class PrecomputedKernel(DataKernel):
     def among(self, new: Any) -> Tensor:
         """Covariances ``(n_new, n_new)`` of the objects at positions ``new`` with each other."""
         position = self._positions(new)
-        found: Tensor = self.variance * self.matrix[position[:, None], position]
-        return found
+        return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
 
     def _positions(self, given: Any) -> Tensor:
         new: Tensor = torch.as_tensor(given, device=self.matrix.device)
-        if new.dim() != 1 or new.is_floating_point() or (len(new) and not 0 <= int(new.min()) <= int(new.max()) < len(self.matrix)):
-            raise ValueError(f"new inputs must be a vector of positions from 0 to {len(self.matrix) - 1} among the objects of the matrix")
+        is_integer = not (new.is_floating_point() or new.is_complex() or new.dtype == torch.bool)
+        if new.dim() != 1 or not is_integer or (len(new) and not 0 <= int(new.min()) <= int(new.max()) < len(self.matrix)):
+            raise ValueError(
+                f"train and new inputs must be vectors of positions from 0 to {len(self.matrix) - 1} among the objects of the matrix"
+            )
         return new
 
 

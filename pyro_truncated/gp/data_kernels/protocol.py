@@ -56,7 +56,7 @@ class DataKernel(UniqueModule, Parameterized):
     def __init__(self, num_data: int) -> None:
         super().__init__()
         if num_data < 1:
-            raise ValueError("a kernel needs at least one training input, of its matrix, features or objects; got none")
+            raise ValueError("a kernel needs at least one of its inputs, histograms, features, objects or rows of a matrix; got none")
         self.num_data = num_data
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
@@ -170,9 +170,9 @@ def as_data_kernel(kernel: Any) -> DataKernel:
     raise TypeError(f"kernel must be a DataKernel or have diag(), columns(index) and cross(new, index); got {type(kernel).__name__}")
 
 
-def positive_parameter(value: float, like: Tensor) -> Any:
+def positive_parameter(value: float, like: Tensor, name: str = "variance") -> Any:
     """A positive scalar parameter of the type and device of a tensor (float32 if it holds integers)."""
     dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
     if not value > 0:
-        raise ValueError(f"a variance must be positive; got {value}")
+        raise ValueError(f"{name} must be positive; got {value}")
     return PyroParam(torch.tensor(value, dtype=dtype, device=like.device), constraints.positive)

@@ -26,6 +26,7 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.finite import LARGEST
 
 _MOST_ENTRIES = 5000
 _OWN_SHARE = 0.5
@@ -70,11 +71,11 @@ class CoregionalizedGPRegression(torch.nn.Module):
         super().__init__()
         self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
-        if targets.dim() != 2 or len(targets) != n or bool(targets.isinf().any()):
+        if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
             raise ValueError(f"y, the targets, must be finite or NaN and of shape ({n}, H); got shape {tuple(targets.shape)}")
         is_seen = ~targets.isnan()
         if not bool((is_seen.sum(0) > 1).all()):
-            raise ValueError("every output must be observed at two inputs or more")
+            raise ValueError("every output of y must be observed at two inputs or more")
         if int(is_seen.sum()) > _MOST_ENTRIES:
             raise ValueError(f"an exact regression has at most {_MOST_ENTRIES} observed entries; got {int(is_seen.sum())}")
         if not NOISE_FLOOR < noise < math.inf:

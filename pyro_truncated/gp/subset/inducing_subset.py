@@ -16,9 +16,9 @@ from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.finite import in_double
 
 _SEARCHES: dict[str, type[SubsetSearch]] = {"exchange": ExchangeSearch, "cholqr": CholQRSearch}
 
@@ -74,12 +74,16 @@ class InducingSubset:
         generator: torch.Generator | None = None,
     ) -> None:
         self.kernel = bound_kernel(X, kernel)
-        self.problem = SubsetProblem(self.kernel, _matrix(y), float(noise), objective)
+        matrix = _matrix(y)
+        if len(matrix) != self.kernel.num_data:
+            raise ValueError(f"y must have one target for each of the {self.kernel.num_data} inputs X; got {len(matrix)}")
+        self.problem = SubsetProblem(self.kernel, matrix, float(noise), objective)
         check_data_kernel(self.kernel)
         num_inducing = check_count("num_inducing", num_inducing)
         if num_inducing > self.problem.num_data:
             raise ValueError(f"num_inducing must lie in 1 .. {self.problem.num_data}, the number of inputs; got {num_inducing}")
         self.num_inducing = num_inducing
+        check_kinds(InducingSubset.__init__, generator=generator)
         self.search = make_search(algorithm)
         self.generator = generator
         self.history: list[tuple[float, int, float]] = []
@@ -163,8 +167,7 @@ def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
 
 
 def _matrix(targets: Tensor) -> Tensor:
-    targets = as_tensors(targets)
-    if not isinstance(targets, Tensor) or targets.dim() not in (1, 2):
-        shape = tuple(targets.shape) if isinstance(targets, Tensor) else type(targets).__name__
-        raise ValueError(f"targets must be a tensor of shape (n,) or (n, H); got {shape}")
-    return (targets if targets.dim() == 2 else targets[:, None]).detach().double()
+    found = in_double("y, the targets,", targets).detach()
+    if found.dim() not in (1, 2):
+        raise ValueError(f"y, the targets, must have shape (n,) or (n, H); got {tuple(found.shape)}")
+    return found if found.dim() == 2 else found[:, None]

@@ -31,8 +31,8 @@ from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds
-from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.finite import in_double
 
 
 class SubsetGPRegression(SavedRegression):
@@ -44,10 +44,9 @@ class SubsetGPRegression(SavedRegression):
     A first fit that ends there looks for other length-scales by an exact regression on some of the data, and starts again from these.
 
     The variational free energy takes for noise whatever the inducing inputs cannot explain. Where they are few for the data, as on
-    molecules, other objectives predict better, though they are no bounds: the marginal likelihood of the projected process
-    (``objective="pp"``) has the smallest errors; it leaves the kernel's variance free to grow far too large, so what the inducing inputs
-    leave of it is calibrated on leave-one-out residuals (see :class:`SparsePosterior`). Hyper-parameters by the FITC likelihood
-    (``objective="fitc"``) give densities without such a correction. ``fit(polish=True)`` lets numeric inducing inputs move freely.
+    molecules, the marginal likelihood of the projected process (``objective="pp"``) predicts better, though it is no bound: it has the
+    smallest errors and the best densities, with the variance that inducing inputs leave calibrated on data points left out (see
+    :class:`SparsePosterior`). ``"fitc"`` learns by the FITC likelihood. ``fit(polish=True)`` lets numeric inducing inputs move freely.
 
     Example:
         >>> x = torch.linspace(0, 6, 60).double().unsqueeze(-1)
@@ -96,9 +95,10 @@ class SubsetGPRegression(SavedRegression):
     ) -> None:
         super().__init__()
         self.kernel = bound_kernel(X, kernel)
-        n, targets = self.kernel.num_data, as_tensors(y)
-        if targets.dim() not in (1, 2) or len(targets) != n or not bool(targets.isfinite().all()):
+        n, targets = self.kernel.num_data, in_double("y, the targets,", y).detach()
+        if targets.dim() not in (1, 2) or len(targets) != n:
             raise ValueError(f"y, the targets, must be finite and of shape ({n},) or ({n}, H); got shape {tuple(targets.shape)}")
+        check_kinds(SubsetGPRegression.__init__, noise=noise, generator=generator)
         self.is_exact = num_inducing is None and n <= EXACT_UP_TO
         num_inducing = default_size(n) if num_inducing is None else check_count("num_inducing", num_inducing)
         if num_inducing > n:
@@ -112,7 +112,7 @@ class SubsetGPRegression(SavedRegression):
         self.objective = objective
         self.search = make_search(algorithm)
         self.generator = generator
-        matrix = (targets if targets.dim() == 2 else targets[:, None]).detach().double()
+        matrix = targets if targets.dim() == 2 else targets[:, None]
         scale = matrix.std(0)
         self._has_columns = targets.dim() == 2
         self.register_buffer("target_mean", matrix.mean(0))

@@ -64,7 +64,7 @@ class SubsetSparseGPRegression(SubsetModel):
         if approx not in ("VFE", "DTC"):
             raise ValueError(f'approx must be "VFE" or "DTC"; got {approx!r}')
         self.approx = approx
-        self.noise: Tensor = positive_parameter(noise, self.y)
+        self.noise: Tensor = positive_parameter(noise, self.y, "noise")
 
     @pyro_method
     def model(self) -> None:

@@ -398,7 +398,7 @@ def test_gpytorch_adapter_is_duck_typed():
         (lambda: as_data_kernel(3), TypeError, "must be a DataKernel"),
         (lambda: spectrum(["a"], 0), ValueError, "length must be a positive integer"),
         (lambda: weisfeiler_lehman(graphs([WATER]), -1), ValueError, "iterations must be an integer of at least 0"),
-        (lambda: IdentityKernel(3, variance=0.0), ValueError, "a variance must be positive"),
+        (lambda: IdentityKernel(3, variance=0.0), ValueError, "variance must be positive"),
     ],
 )
 def test_bad_input(make, error, message):
