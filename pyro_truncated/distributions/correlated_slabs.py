@@ -87,7 +87,8 @@ class CorrelatedSlabSuperposition(SlabSuperposition):
         return variance.expand(self.batch_shape + self.event_shape)
 
     @property
-    def _numbers_per_state(self) -> int:  # type: ignore[override]
+    def numbers_per_state(self) -> int:
+        """See :class:`.Superposition`."""
         # As for independent slabs, and two products of matrices.
         return 6 * self.weight.shape[-1] ** 2
 

@@ -77,7 +77,8 @@ class FamilyMaximum(Superposition):
             return self._family(self.mean).sample(torch.Size(sample_shape))
 
     @property
-    def _numbers_per_state(self) -> int:  # type: ignore[override]
+    def numbers_per_state(self) -> int:
+        """See :class:`.Superposition`."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 

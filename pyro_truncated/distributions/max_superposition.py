@@ -52,7 +52,8 @@ class MaximumSuperposition(GaussianSuperposition):
         super().__init__(states, weight, validate_args, scale=scale)
 
     @property
-    def _numbers_per_state(self) -> int:  # type: ignore[override]
+    def numbers_per_state(self) -> int:
+        """See :class:`.Superposition`."""
         # A product of every state with the dictionary, and which of them is largest.
         return 2 * math.prod(self.weight.shape)
 

@@ -84,7 +84,8 @@ class SpikeSlabSuperposition(SlabSuperposition):
         return variance.expand(self.batch_shape + self.event_shape)
 
     @property
-    def _numbers_per_state(self) -> int:  # type: ignore[override]
+    def numbers_per_state(self) -> int:
+        """See :class:`.Superposition`."""
         # A precision matrix of the slabs for every state, its factor, and what these are made from.
         return 4 * self.weight.shape[-1] ** 2
 

@@ -110,7 +110,7 @@ class Superposition(TorchDistribution):
         if not self._has_plain_parameters:
             return self._log_prob(self.states, value)
         batch_shape = torch.broadcast_shapes(self.batch_shape, value.shape[:-1])
-        return in_blocks(self._log_prob, self.states, value, batch_shape, self._numbers_per_state)
+        return in_blocks(self._log_prob, self.states, value, batch_shape, self.numbers_per_state)
 
     @property
     def has_packed_log_prob(self) -> bool:
@@ -166,8 +166,10 @@ class Superposition(TorchDistribution):
         check_binary(population, self.weight.shape[-1])
         return population.expectation(self._mean)
 
-    # How many numbers the density of one state takes on the way; ``None`` for the larger of ``H`` and ``D``.
-    _numbers_per_state: int | None = None
+    @property
+    def numbers_per_state(self) -> int:
+        """How many numbers the density of one state takes on the way: the larger of ``H`` and ``D``, unless a subclass says otherwise."""
+        return max(self.weight.shape[-2:])
 
     def _mean(self, states: Tensor) -> Tensor:
         """Mean of the observations under states ``(*batch, H)``."""

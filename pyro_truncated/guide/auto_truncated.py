@@ -69,7 +69,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             ``s[:, 0]``, ``if z == 1``) is scored by :func:`torch.func.vmap` where that is right, else one state after the other, with one
             :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
-        memory_budget: bytes that the temporaries of one operation may take, roughly.
+        memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA a quarter of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
 
     Attributes:
@@ -94,7 +94,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         max_count: int | Mapping[str, int] | None = None,
         vectorize: bool | None = None,
         create_plates: Callable[..., Any] | None = None,
-        memory_budget: int = 2**28,
+        memory_budget: int | None = None,
         store: str | Path | None = None,
     ) -> None:
         options: dict[str, Any] = {"conditional": conditional, "max_count": max_count, "vectorize": vectorize}

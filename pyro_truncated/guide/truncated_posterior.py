@@ -65,7 +65,7 @@ class TruncatedPosterior:
         values = [self.layout.site_values(level, self.sizes) for level in levels]
         return {name: torch.stack([value[name] for value in values]) for name in self.layout.sites}
 
-    def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], memory_budget: int) -> Tensor:
+    def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], memory_budget: int | None) -> Tensor:
         """Expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
         return self.population.expectation(lambda levels: f(self.layout.split(levels)), memory_budget=memory_budget)
 

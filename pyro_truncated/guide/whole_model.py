@@ -39,7 +39,7 @@ class WholeModelGuide(AutoGuide):
         max_count: largest value of count sites, one number or by site name.
         vectorize: how states are scored, ``None`` to find out.
         create_plates: as for every autoguide.
-        memory_budget: bytes that the temporaries of one operation may take, roughly.
+        memory_budget: bytes that the temporaries of one operation may take, roughly; ``None``: as the device has them.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class WholeModelGuide(AutoGuide):
         max_count: int | Mapping[str, int] | None,
         vectorize: bool | None,
         create_plates: Callable[..., Any] | None,
-        memory_budget: int,
+        memory_budget: int | None,
     ) -> None:
         for name, function in (("model", model), ("conditional", conditional or model)):
             if not callable(function):
                 raise TypeError(f"{name} must be callable; got {function!r}")
-        memory_budget = check_count("memory_budget (in bytes)", memory_budget, 2**20)
+        memory_budget = None if memory_budget is None else check_count("memory_budget (in bytes)", memory_budget, 2**20)
         check_choice(vectorize)
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]
         self.max_count = max_count

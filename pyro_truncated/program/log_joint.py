@@ -16,7 +16,7 @@ from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Sc
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
-from pyro_truncated.utils.budget import memory_budget
+from pyro_truncated.utils.budget import budget_on, memory_budget
 
 
 class LogJoint(Probe):
@@ -38,7 +38,7 @@ class LogJoint(Probe):
         layout: its discrete sites.
         values: fixed values by site name: other latents, subsamples of plates.
         conditional: samples continuous latents given the states, or ``None``.
-        memory_budget: bytes that one run of the model on candidates may take, roughly.
+        memory_budget: bytes that one run of the model on candidates may take, roughly; default: see :func:`.budget_on`.
         scoring: whether the states are scored together, in a new left-most dimension; by ``torch.func.vmap``, for models that do not take
             such a dimension; or one after the other, for models whose Python code looks at values.
 
@@ -53,12 +53,12 @@ class LogJoint(Probe):
         *,
         values: Mapping[str, Any] | None = None,
         conditional: Conditional | None = None,
-        memory_budget: int = 2**28,
+        memory_budget: int | None = None,
         scoring: Scoring = "together",
     ) -> None:
         super().__init__(call, layout, values)
         self.conditional = conditional
-        self.memory_budget = memory_budget
+        self.memory_budget = budget_on(self.device) if memory_budget is None else memory_budget
         self.scoring = scoring
         self.takes_gradients = torch.is_grad_enabled()
 
@@ -158,8 +158,10 @@ class LogJoint(Probe):
         """Slices of the batch's data points that can be scored on their own, each within the memory budget."""
         if self.packed is None:
             return [slice(0, self.num_data)]
-        # Words and log joints of the candidates, about three copies of each.
+        # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.
         per_row = max(1, 3 * states_per_row * 8 * (self.layout.space.num_words + 1))
+        if self.device.type != "cpu":
+            per_row = max(per_row, 16 * self.packed.numbers_per_state)
         step = max(1, self.memory_budget // per_row)
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 

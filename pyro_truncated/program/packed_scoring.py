@@ -24,6 +24,10 @@ class ScoresPackedStates(Protocol):
     def has_packed_log_prob(self) -> bool:
         """Whether its parameters let it do so."""
 
+    @property
+    def numbers_per_state(self) -> int:
+        """How many numbers the density of one state takes on the way, roughly."""
+
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density ``(N, C)`` of values under states ``(N, C, num_words)``, plus :math:`\sum_h s_h\,\mathrm{logit}_h`."""
 
@@ -68,6 +72,11 @@ class PackedModel:
         if logits is None:
             return None
         return cls(logits, -torch.nn.functional.softplus(logits).sum(-1), [(node["fn"], node["value"]) for node in observed])
+
+    @property
+    def numbers_per_state(self) -> int:
+        """How many numbers the density of one state takes on the way, roughly."""
+        return max(fn.numbers_per_state for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
         """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""

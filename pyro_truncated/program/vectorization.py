@@ -234,7 +234,7 @@ def check_choice(vectorize: bool | None) -> None:
 
 
 def scoring_for(
-    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int
+    vectorize: bool | None, call: Call, layout: Layout, *, conditional: Conditional | None, memory_budget: int | None
 ) -> tuple[Scoring, bool]:
     """What the user chose, or what the model allows; see :func:`find_scoring`."""
     if vectorize is not None:

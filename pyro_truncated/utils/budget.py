@@ -6,7 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 
+import torch
+
 DEFAULT_BUDGET = 2**28
+# What else an operation allocates, and what does not lie in one piece, must find room, too.
+_SHARE_OF_FREE = 4
 _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
 
 
@@ -32,6 +36,20 @@ def memory_budget(num_bytes: int | None) -> Iterator[None]:
         yield
     finally:
         _budget.reset(token)
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a CUDA device, with those that torch holds and does not use; ``None`` on any other."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+def budget_on(device: torch.device) -> int:
+    """The budget of a device unless one is given: a quarter of its free memory, where that can be asked; else 2**28 bytes, 256 MiB."""
+    free = free_memory(device)
+    return DEFAULT_BUDGET if free is None else max(1, free // _SHARE_OF_FREE)
 
 
 def current_budget() -> int:

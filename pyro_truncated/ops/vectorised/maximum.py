@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.ops.vectorised.blocks import blocks_of_states
+from pyro_truncated.utils.budget import blocks_of_rows
 
 
 def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
@@ -21,6 +22,13 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
+    blocks = list(blocks_of_rows(len(words), 32 * weight.numel())) or [slice(None)]
+    parts = [_statistics(words[rows], weights[rows], value[rows], weight) for rows in blocks]
+    active, prediction, wins, sums = zip(*parts, strict=True)
+    return torch.cat(active), torch.cat(prediction), sum(wins[1:], wins[0]), sum(sums[1:], sums[0])
+
+
+def _statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     num_data, num_latents = value.shape[0], weight.shape[1]
     value, weight = value.double(), weight.double()
     active = value.new_zeros(num_data, num_latents)
