@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from pyro.poutine.runtime import apply_stack
 
+from pyro_truncated.distributed import world
+
 
 class ActiveSetScaleWarning(UserWarning):
     """A plate that subsamples multiplies the log density of an active set, which should count once.
@@ -48,8 +50,9 @@ def warn_if_scaled(num_active: int, batch_size: int, num_data: int | None = None
             _warn(f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points, but the distribution has num_data={num_data}")
         return
     scales = torch.as_tensor(message["scale"], dtype=torch.float64)
-    first = scales.flatten()[0]
-    if torch.allclose(scales, first.expand_as(scales)) and not torch.isclose(first, torch.ones_like(first)):
+    # Of data points that several processes share, each takes an equal share.
+    first, once = scales.flatten()[0], torch.tensor([1.0, 1.0 / world.size()], dtype=torch.float64)
+    if torch.allclose(scales, first.expand_as(scales)) and not bool(torch.isclose(first.cpu(), once).any()):
         _warn(
             f"plate '{frame.name}' takes {frame.size} of {frame.full_size} data points and so multiplies the log density of the active "
             f"set, too, by {frame.full_size / frame.size:g}. Pass num_data={frame.full_size} to the distribution, or, where other sites of "
