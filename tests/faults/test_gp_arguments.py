@@ -206,6 +206,18 @@ def test_targets_are_named_y(y):
             make()
 
 
+@pytest.mark.parametrize("name", ["max_seconds", "tolerance", "subset_share"])
+@pytest.mark.parametrize("value", ["x", 1j, [], torch.empty(0)])
+def test_numbers_of_a_fit_are_named(name, value):
+    with pytest.raises(TypeError, match=f"{name} must be a number"):
+        gp.SubsetGPRegression(X, X[:, 0], num_inducing=2).fit(**{name: value})
+
+
+def test_new_inputs_are_real():
+    with pytest.raises(ValueError, match="new inputs must be real"):
+        gp.smooth_rbf(X).cross(X + 0j, torch.arange(2))
+
+
 @pytest.mark.parametrize("noise", ["x", None, 1j, [], math.nan, -1.0])
 def test_noise_is_named(noise):
     for make in (gp.SubsetGPRegression, gp.InducingSubset, gp.SubsetSparseGPRegression):

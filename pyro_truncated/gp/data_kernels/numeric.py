@@ -68,8 +68,8 @@ class InputKernel(DataKernel):
             ValueError: if they are not of this shape, or not finite.
         """
         new = as_tensors(new)
-        if not isinstance(new, Tensor) or new.shape[1:] != self.inputs.shape[1:]:
-            raise ValueError(f"new inputs must have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")
+        if not isinstance(new, Tensor) or new.is_complex() or new.shape[1:] != self.inputs.shape[1:]:
+            raise ValueError(f"new inputs must be real and have shape {('n_new', *self.inputs.shape[1:])}; got {_describe(new)}")
         if not bool(new.isfinite().all()):
             raise ValueError("new inputs must be finite; they hold NaN or infinity")
         return new.to(self.inputs)

@@ -185,7 +185,7 @@ class SubsetGPRegression(SavedRegression):
         Warns:
             AllNoiseWarning: if the inducing inputs explain nearly nothing.
         """
-        check_kinds(SubsetGPRegression.fit, polish=polish)
+        check_kinds(SubsetGPRegression.fit, polish=polish, max_seconds=max_seconds, tolerance=tolerance, subset_share=subset_share)
         if polish:
             kernel_to_polish(self.kernel, self.is_exact)
         hyper_evaluations, attempts_per_epoch = check_counts(hyper_evaluations=hyper_evaluations, attempts_per_epoch=attempts_per_epoch)

@@ -385,7 +385,11 @@ def test_gpytorch_adapter_is_duck_typed():
         (lambda: PyroKernel(torch.nn.Linear(2, 2), torch.randn(4, 2)), TypeError, "must be one of pyro.contrib.gp.kernels; got Linear"),
         (lambda: PyroKernel(kernels.RBF(2), torch.zeros(4, 2).long()), TypeError, "inputs must be a floating point tensor"),
         (lambda: PyroKernel(kernels.RBF(2), torch.full((4, 2), math.nan)), ValueError, "inputs must be finite"),
-        (lambda: PyroKernel(kernels.RBF(2), torch.zeros(4, 2)).cross(torch.zeros(3, 5), INDEX), ValueError, "new inputs must have shape"),
+        (
+            lambda: PyroKernel(kernels.RBF(2), torch.zeros(4, 2)).cross(torch.zeros(3, 5), INDEX),
+            ValueError,
+            "new inputs must be real and have shape",
+        ),
         (lambda: PrecomputedKernel(torch.zeros(3, 4)), ValueError, "matrix must be square"),
         (lambda: PrecomputedKernel(torch.tensor([[1.0, 2.0], [0.0, 1.0]])), ValueError, "matrix must be symmetric"),
         (lambda: SumKernel([]), ValueError, "kernels on the same data"),
