@@ -31,6 +31,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
         offset: whether an offset :math:`b` is learned, as the literature's models have none; without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -48,10 +49,18 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
 
     @names_arguments
     def __init__(
-        self, num_observed: int, num_latents: int, *, shared_prior: bool = True, offset: bool = True, dtype: torch.dtype | None = None
+        self,
+        num_observed: int,
+        num_latents: int,
+        *,
+        shared_prior: bool = True,
+        offset: bool = True,
+        ridge: float = 0.0,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_observed, num_latents, shared_prior=shared_prior, dtype=dtype)
         self._make_offset(offset, dtype)
+        self._set_ridge(ridge)
 
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         return self.scale, self.bias

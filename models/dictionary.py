@@ -14,6 +14,7 @@ WEIGHT_FLOOR = 1e-6
 NEVER_SEEN = 1e-10
 
 _RIDGE = 1e-10
+_MOST_RIDGE = 0.25
 _VARIANCE_FLOOR = 1e-6
 _SCALE_FLOOR = 1e-3
 _MAX_HALVINGS = 10
@@ -99,6 +100,14 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
+
+
+def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
+    """Second moments ``(*, H, H)`` with a ridge, that of a prior of the dictionary; at most a quarter of what they are.
+
+    An element that is hardly used would vanish with it, and never be used again.
+    """
+    return pairs + torch.diag_embed((_MOST_RIDGE * pairs.diagonal(dim1=-2, dim2=-1)).clamp(max=ridge))
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 from pyro.nn import PyroParam
@@ -11,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor
+from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
 
 Statistics = dict[str, Tensor]
 
@@ -28,6 +29,8 @@ class LinearDictionary(UniqueModule):
         scale: noise standard deviation :math:`\sigma`, a scalar.
         bias: offset :math:`b`, ``(D,)``; ``None`` in models without.
         center: where moments are taken, ``(D,)``; the data's mean after ``initialize``, which avoids cancellation. Only with an offset.
+        ridge: :math:`\lambda` of a prior :math:`W_{dh} \sim \mathcal N(0, \sigma^2 / \lambda)` of the dictionary's entries in the M-step,
+            in squares of a coefficient. Where little is observed, elements that fit it closely explain what is missing badly.
     """
 
     num_observed: int
@@ -36,6 +39,12 @@ class LinearDictionary(UniqueModule):
     scale: Tensor
     bias: Tensor | None
     center: Tensor
+    ridge: float = 0.0
+
+    def _set_ridge(self, ridge: float) -> None:
+        if not 0 <= ridge < math.inf:
+            raise ValueError(f"ridge must be a finite number of at least 0; got {ridge}")
+        self.ridge = float(ridge)
 
     def _make_offset(self, offset: bool, dtype: torch.dtype | None) -> None:
         if not offset:
@@ -70,10 +79,11 @@ class LinearDictionary(UniqueModule):
     def _best_dictionary(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
         """Sets the offset; returns the dictionary that is best with it, and their expected squared errors ``(D,)``."""
         weight, bias = self.weight.double(), self._bias_above_center()
+        pairs = with_ridge(statistics["pairs"], self.ridge) if self.ridge else statistics["pairs"]
         if bias is None:
-            weight = best_dictionary(weight, statistics["pairs"], statistics["cross"])
+            weight = best_dictionary(weight, pairs, statistics["cross"])
         else:
-            weight, bias = best_dictionary_and_offset(weight, bias, statistics)
+            weight, bias = best_dictionary_and_offset(weight, bias, {**statistics, "pairs": pairs})
             self.bias = (bias + self.center).to(self.weight)
         # The errors do not depend on the noise.
         superposition = LinearSuperposition(weight.new_zeros(self.num_latents), weight, 1.0, bias, validate_args=False)

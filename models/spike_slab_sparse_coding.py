@@ -44,6 +44,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         shared_prior: whether all latents share one :math:`\pi`.
         covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
         offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
+        ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -56,7 +57,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
 
     Raises:
-        ValueError: if a size is no positive integer, or for an unknown kind of covariance.
+        ValueError: if a size is no positive integer, for an unknown kind of covariance, or a negative ridge.
 
     Reference:
         Sheikh, Shelton and Lücke, "A Truncated EM Approach for Spike-and-Slab Sparse Coding", JMLR 2014. The M-step here takes the
@@ -81,6 +82,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         shared_prior: bool = False,
         covariance: str = "diag",
         offset: bool = True,
+        ridge: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> None:
         if covariance not in BY_NAME:
@@ -91,6 +93,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         # A step of the covariance is chosen where the data are at hand, for all of a batch at once.
         self.statistics_are_additive = covariance == "diag"
         self._make_offset(offset, dtype)
+        self._set_ridge(ridge)
         self.slab_mean = PyroParam(torch.ones(num_latents, dtype=dtype), constraints.real)  # type: ignore[assignment]
         self.slab_scale = PyroParam(self._slabs.first_scale(num_latents, dtype), self._slabs.constraint)  # type: ignore[assignment]
 

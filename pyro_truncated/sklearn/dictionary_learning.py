@@ -22,6 +22,8 @@ _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
 _MOST_COMPONENTS = 100
 # Training steps of a start.
 _SHORT = 60
+# Elements that fit the few observed entries of every data point closely explain the others badly.
+_RIDGE_OF_MISSING = 2.0
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
 _NOMINAL = 1000
 
@@ -54,6 +56,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         offset: whether the data lie on a background that is learned: the offset :math:`b`, or the probability :math:`w_0` (per feature
             instead of one in a thousand).
         binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
+        ridge: strength of a normal prior of the dictionary, see :class:`~pyro_truncated.models.SpikeSlabSparseCoding`; default: twice
+            the share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
         n_states: states kept per data point.
         max_iter: training steps on all data after the best start, which itself takes as many, but at most 60.
         n_init: the most starts; training ends sooner with a start on which two agree.
@@ -81,6 +85,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         family: str = "spike_slab",
         offset: bool = True,
         binarize: float | None = None,
+        ridge: float | None = None,
         n_states: int = 64,
         max_iter: int = 100,
         n_init: int = 4,
@@ -91,6 +96,7 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         self.family = family
         self.offset = offset
         self.binarize = binarize
+        self.ridge = ridge
         self.n_states = n_states
         self.max_iter = max_iter
         self.n_init = n_init
@@ -230,7 +236,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if self.family == "bernoulli":
             return NoisyOr(rows.shape[1], number, learn_leak=bool(self.offset), **options)
         kind = SpikeSlabSparseCoding if self.family == "spike_slab" else BinarySparseCoding
-        return kind(rows.shape[1], number, offset=bool(self.offset), shared_prior=False, **options)
+        ridge = _RIDGE_OF_MISSING * float(rows.isnan().double().mean()) if self.ridge is None else self.ridge
+        return kind(rows.shape[1], number, offset=bool(self.offset), shared_prior=False, ridge=ridge, **options)
 
     def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> list[float]:
         """Trains the model; what each start reached."""
