@@ -14,7 +14,6 @@ WEIGHT_FLOOR = 1e-6
 NEVER_SEEN = 1e-10
 
 _RIDGE = 1e-10
-_MOST_RIDGE = 0.25
 _VARIANCE_FLOOR = 1e-6
 _SCALE_FLOOR = 1e-3
 _MAX_HALVINGS = 10
@@ -103,11 +102,9 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
 
 
 def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
-    """Second moments ``(*, H, H)`` with a ridge, that of a prior of the dictionary; at most a quarter of what they are.
-
-    An element that is hardly used would vanish with it, and never be used again.
-    """
-    return pairs + torch.diag_embed((_MOST_RIDGE * pairs.diagonal(dim1=-2, dim2=-1)).clamp(max=ridge))
+    """Second moments ``(*, H, H)`` with a ridge, that of a prior of the dictionary; without it for latents that are never active."""
+    is_active = pairs.diagonal(dim1=-2, dim2=-1) > NEVER_SEEN
+    return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
 def _cholesky(matrix: Tensor) -> Tensor:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import numpy as np
 import torch
+from pyro.infer import SVI
 from sklearn.base import BaseEstimator, ClassNamePrefixFeaturesOutMixin, TransformerMixin
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.models import BinarySparseCoding, NoisyOr, SpikeSlabSparseCoding
+from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.sklearn.posteriors import binary_posteriors
 from pyro_truncated.sklearn.runs_apart import apart
 from pyro_truncated.states.population import Population
+from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.learning import learn
+from pyro_truncated.training.loop import fit
 from pyro_truncated.utils.counts import check_count, check_counts
 
 _FAMILIES = ("spike_slab", "gaussian", "bernoulli")
@@ -23,7 +28,7 @@ _MOST_COMPONENTS = 100
 # Training steps of a start.
 _SHORT = 60
 # Elements that fit the few observed entries of every data point closely explain the others badly.
-_RIDGE_OF_MISSING = 2.0
+_RIDGE_OF_MISSING = 10.0
 # Data points that the running sums of partial_fit stand for: any number, for all are scaled alike.
 _NOMINAL = 1000
 
@@ -56,8 +61,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         offset: whether the data lie on a background that is learned: the offset :math:`b`, or the probability :math:`w_0` (per feature
             instead of one in a thousand).
         binarize: threshold above which entries of the data are 1, for ``"bernoulli"``; default: the data are zeros and ones.
-        ridge: strength of a normal prior of the dictionary, see :class:`~pyro_truncated.models.SpikeSlabSparseCoding`; default: twice
-            the share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
+        ridge: strength of a normal prior of the dictionary, see :class:`~pyro_truncated.models.SpikeSlabSparseCoding`; default: ten
+            times the squared share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
         n_states: states kept per data point.
         max_iter: training steps on all data after the best start, which itself takes as many, but at most 60.
         n_init: the most starts; training ends sooner with a start on which two agree.
@@ -236,18 +241,32 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         if self.family == "bernoulli":
             return NoisyOr(rows.shape[1], number, learn_leak=bool(self.offset), **options)
         kind = SpikeSlabSparseCoding if self.family == "spike_slab" else BinarySparseCoding
-        ridge = _RIDGE_OF_MISSING * float(rows.isnan().double().mean()) if self.ridge is None else self.ridge
-        return kind(rows.shape[1], number, offset=bool(self.offset), shared_prior=False, ridge=ridge, **options)
+        return kind(rows.shape[1], number, offset=bool(self.offset), shared_prior=False, **options)
+
+    def _ridge(self, rows: Tensor) -> float:
+        if self.family == "bernoulli":
+            return 0.0
+        if self.ridge is None:
+            return _RIDGE_OF_MISSING * float(rows.isnan().double().mean()) ** 2
+        if not 0 <= self.ridge < math.inf:
+            raise ValueError(f"ridge must be a finite number of at least 0; got {self.ridge}")
+        return float(self.ridge)
 
     def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> list[float]:
         """Trains the model; what each start reached."""
         counts = ("max_iter", "n_init", "n_states")
         max_iter, n_init, n_states = check_counts(**{name: getattr(self, name) for name in counts})
-        short, progress = min(max_iter, _SHORT), None if self.verbose else False
+        short, progress, ridge = min(max_iter, _SHORT), None if self.verbose else False, self._ridge(rows)
+        steps = 1 if ridge else max_iter
         guide = learn(
-            model, rows, num_states=n_states, steps=max_iter, short_steps=short, starts=n_init, generator=generator, progress=progress
+            model, rows, num_states=n_states, steps=steps, short_steps=short, starts=n_init, generator=generator, progress=progress
         )
         starts: list[float] = guide.starts
+        if ridge:
+            # From the first step on, it would take away elements that are hardly used yet.
+            model.ridge = ridge
+            svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
+            fit(svi, rows, steps=max_iter, progress=progress)
         return starts
 
     def _step(self, driver: ClosedForm, rows: Tensor) -> None:
