@@ -136,8 +136,8 @@ def refused(what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("size", r"data must have shape \((9|10), 5\) in all processes; got \(19, 5\)"),
-        ("infinite", "data must be finite, or NaN where missing; got infinity"),
+        ("size", r"data x must have shape \((9|10), 5\) in all processes; got \(19, 5\)"),
+        ("infinite", "data x must be finite, or NaN where missing; got infinity"),
         ("no active set", "needs an active set of at least one data point"),
         ("whole", r"call gather_\(\) on all processes before other data"),
         ("functions", "the functions of a minibatch are drawn together"),

@@ -235,18 +235,18 @@ def decoder() -> Any:
 
 
 def of_decoder(name: str) -> Any:
-    """A method of a decoder, as a function of the decoder."""
-    return lambda decoder, **k: getattr(decoder, name)(**k)
+    """A method of a new decoder, as a function."""
+    return lambda **k: getattr(decoder(), name)(**k)
 
 
-enter("SASDecoder.fit", of_decoder("fit"), decoder=Fresh(decoder), x=data(), epochs=2, learning_rate=0.03, generator=None, progress=False)
-enter("SASDecoder.initialize", of_decoder("initialize"), decoder=Fresh(decoder), x=data(), steps=2, latents=uniform(N, 2))
-enter("SASDecoder.condition_", of_decoder("condition_"), decoder=Fresh(decoder), x=data(), size=5, projected=True)
-enter("closest points", of_decoder("condition_"), decoder=Fresh(decoder), x=data(), num_neighbors=5)
-enter("SASDecoder.relocate_", of_decoder("relocate_"), decoder=Fresh(decoder), x=data(), num_active=4, generator=None)
-enter("SASDecoder.infer", of_decoder("infer"), decoder=Fresh(decoder), x=data(), starts=2, steps=3, lr=0.05, block=4)
-enter("SASDecoder.predict", of_decoder("predict"), decoder=Fresh(decoder), latents=uniform(4, 2), noiseless=False, block=2)
-enter("CandidateLatents", gplvm.CandidateLatents, decoder=Fresh(decoder), x=data(), most=8, calibration=6, generator=None)
+enter("SASDecoder.fit", of_decoder("fit"), x=data(), epochs=2, learning_rate=0.03, generator=None, progress=False)
+enter("SASDecoder.initialize", of_decoder("initialize"), x=data(), steps=2, latents=uniform(N, 2))
+enter("SASDecoder.condition_", of_decoder("condition_"), x=data(), size=5, projected=True)
+enter("closest points", of_decoder("condition_"), x=data(), num_neighbors=5)
+enter("SASDecoder.relocate_", of_decoder("relocate_"), x=data(), num_active=4, generator=None)
+enter("SASDecoder.infer", of_decoder("infer"), x=data(), starts=2, steps=3, lr=0.05, block=4)
+enter("SASDecoder.predict", of_decoder("predict"), latents=uniform(4, 2), noiseless=False, block=2)
+enter("CandidateLatents", lambda **k: gplvm.CandidateLatents(decoder(), **k), x=data(), most=8, calibration=6, generator=None)
 enter("reconstruct", lambda x, **k: gplvm.CandidateLatents(decoder(), data()).reconstruct(x, **k), x=data(), noiseless=False, block=4)
 
 # --- diagnostics ---

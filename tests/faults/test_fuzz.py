@@ -11,6 +11,7 @@ from tests.faults.calls import CALLS
 QUICK = (
     "StateSpace", "cooling", "check_counts", "check_observable", "LinearSuperposition", "MaximumSuperposition", "NoisyOrSuperposition",
     "SpikeSlabSuperposition", "Positions", "OccludedScene", "IdentityKernel", "PyroKernel", "growing", "Patches",
+    "SASDecoder.condition_", "SASDecoder.predict", "SASDecoder.infer",
 )  # fmt: skip
 # Finite numbers, but their squares are not.
 OVERFLOWING = ("huge", "1e300")

@@ -475,7 +475,7 @@ def test_wrong_arguments_are_refused(generator):
         SASDecoder(0, 3)
     with pytest.raises(ValueError, match="kernel has 3 inputs"):
         SASDecoder(10, 3, kernel=kernels.RBF(3))
-    with pytest.raises(ValueError, match=r"data must have shape \(10, 3\)"):
+    with pytest.raises(ValueError, match=r"data x must have shape \(10, 3\)"):
         decoder.initialize(x[:5])
     with pytest.raises(ValueError, match="output 1 is missing in every"):
         decoder.initialize(x.index_fill(1, torch.tensor([1]), math.nan))
@@ -483,7 +483,7 @@ def test_wrong_arguments_are_refused(generator):
         decoder.predict(torch.zeros(1, 2))
     with pytest.raises(ValueError, match="has no encoder"):
         decoder.encode(x)
-    with pytest.raises(ValueError, match=r"data points must have shape \(M, 3\)"):
+    with pytest.raises(ValueError, match=r"data points x must have shape \(M, 3\)"):
         decoder.condition_(x).infer(x[:, :2])
     wrong = SASDecoder(10, 3, encoder=nn.Linear(3, 5))
     with pytest.raises(ValueError, match="encoder must return shape"):

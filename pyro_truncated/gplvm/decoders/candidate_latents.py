@@ -26,6 +26,7 @@ from pyro_truncated.gp.active_sets.nearest_set import NearestSet
 from pyro_truncated.gplvm.decoders.latents import climb_among_neighbors, log_joint
 from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 
@@ -71,6 +72,7 @@ class CandidateLatents:
         ValueError: if the data do not have the decoder's shape or there are fewer than three.
     """
 
+    @names_arguments
     @torch.no_grad()
     def __init__(
         self, decoder: SASDecoder, x: Tensor, *, most: int = 5000, calibration: int = 500, generator: torch.Generator | None = None
@@ -78,6 +80,8 @@ class CandidateLatents:
         most, calibration, x = check_count("most", most, least=3), check_count("calibration", calibration), as_tensors(x, decoder.loc)
         if tuple(x.shape) != (decoder.num_data, decoder.num_outputs) or len(x) < 3:
             raise ValueError(f"x must be the decoder's training data, ({decoder.num_data}, {decoder.num_outputs}); got {tuple(x.shape)}")
+        if not x.is_floating_point() or not bool((~x.isnan()).any()):
+            raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
         latents = decoder.latents(x)
         device = None if generator is None else generator.device
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
@@ -91,6 +95,7 @@ class CandidateLatents:
         self.own_temperature, self.own_noise = (self.temperature, self.noise) if own is None else self._calibrated(points, is_hidden, own)
         self.own_scale = 1.0 if own is None else self._scale(points, is_hidden, own)
 
+    @names_arguments
     @torch.no_grad()
     def infer(self, x: Tensor) -> Tensor:
         """Posterior probabilities of the candidates for data points ``(M, D)``, NaN where missing: ``(M, K)``.
@@ -103,9 +108,10 @@ class CandidateLatents:
     def _checked(self, x: Tensor) -> Tensor:
         x = as_tensors(x, self._mean).to(self._mean)
         if x.dim() != 2 or x.shape[1] != self._mean.shape[1] or bool(x.isinf().any()):
-            raise ValueError(f"data points must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {tuple(x.shape)}")
+            raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {tuple(x.shape)}")
         return x
 
+    @names_arguments
     @torch.no_grad()
     def reconstruct(self, x: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Means and variances ``(M, D)`` of all outputs of data points ``(M, D)``, NaN where missing, given what is seen of them.
@@ -152,11 +158,13 @@ class CandidateLatents:
         second = torch.lerp(second, own.mean.square() + own.variance + own_spread, share)
         return mean, (second - mean.square()).clamp(min=0.0)
 
+    @names_arguments
     @torch.no_grad()
     def predict(self, weights: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         """Means and variances ``(M, D)`` of the outputs of data points under posteriors ``(M, K)``; ``noiseless`` of the functions."""
         return self._moments(weights, torch.zeros_like(self.noise) if noiseless else self.noise)
 
+    @names_arguments
     @torch.no_grad()
     def log_density(self, x: Tensor, weights: Tensor, most: int = 50) -> Tensor:
         """Log density of each output ``(M, D)`` under the mixture of the ``most`` probable candidates of each data point."""

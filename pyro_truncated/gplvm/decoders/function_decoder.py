@@ -123,6 +123,7 @@ class SASFunctionDecoder(SASDecoder):
             targets = self.sites(x[split.active])
             pyro.sample("f", ActiveSetPosterior(z, self.kernel, self.noise_variance, split.num_active, targets, self.width))
 
+    @names_arguments
     @takes_arrays
     def condition_(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Self
 
 import torch
@@ -14,6 +15,7 @@ from pyro_truncated.gp.active_sets.splits import Choose, least_variance
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
 from pyro_truncated.gplvm.decoders.latents import climb
 from pyro_truncated.gplvm.decoders.sas_training import SASTraining
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.former_spellings import takes_noise
@@ -78,6 +80,7 @@ class SASDecoder(SASTraining):
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
 
+    @names_arguments
     @takes_arrays
     def encode(self, x: Tensor) -> Tensor:
         """The encoder's latents ``(M, Q)`` of any data points ``(M, D)``.
@@ -97,6 +100,7 @@ class SASDecoder(SASTraining):
         with torch.no_grad():
             return self._encode(x, active)[0]
 
+    @names_arguments
     @takes_arrays
     def condition_(
         self,
@@ -167,18 +171,22 @@ class SASDecoder(SASTraining):
         with torch.no_grad():
             return kept.posterior(self.kernel, self.noise_variance.detach())
 
+    @names_arguments
     @takes_noise
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; ``noiseless`` of the function."""
         block = check_count("block", block)
-        if not bool(latents.isfinite().all()):
-            raise ValueError("latents must be finite; they hold NaN or infinity")
+        self._check_places(latents)
         posterior = self.posterior()
         with torch.no_grad():
             pieces = [posterior.predict(piece, noiseless=noiseless) for piece in latents.split(block)]
-        return torch.cat([mean for mean, _ in pieces]) + self.loc, torch.cat([variance for _, variance in pieces])
+        means, variances = (torch.cat(moments) for moments in zip(*pieces, strict=True))
+        if not bool(means.isfinite().all()):
+            raise ValueError("latents are so far away that predictions at them are not finite")
+        return means + self.loc, variances
 
+    @names_arguments
     @takes_arrays
     def infer(self, x: Tensor, *, starts: int = 3, steps: int = 30, lr: float = 0.05, block: int = 1000) -> Tensor:
         r"""Latents ``(M, Q)`` of data points, new or not, that maximise :math:`\log p(x \mid z) + \log \mathcal N(z; 0, I)`.
@@ -195,6 +203,8 @@ class SASDecoder(SASTraining):
         """
         self._check_points(x)
         starts, steps, block = check_count("starts", starts), check_count("steps", steps, least=0), check_count("block", block)
+        if not isinstance(lr, float | int) or not 0 < lr < math.inf:
+            raise ValueError(f"lr must be a positive number; got {lr!r}")
         own = None if self.encoder is None or bool(x.isnan().any()) else self.encode(x)
         posterior, found = self.posterior(), []
         for rows in torch.arange(len(x), device=x.device).split(block):

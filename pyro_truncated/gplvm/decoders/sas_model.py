@@ -102,7 +102,7 @@ class SASModel(SharedLatents):
         observed, total = ~x.isnan(), sums_of(x)
         sums, counts = total([x.nansum(0), observed.sum(0)])
         if not bool((counts > 0).all()):
-            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point")
+            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
         with torch.no_grad():
             self.loc.copy_(sums / counts)
             deviation = torch.where(observed, x - self.loc, 0.0)
@@ -127,6 +127,16 @@ class SASModel(SharedLatents):
     def _check_latents(self, latents: Tensor | None) -> None:
         if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
             raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
+        if latents is not None:
+            self._check_places(latents)
+
+    @staticmethod
+    def _check_places(latents: Tensor) -> None:
+        """Refuses latents that are no finite real numbers."""
+        if not latents.is_floating_point():
+            raise TypeError(f"latents must be floating point; got {latents.dtype}")
+        if not bool(latents.isfinite().all()):
+            raise ValueError("latents must be finite; they hold NaN or infinity")
 
     def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
         assert self.encoder is not None
@@ -155,17 +165,17 @@ class SASModel(SharedLatents):
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
-            raise ValueError(f"data must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
+            raise ValueError(f"data x must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
         self._check_points(x)
 
     def _check_points(self, x: Tensor) -> None:
         """Refuses data points, new or not, that the model cannot take."""
         if x.dim() != 2 or x.shape[1] != self.num_outputs:
-            raise ValueError(f"data points must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+            raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
         if not x.is_floating_point():
-            raise TypeError(f"data must be floating point; got {x.dtype}")
+            raise TypeError(f"data x must be floating point; got {x.dtype}")
         if bool(x.isinf().any()):
-            raise ValueError("data must be finite, or NaN where missing; got infinity")
+            raise ValueError("data x must be finite, or NaN where missing; got infinity")
 
     @property
     def noise_variance(self) -> Tensor:
@@ -246,6 +256,7 @@ class SASModel(SharedLatents):
         loc, raw = output.chunk(2, -1)
         return loc, nn.functional.softplus(raw)
 
+    @names_arguments
     @takes_arrays
     def latents(self, x: Tensor) -> Tensor:
         """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy. Of a shard, those of its data points."""

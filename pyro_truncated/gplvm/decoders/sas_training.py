@@ -113,6 +113,7 @@ class SASTraining(SASModel):
         """Keeps what predictions condition on."""
         raise NotImplementedError
 
+    @names_arguments
     @takes_arrays
     def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
         r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
