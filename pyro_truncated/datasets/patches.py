@@ -164,6 +164,7 @@ def save_whitened_patches(
     They are made 50 000 at a time, to the first of which the whitening is fitted.
 
     Example:
+        >>> import numpy as np
         >>> whitening = save_whitened_patches("patches.npy", generated_images(2, 64), 6, 300)
         >>> np.load("patches.npy", mmap_mode="r").shape
         (300, 36)
