@@ -104,14 +104,14 @@ HEAD = """# Posteriors over latents: intervals of what is hidden
     python -m tests.papers.experiments.candidate_latents
 
 RMSE / negative log density per pixel / share of pixels in 95 % intervals of MNIST: of all pixels where none is hidden, else of the hidden
-ones. "One latent" predicts at the most probable latent of an image; "candidates" (`CandidateLatents.predict`) from a truncated mixture over
-the latents of the training images, with a noise for each pixel and a temperature learned on half-hidden training images; with its "own
-latent" (`reconstruct`), a normal around the most probable latent of the image is one more component. The others predict at one latent,
-with one noise for all pixels, from which much of the difference in density comes. CPU seconds of one thread, of training and for all test
-images; making the candidates takes 16 (two dimensions) and 29 (ten) more. From how many closest images to predict, and what share of what is
-hidden intervals are scaled to hold, were chosen on 1000 images beside 4000 to train on, none of them a test image of seeds 0 to 2; but the
-second was decided after scales that make squared errors right had covered .91, .94 and .92 of seed 0, whose test images thus had a part in it.
-Rows of GP-LVM and VAE in two dimensions were made earlier, and their training was not timed.
+ones. "One latent" predicts at the most probable latent of an image; "candidates" (`CandidateLatents.predict`) from a truncated mixture
+over the latents of the training images, with a noise for each pixel and a temperature learned on half-hidden training images; with its
+"own latent" (`reconstruct`), a normal around the most probable latent of the image is one more component. The others predict at one
+latent, with one noise for all pixels, from which much of the difference in density comes. CPU seconds of one thread, of training and for
+all test images; making the candidates takes 16 (two dimensions) and 29 (ten) more. From how many closest images to predict, and what
+share of what is hidden intervals are scaled to hold, were chosen on 1000 images beside 4000 to train on, none of them a test image of
+seeds 0 to 2; but the second was decided after scales that make squared errors right had covered .91, .94 and .92 of seed 0, whose test
+images thus had a part in it. Rows of GP-LVM and VAE in two dimensions were made earlier, and their training was not timed.
 """
 PART = """
 ## {dim} latent dimensions
