@@ -14,7 +14,10 @@ from pyro_truncated.program.probe import Probe
 
 @runtime_checkable
 class ScoresPackedStates(Protocol):
-    """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do."""
+    """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do.
+
+    It may say in ``numbers_per_state`` how many numbers the density of one state takes on the way, roughly: blocks on a device go by it.
+    """
 
     @property
     def states(self) -> Tensor:
@@ -23,10 +26,6 @@ class ScoresPackedStates(Protocol):
     @property
     def has_packed_log_prob(self) -> bool:
         """Whether its parameters let it do so."""
-
-    @property
-    def numbers_per_state(self) -> int:
-        """How many numbers the density of one state takes on the way, roughly."""
 
     def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
         r"""Log density ``(N, C)`` of values under states ``(N, C, num_words)``, plus :math:`\sum_h s_h\,\mathrm{logit}_h`."""
@@ -76,7 +75,7 @@ class PackedModel:
     @property
     def numbers_per_state(self) -> int:
         """How many numbers the density of one state takes on the way, roughly."""
-        return max(fn.numbers_per_state for fn, _ in self.observations)
+        return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
         """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""

@@ -22,7 +22,9 @@ def maximum_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tenso
 
 def maximum_statistics(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.maximum_statistics`; wins and sums ``(D, H + 1)``, the last where no latent is above zero."""
-    blocks = list(blocks_of_rows(len(words), 32 * weight.numel())) or [slice(None)]
+    blocks = list(blocks_of_rows(len(words), 32 * weight.numel()))
+    if len(blocks) <= 1:
+        return _statistics(words, weights, value, weight)
     parts = [_statistics(words[rows], weights[rows], value[rows], weight) for rows in blocks]
     active, prediction, wins, sums = zip(*parts, strict=True)
     return torch.cat(active), torch.cat(prediction), sum(wins[1:], wins[0]), sum(sums[1:], sums[0])
