@@ -49,9 +49,10 @@ def picture(truth: Tensor, damaged: Tensor, restored: Restored, path: Path) -> N
 
 
 def learned(model: PatchMixture | SpikeSlabSparseCoding) -> Tensor:
-    """The means of the components, or the dictionary elements, that are used most, in columns."""
+    """The longest directions of the components, or the dictionary elements, that are used most, in columns."""
     if isinstance(model, PatchMixture):
-        return model.loc[model.weights.argsort(descending=True)[:100]].mT
+        longest = model.factor[model.weights.argsort(descending=True), :, 0]
+        return longest[longest.any(1)][:100].mT
     # What an element adds to the variance of a patch says how much it is used.
     prior, mean, deviation = model.prior.detach(), model.slab_mean.detach(), model.slab_scale.detach()
     used = (prior * (mean.square() + deviation.square())).argsort(descending=True)[:100]

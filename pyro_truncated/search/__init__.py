@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.search.affinities import Affinity, Cosine, Projection, Singletons
+from pyro_truncated.search.affinities import Affinity, Cosine, LogOdds, Projection, Singletons
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
@@ -28,6 +28,7 @@ __all__ = [
     "ExhaustiveSearch",
     "GPSelect",
     "LearnedFlips",
+    "LogOdds",
     "NeighbourSearch",
     "Preselection",
     "Projection",

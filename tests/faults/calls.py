@@ -290,6 +290,7 @@ enter(
     generator=None,
 )
 enter("Cosine", searched(lambda **k: search.Preselection(search.Cosine(**k), 2)), weight=lambda: uniform(D, H), site="y")
+enter("LogOdds", searched(lambda **k: search.Preselection(search.LogOdds(**k), 2)), weight=lambda: uniform(D, H), site="y")
 enter("Projection", searched(lambda **k: search.Preselection(search.Projection(**k), 2)), weight=lambda: uniform(D, H), site=None)
 
 

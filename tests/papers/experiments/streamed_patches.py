@@ -25,28 +25,12 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, Training, Truncated_ELBO, distributed, fit
 from pyro_truncated.datasets import Whitening, natural_images, save_whitened_patches, whitened_patches
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.search import Preselection, SearchBatch
+from pyro_truncated.search import LogOdds, Preselection
 from tests.papers.experiments.gabor import fit_gabors
 from tests.papers.experiments.natural_patches import save_fields
 
 SIDE, MINIBATCH, HELD_OUT = 16, 5000, 2000
 START = 0.3  # of data points as first fields: whole ones explain nothing but themselves
-
-
-class LogOdds:
-    r"""Posterior log odds of every field given the others of the best state, up to a factor: :math:`w_h^\top r + (s_h - \frac12) |w_h|^2`.
-
-    Here :math:`r` is what that state leaves unexplained; the prior, shared by all fields, does not change ranks.
-    """
-
-    def __init__(self, model: BinarySparseCoding) -> None:
-        self.model = model
-
-    def __call__(self, batch: SearchBatch) -> Tensor:
-        """Scores ``(N, H)``."""
-        weight, population = self.model.weight.detach(), batch.population
-        best = population.space.unpack(population.mode().unsqueeze(1), weight.dtype).squeeze(1)
-        return (batch.observations["y"] - best @ weight.mT) @ weight + (best - 0.5) * weight.square().sum(0)
 
 
 @dataclasses.dataclass
@@ -98,7 +82,7 @@ def train(
     with torch.no_grad():
         model.weight = START * model.weight
     guide = AutoTruncated(model, num_states=num_states, store=folder / f"populations-{num_latents}")
-    elbo = Truncated_ELBO(Preselection(LogOdds(model), num_selected))
+    elbo = Truncated_ELBO(Preselection(LogOdds(lambda: model.weight), num_selected))
     svi = SVI(model, guide, ClosedForm(model, minibatch="online"), elbo)
     clock = Clock(model, limit)
     training = fit(
@@ -110,7 +94,7 @@ def train(
 
 def held_out_free_energy(model: BinarySparseCoding, y: Tensor, num_states: int = 100, steps: int = 10) -> float:
     """Free energy per patch of patches of images that were not seen."""
-    guide = AutoTruncated(model, num_states=num_states).infer(y, Preselection(LogOdds(model), 8), steps)
+    guide = AutoTruncated(model, num_states=num_states).infer(y, Preselection(LogOdds(lambda: model.weight), 8), steps)
     return float(guide.population().free_energy().mean())
 
 
