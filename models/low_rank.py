@@ -26,8 +26,10 @@ def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999, equations 8 and 9.
     """
-    values, vectors = torch.linalg.eigh(covariance)
-    values = values.clamp(min=0.0).flip(-1)
+    # Of covariances of few directions and nothing else LAPACK's divide and conquer makes NaN where numbers underflow.
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    values, vectors = torch.linalg.eigh(covariance + floor * identity)
+    values = (values - floor).clamp(min=0.0).flip(-1)
     first, rest = values[:, :rank], values[:, rank:]
     noise = _shared_noise(first, rest, counts) if is_shared else rest.mean(-1)
     noise = noise.maximum(floor)

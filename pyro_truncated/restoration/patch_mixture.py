@@ -122,7 +122,7 @@ class PatchMixture(torch.nn.Module):
         number = counts.clamp(min=torch.finfo(counts.dtype).tiny).unsqueeze(1)
         shift = statistics["sums"] / number
         covariance = statistics["products"] / number.unsqueeze(2)
-        variances, directions = torch.linalg.eigh(covariance.baddbmm_(shift.unsqueeze(2), shift.unsqueeze(1), alpha=-1.0))
+        variances, directions = self._eigen(covariance.baddbmm_(shift.unsqueeze(2), shift.unsqueeze(1), alpha=-1.0))
         variances = torch.where(variances > _LEAST_VARIANCE * self.scale.square(), variances, 0.0)
         rank = max(1, int((variances > 0).sum(1).max()))
         self.factor = (directions * variances.sqrt().unsqueeze(1))[..., self.num_observed - rank :].flip(-1)
@@ -133,6 +133,19 @@ class PatchMixture(torch.nn.Module):
         self.places = moments[:, :-1].to(counts)
         variance = (moments[:, -1] - moments[:, :-1].square().sum(1)).clamp(min=0.0) / (moments.shape[1] - 1)
         self.spreads = (variance + _LEAST_SPREAD**2).sqrt().to(counts)
+
+    def _eigen(self, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Eigenvalues and eigenvectors of covariances, which are overwritten.
+
+        They are those with the noise, which is taken off again: a covariance of few directions and nothing else, such as that of two
+        patches, becomes tridiagonal with entries that underflow, of which LAPACK's divide and conquer makes NaN.
+        """
+        diagonal = covariance.diagonal(dim1=1, dim2=2)
+        # Where the noise is smaller, rounding takes its part.
+        noise = self.scale.square() + torch.finfo(covariance.dtype).eps * diagonal.sum(1, keepdim=True).clamp(min=0.0)
+        diagonal += noise
+        values, vectors = torch.linalg.eigh(covariance)
+        return values - noise, vectors
 
     @torch.no_grad()
     def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

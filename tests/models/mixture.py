@@ -44,3 +44,10 @@ def free_energies(model: Any, y: Tensor, num_iterations: int, chosen: Tensor | N
         model.maximize(model.sufficient_statistics(population, y))
     population = full_population(model, y) if chosen is None else truncated_population(model, y, chosen)
     return [*values, population.free_energy().sum().item()]
+
+
+def sparse_pairs(num_pairs: int, num_observed: int, dtype: torch.dtype) -> Tensor:
+    """Pairs of data points ``(K, 2, D)``, most entries zero: single precision underflows on the way to their covariances' eigenvalues."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randint(-3, 4, (num_pairs, 2, num_observed), generator=generator) * torch.rand(num_pairs, 1, 1, generator=generator)
+    return (values * (torch.rand(values.shape, generator=generator) < 0.2)).to(dtype)

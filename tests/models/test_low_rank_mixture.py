@@ -16,7 +16,7 @@ from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.search import NeighbourSearch
 from tests.models.enumeration import assert_never_falls
-from tests.models.mixture import free_energies, full_population, log_joint
+from tests.models.mixture import free_energies, full_population, log_joint, sparse_pairs
 
 D64 = torch.float64
 N, D, R, K = 200, 6, 2, 4
@@ -89,6 +89,16 @@ def test_shared_noise_is_the_likeliest_of_all_choices_of_directions(seed: int) -
     factor, scale = best_low_rank(torch.diag_embed(values), counts, 2, values.new_zeros(()), is_shared=True)
     covariance = factor @ factor.mT + scale.square() * torch.eye(4, dtype=D64)
     assert float(log_likelihood(torch.linalg.eigvalsh(covariance))) == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D64])
+def test_covariances_of_two_points_have_one_direction(dtype: torch.dtype) -> None:
+    half = 0.5 * sparse_pairs(100, 64, dtype).diff(dim=1)
+    covariance = half.mT @ half
+    floor = torch.tensor(1e-6, dtype=dtype)
+    factor, scale = best_low_rank(covariance, covariance.new_ones(100), 2, floor, is_shared=False)
+    torch.testing.assert_close(factor @ factor.mT, covariance, rtol=0.0, atol=1e-5)
+    torch.testing.assert_close(scale, floor.sqrt().expand(100), rtol=0.0, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, D64])

@@ -14,6 +14,7 @@ from pyro_truncated.restoration import PatchMixture
 from pyro_truncated.restoration.patch_mixture import most_probable
 from pyro_truncated.restoration.rounds import cosines
 from pyro_truncated.testing import check_guide
+from tests.models.mixture import sparse_pairs
 
 NUM_DATA, NUM_OBSERVED, NUM_COMPONENTS, SCALE = 60, 5, 4, 0.7
 Data = tuple[Tensor, Tensor, Tensor]
@@ -137,6 +138,22 @@ def test_components_without_data_keep_their_means_and_weigh_nothing() -> None:
     assert torch.equal(model.loc[1], before[1])
     assert model.weights[1] == 0.0
     assert all(value.isfinite().all() for value in model.buffers())
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_components_of_two_patches_have_one_direction(dtype: torch.dtype, scale: float) -> None:
+    pairs = 100 * sparse_pairs(100, 64, dtype)
+    x, space = pairs.flatten(0, 1), StateSpace([100])
+    population = Population(space, space.pack(torch.arange(200).reshape(200, 1, 1) // 2), torch.zeros(200, 1, dtype=dtype))
+    model = PatchMixture(64, 100, 2, scale, x)
+    model.maximize(model.sufficient_statistics(population, x, x, torch.zeros(200, 2)))
+    half = 0.5 * pairs.diff(dim=1)
+    expected = half.mT @ half
+    variances = expected.diagonal(dim1=1, dim2=2).sum(1)
+    expected[variances <= 0.05 * scale**2] = 0.0
+    rounding = 10 * torch.finfo(dtype).eps * float(variances.max())
+    torch.testing.assert_close(model.factor @ model.factor.mT, expected, rtol=0.0, atol=rounding)
 
 
 def test_cosines_are_orthonormal_and_begin_with_the_constant() -> None:
