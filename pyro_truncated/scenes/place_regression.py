@@ -16,7 +16,7 @@ from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.ops.canvas import Canvas
 from pyro_truncated.scenes.candidates import Candidates, best_places, join, place_probabilities, scene_sizes
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity, alone
+from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_counts
 
@@ -62,8 +62,6 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         ValueError: if an argument is out of range.
     """
 
-    learns_together = True
-
     def __init__(
         self,
         canvas: Canvas,
@@ -93,19 +91,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
         self._visits = 0
-        self._has_met = self._has_fitted = False
-
-    def meet(self, batch: SearchBatch) -> None:
-        """Learns from shards of data, all of whose images are in the batch; what it has learned is the same on all processes."""
-        data, everyone = self._data_of(batch), world.gather if batch.is_spread else alone
-        if batch.is_new and self.regression is not None and not self._is_of_new_data:
-            return
-        if self.regression is not None and not all(everyone(self._knows(data, batch))):
-            self.forget()
-        self._is_of_new_data = batch.is_new
-        self._has_met = all(everyone(self._can_learn_from(batch)))
-        if self._has_met:
-            self._take_in(data, batch)
+        self._has_fitted = False
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
@@ -118,12 +104,10 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._images is data or (self._images is not None and torch.equal(self._images, data))
 
-    def _predict_met(self, data: Tensor, batch: SearchBatch) -> Candidates:
-        if not self._has_met or (batch.is_new and not self._is_of_new_data):
-            return self._predict_new(data)
-        if self._has_fitted:
-            # The one that it has fitted with: what comes after it is drawn as if it had learned here.
-            ops.draw_seed(batch.source(self.generator))
+    def _has_drawn(self) -> bool:
+        return self._has_fitted
+
+    def _predict_known(self, data: Tensor, batch: SearchBatch) -> Candidates:
         assert self._influence is not None
         return self._candidates(self._influence if batch.population.indices is None else self._influence[batch.population.indices])
 
@@ -146,14 +130,9 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _inputs_of(self, images: Tensor) -> Tensor:
         return images.flatten(1) if self.inputs is None else self.inputs(images)
 
-    def _learn(self, data: Tensor, batch: SearchBatch) -> Candidates:
-        self._take_in(data, batch)
-        assert self._influence is not None
-        return self._candidates(self._influence)
-
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         """Takes in the posteriors, and fits the kernel if it is due."""
-        sizes = world.gather(len(data)) if batch.is_spread else [len(data)]
+        sizes = everyone_of(batch)(len(data))
         first = sum(sizes[: world.rank()]) if batch.is_spread else 0
         entries, values = place_probabilities(batch.population)
         kept = values > _NEGLIGIBLE
@@ -168,7 +147,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         if self.regression is None:
             self._images = data
             # Inputs may depend on all images, as maps of the colours that they show do.
-            images = torch.cat(world.gather(data)) if batch.is_spread else data
+            images = torch.cat(everyone_of(batch)(data))
             self.regression = LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
         self._has_fitted = self._visits % self.refit_every == 0
         if self._has_fitted:

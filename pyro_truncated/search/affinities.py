@@ -28,7 +28,7 @@ class AffinitySearch(Search):
     @property
     def learns(self) -> bool:
         """Whether the affinity does."""
-        return getattr(self.affinity, "learns_together", False)
+        return getattr(self.affinity, "learns", False)
 
     def meet(self, batch: SearchBatch) -> None:
         """Lets the affinity learn."""

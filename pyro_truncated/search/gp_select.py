@@ -10,10 +10,9 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.distributed import world
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch
-from pyro_truncated.search.learned_affinity import LearnedAffinity, alone
+from pyro_truncated.search.learned_affinity import LearnedAffinity, everyone_of
 from pyro_truncated.search.met_data import MetData, flat_observations, rows_of
 from pyro_truncated.search.options import options_of
 from pyro_truncated.search.preselection import Preselection
@@ -92,29 +91,16 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._trained_on = torch.zeros(0, dtype=torch.int64)
         self._num_trained = self._last_fit = 0
 
-    def meet(self, batch: SearchBatch) -> None:
-        """Learns from shards of data; what it has learned is the same on all processes, but for what it remembers of their data points."""
-        data, everyone = self._data_of(batch), world.gather if batch.is_spread else alone
-        if batch.is_new and self.regression is not None and not self._is_of_new_data:
-            return
-        if self.regression is not None and not all(everyone(self._knows(data, batch))):
-            self.forget()
-        self._is_of_new_data = batch.is_new
-        rows = self._store(data, batch)
-        assert self._memory is not None
-        visit = max(everyone(int(self._memory.visits[rows].amax()) if len(rows) else 0))
-        self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
-        if self._spread is not None:
-            self._spread.take(self._memory.marginals[self._trained_on])
-
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._memory is not None and self._memory.holds(data, _num_options(batch), batch.population.indices)
 
-    def _learn(self, data: Tensor, batch: SearchBatch) -> Tensor:
+    def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
         rows = self._store(data, batch)
         assert self._memory is not None
-        self._train(int(self._memory.visits[rows].max()), ops.draw_seed(batch.source(self.generator)), batch)
-        return self._predict(data, rows)
+        visit = max(everyone_of(batch)(int(self._memory.visits[rows].amax()) if len(rows) else 0))
+        self._train(visit, ops.draw_seed(batch.source(self.generator)), batch)
+        if self._spread is not None:
+            self._spread.take(self._memory.marginals[self._trained_on])
 
     def _store(self, data: Tensor, batch: SearchBatch) -> Tensor:
         marginals = _marginals(batch)
@@ -122,11 +108,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
             self._memory = MetData.like(data, marginals)
         return self._memory.store(data, marginals, batch.population.indices)
 
-    def _predict_met(self, data: Tensor, batch: SearchBatch) -> Tensor:
-        if batch.is_new and not self._is_of_new_data:
-            return self._predict_new(data)
-        # The one that it has learned with: what comes after it is drawn as if it had learned here.
-        ops.draw_seed(batch.source(self.generator))
+    def _predict_known(self, data: Tensor, batch: SearchBatch) -> Tensor:
         return self._predict(data, rows_of(data, batch.population.indices))
 
     def _predict_new(self, data: Tensor) -> Tensor:
@@ -167,7 +149,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
-        number = sum(world.gather(len(met))) if batch.is_spread else len(met)
+        number = sum(everyone_of(batch)(len(met)))
         due = self.regression is None or visit - self._last_fit >= self.refit_every
         if not due and number < 2 * self._num_trained:
             return

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
+from pyro_truncated.distributed import world
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
 from pyro_truncated.search.base import SearchBatch, Stateful
 
@@ -25,10 +27,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     Attributes:
         regression: the Gaussian process regression, ``None`` before the first batch.
-        learns_together: whether it learns from shards of data, by a method ``meet`` like that of a search.
+        learns: that it does, and is to :meth:`meet` the data before it is asked for what is searched block by block or on shards.
     """
 
-    learns_together: ClassVar[bool] = False
+    learns: ClassVar[bool] = True
 
     regression: LeaveOneOutRegression | None
     _is_of_new_data: bool
@@ -42,14 +44,9 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
         Raises:
             ValueError: if the inputs are not those of the batch's data points, or there are none.
-            NotImplementedError: for shards of data, if it does not learn from these together.
         """
-        if batch.is_spread and not self.learns_together:
-            raise NotImplementedError(
-                f"{type(self).__name__} learns from the data of one process; these are shards: train it on whole data"
-            )
         data = self._data_of(batch)
-        if batch.is_met and self.learns_together:
+        if batch.is_met:
             return self._predict_met(data, batch)
         knows = self.regression is not None and not self._is_of_new_data
         if (batch.is_new and knows) or not self._can_learn_from(batch):
@@ -57,12 +54,25 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         if self.regression is not None and not self._knows(data, batch):
             self.forget()
         self._is_of_new_data = batch.is_new
-        return self._learn(data, batch)
+        self._take_in(data, batch)
+        return self._predict_known(data, batch)
+
+    def meet(self, batch: SearchBatch) -> None:
+        """Learns from all that is searched at a time, of shards of data together: what it has learned is the same on all processes."""
+        data, everyone = self._data_of(batch), everyone_of(batch)
+        if batch.is_new and self.regression is not None and not self._is_of_new_data:
+            return
+        if self.regression is not None and not all(everyone(self._knows(data, batch))):
+            self.forget()
+        self._is_of_new_data = batch.is_new
+        self._has_met = all(everyone(self._can_learn_from(batch)))
+        if self._has_met:
+            self._take_in(data, batch)
 
     def forget(self) -> None:
         """Forgets all data, and what was fitted to them; a kernel that was given keeps its parameters."""
         self.regression = None
-        self._is_of_new_data = False
+        self._is_of_new_data = self._has_met = False
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned, the data remembered included; empty but for the generator if there is nothing."""
@@ -93,12 +103,25 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """Whether a batch is of the data remembered."""
 
     @abc.abstractmethod
-    def _learn(self, data: Tensor, batch: SearchBatch) -> T:
-        """Takes in a batch, fits if it is due, and predicts each data point from the others."""
+    def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
+        """Takes in the posteriors of a batch, and fits if it is due."""
 
     def _predict_met(self, data: Tensor, batch: SearchBatch) -> T:
-        """Predicts data points that it has met."""
-        return self._predict_new(data)
+        """Predicts data points of a batch that it has met, or of which it could not learn."""
+        if not self._has_met or (batch.is_new and not self._is_of_new_data):
+            return self._predict_new(data)
+        if self._has_drawn():
+            # The seed that it has fitted with: what comes after it is drawn as if it had learned here.
+            ops.draw_seed(batch.source(self.generator))
+        return self._predict_known(data, batch)
+
+    def _has_drawn(self) -> bool:
+        """Whether it has drawn a seed when it took in the last batch."""
+        return True
+
+    @abc.abstractmethod
+    def _predict_known(self, data: Tensor, batch: SearchBatch) -> T:
+        """Predicts each data point of a batch that it has taken in from the others."""
 
     @abc.abstractmethod
     def _predict_new(self, data: Tensor) -> T:
@@ -113,6 +136,6 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """Takes back what :meth:`_memory_state` has returned; returns a regression on the inputs that the last one had."""
 
 
-def alone(value: S) -> list[S]:
-    """What every process says, where there is one."""
-    return [value]
+def everyone_of(batch: SearchBatch) -> Callable[[S], list[S]]:
+    """What makes of something that every process of a batch says the list of all that they say."""
+    return world.gather if batch.is_spread else lambda value: [value]
