@@ -13,7 +13,6 @@ from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSele
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
 from pyro_truncated.scenes import PlacementSelection, PlaceRegression, colour_maps, generated_objects, occluded_scenes
 from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select
-from pyro_truncated.search.learned_affinity import LearnedAffinity
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from tests.distributed.test_together import data
@@ -122,17 +121,3 @@ def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
 
 def test_places_of_whole_data_are_predicted_as_those_of_a_shard_of_one_process():
     assert scenes(True, None)[0] == scenes(True, None, is_shard=False)[0]
-
-
-class LearnsAlone(LearnedAffinity[torch.Tensor]):
-    """An affinity that says nothing of shards."""
-
-    _data_of = _knows = _learn = _predict_new = _memory_state = _remember = lambda self, *_: None
-
-
-def test_what_learns_from_one_process_refuses_shards_by_name():
-    space = StateSpace([2] * 2)
-    population = Population(space, space.enumerate()[None], torch.zeros(1, 4))
-    batch = SearchBatch(population, lambda words: words.sum(-1), is_spread=True)
-    with pytest.raises(NotImplementedError, match="LearnsAlone learns from the data of one process"):
-        LearnsAlone()(batch)
