@@ -245,6 +245,6 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
 
 
 def _cholesky(covariance: Tensor) -> Tensor:
-    # No eigenvalue is below the floor.
+    # No eigenvalue is below the floor; a look at it would be one more to wait for.
     factor: Tensor = torch.linalg.cholesky_ex(covariance).L
     return factor

@@ -95,7 +95,7 @@ def best_dictionary(weight: Tensor, pairs: Tensor, cross: Tensor, activity: Tens
     gradient = cross - rows_times(weight, pairs)
     activity = _mean_square(pairs) if activity is None else activity
     ridge = _RIDGE * activity.clamp(min=torch.finfo(pairs.dtype).tiny)
-    factor = _cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
+    factor = cholesky(pairs + ridge * torch.eye(weight.shape[1], dtype=pairs.dtype, device=pairs.device))
     if pairs.dim() == 2:
         return weight + torch.cholesky_solve(gradient.mT, factor).mT
     return weight + torch.cholesky_solve(gradient.unsqueeze(-1), factor).squeeze(-1)
@@ -107,7 +107,8 @@ def with_ridge(pairs: Tensor, ridge: float) -> Tensor:
     return pairs + torch.diag_embed(ridge * is_active.to(pairs))
 
 
-def _cholesky(matrix: Tensor) -> Tensor:
+def cholesky(matrix: Tensor) -> Tensor:
+    """Cholesky factors; that a matrix has none is refused together with other checks."""
     factor, info = torch.linalg.cholesky_ex(matrix)
     refuse((info != 0).any(), lambda: torch.linalg.cholesky(matrix))
     return factor  # type: ignore[no-any-return]

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, Population, refuse
+from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import CorrelatedSlabSuperposition, SpikeSlabSuperposition
-from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs
+from pyro_truncated.models.dictionary import NEVER_SEEN, best_slabs, cholesky
 
 Statistics = dict[str, Tensor]
 # Of what every process has computed from its data: the sums.
@@ -231,10 +231,7 @@ def _floored(covariance: Tensor, power: Tensor) -> Tensor:
 
 
 def _factor(covariance: Tensor) -> Tensor:
-    symmetric = 0.5 * (covariance + covariance.mT)
-    factor, info = torch.linalg.cholesky_ex(symmetric)
-    refuse((info != 0).any(), lambda: torch.linalg.cholesky(symmetric))
-    return factor  # type: ignore[no-any-return]
+    return cholesky(0.5 * (covariance + covariance.mT))  # type: ignore[no-any-return]
 
 
 INDEPENDENT, CORRELATED = IndependentSlabs(), CorrelatedSlabs()
