@@ -63,7 +63,7 @@ def names_arguments(function: Callable[P, T]) -> Callable[P, T]:
     return named
 
 
-def check_kinds(function: Callable[..., Any], **given: Any) -> None:
+def check_kinds(function: Callable[..., Any], /, **given: Any) -> None:
     """Refuses arguments of a function that are not of their annotated kinds, before it does anything.
 
     Raises:

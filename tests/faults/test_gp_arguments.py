@@ -121,6 +121,32 @@ def test_function_kernel_names_what_it_cannot_take(change):
         gp.FunctionKernel(**{"function": lambda x, z: float(x == z), "objects": [1, 2, 3]} | change)
 
 
+@pytest.mark.parametrize("objects", [torch.ones(3), torch.ones(3, 2).numpy(), [torch.empty(0), 1], "abc", None])
+def test_function_kernel_says_what_its_function_does_not_take(objects):
+    with pytest.raises(TypeError, match="objects"):
+        gp.FunctionKernel(lambda x, z: float(x == z), objects).diag()
+
+
+@pytest.mark.parametrize("new", [torch.ones(3), torch.ones(()), 3, "abc", None])
+@pytest.mark.parametrize("batched", [False, True])
+def test_new_objects_of_a_function_kernel_are_a_sequence(new, batched):
+    kernel = gp.FunctionKernel(lambda x, z: torch.ones(len(x), len(z)) if batched else 1.0, [1, 2, 3], batched=batched)
+    for call in (lambda: kernel.cross(new, torch.arange(2)), lambda: kernel.diag_new(new), lambda: kernel.among(new)):
+        with pytest.raises(TypeError, match="new must be a Sequence"):
+            call()
+
+
+def test_batched_functions_return_matrices():
+    kernel = gp.FunctionKernel(lambda x, z: torch.ones(len(z), len(x)), [1, 2, 3], batched=True)
+    with pytest.raises(ValueError, match=r"function must return a matrix of shape \(3, 2\); got \(2, 3\)"):
+        kernel.columns(torch.arange(2))
+
+
+def test_numbers_are_named_beside_an_argument_called_function():
+    with pytest.raises(TypeError, match="variance must be a number"):
+        gp.FunctionKernel(lambda x, z: 1.0, [1, 2, 3], variance=torch.ones(2))
+
+
 def test_functions_of_two_objects_return_numbers():
     kernel = gp.FunctionKernel(lambda x, z: torch.ones(2), [1, 2, 3])
     for evaluate in (kernel.diag, lambda: kernel.columns(torch.arange(2))):

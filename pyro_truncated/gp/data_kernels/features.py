@@ -204,6 +204,10 @@ class FunctionKernel(FixedKernel):
         objects: the training inputs; new inputs are given as a sequence as well.
         batched: what the function takes.
         variance: a variance to start from, which multiplies the function.
+
+    Raises:
+        TypeError: if an argument is not of its kind, new inputs are no sequence, or the function has no number for two objects.
+        ValueError: if with ``batched`` the matrix is of another shape.
     """
 
     @names_arguments
@@ -230,11 +234,15 @@ class FunctionKernel(FixedKernel):
         """Values ``(n_new, n_new)`` of the function for new objects."""
         return self._values(new, new)
 
-    def _values(self, first: Sequence[Any], second: Sequence[Any]) -> Tensor:
+    def _values(self, new: Sequence[Any], others: Sequence[Any]) -> Tensor:
+        check_kinds(FunctionKernel._values, new=new)
         if self.batched:
-            return torch.as_tensor(self.function(list(first), list(second)), dtype=torch.float64)
-        rows = [[_number(self.function(x, z)) for z in second] for x in first]
-        return torch.tensor(rows, dtype=torch.float64).reshape(len(first), len(second))
+            found = torch.as_tensor(self.function(list(new), list(others)), dtype=torch.float64)
+            if found.shape != (len(new), len(others)):
+                raise ValueError(f"function must return a matrix of shape {(len(new), len(others))}; got {tuple(found.shape)}")
+            return found
+        rows = [[_number(self.function, x, z) for z in others] for x in new]
+        return torch.tensor(rows, dtype=torch.float64).reshape(len(new), len(others))
 
     def base_diag(self) -> Tensor:
         """Values ``(n,)`` of the function for equal objects."""
@@ -244,13 +252,19 @@ class FunctionKernel(FixedKernel):
 
     def base_diag_new(self, new: Any) -> Tensor:
         """Values ``(n_new,)`` of the function for equal new objects."""
+        check_kinds(FunctionKernel._values, new=new)
         if self.batched:
             return torch.tensor([float(torch.as_tensor(self.function([x], [x])).reshape(())) for x in new], dtype=torch.float64)
-        return torch.tensor([_number(self.function(x, x)) for x in new], dtype=torch.float64)
+        return torch.tensor([_number(self.function, x, x) for x in new], dtype=torch.float64)
 
 
-def _number(value: Any) -> float:
-    """What a function has returned for two objects."""
+def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> float:
+    """What a function returns for two objects."""
+    try:
+        value = function(first, second)
+    except Exception as error:
+        kinds = f"{type(first).__name__} and {type(second).__name__}"
+        raise TypeError(f"function fails on two objects, {kinds}: {type(error).__name__}: {error}") from error
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:

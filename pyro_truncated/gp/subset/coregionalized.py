@@ -18,11 +18,23 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.subset.all_noise import explained_share, warn_of_noise
+from pyro_truncated.gp.subset.alternation import Plan
 from pyro_truncated.gp.subset.basis import Basis, covariances_with
+from pyro_truncated.gp.subset.exact_regression import evidence_backward, learn_exactly
 from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward_through, noise_of
-from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, noise_of
+from pyro_truncated.gp.subset.observed_entries import ObservedEntries
+from pyro_truncated.gp.subset.other_starts import (
+    LEAST_EXPLAINED,
+    SCOUTED,
+    SCOUTING_ITERATIONS,
+    best_scouted,
+    copies,
+    learned_length_scales,
+    restore,
+)
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -37,6 +49,10 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     Outputs need not be observed at the same inputs: what one output lacks is predicted with the help of the others. Every output is
     standardised. The cost is that of an exact regression on all observed entries, of which there may be up to 5000.
+
+    Among many irrelevant inputs, long length-scales are a corner like that of :class:`SubsetGPRegression`: the fit takes all for noise, or
+    for correlations of the outputs at each input alone. A first fit that predicts nothing of an input's targets from other inputs tries
+    other length-scales on some of the entries, and starts again from the best.
 
     Example::
 
@@ -53,6 +69,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
             such as :class:`CountKernel`. Default for numeric inputs: :func:`smooth_rbf`.
         rank: columns ``R`` of :math:`W`.
         noise: noise variance of each output to start from, of standardised targets.
+        generator: source of randomness.
 
     Attributes:
         mixing: :math:`W`, ``(H, R)``; it starts at the leading correlations of the targets.
@@ -67,8 +84,11 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     @takes_kernel_first()
     @names_arguments
-    def __init__(self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5) -> None:
+    def __init__(
+        self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5, generator: torch.Generator | None = None
+    ) -> None:
         super().__init__()
+        check_kinds(CoregionalizedGPRegression.__init__, generator=generator)
         self.kernel, targets = bound_kernel(X, kernel), as_tensors(y)
         n, rank = self.kernel.num_data, check_count("rank", rank)
         if targets.dim() != 2 or len(targets) != n or targets.is_complex() or bool((targets.abs() > LARGEST).any()):
@@ -92,6 +112,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         self.mixing = torch.nn.Parameter(_leading_correlations(standard, rank))
         self.log_own = torch.nn.Parameter(torch.full_like(mean, _OWN_SHARE).log())
         self.log_noise = torch.nn.Parameter(torch.full_like(mean, noise - NOISE_FLOOR).log())
+        self.generator = generator
         self.objective_value = math.nan
         self.history: list[tuple[float, str, float]] = []
 
@@ -112,9 +133,16 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
     def covariance(self) -> Tensor:
         """Covariances of all observed entries, noise included."""
-        index = torch.arange(self.kernel.num_data, device=self._row.device)
-        shared = Basis(self.kernel, index).square()[self._row[:, None], self._row]
-        return self._coupled(shared, self._output, self._output) + torch.diag_embed(self.noise[self._output])
+        return self._covariance(self._entries)
+
+    @property
+    def _entries(self) -> ObservedEntries:
+        return ObservedEntries(self._row, self._output, self._values)
+
+    def _covariance(self, entries: ObservedEntries) -> Tensor:
+        inputs, place = entries.row.unique(return_inverse=True)
+        shared = Basis(self.kernel, inputs).square()[place[:, None], place]
+        return self._coupled(shared, entries.output, entries.output) + torch.diag_embed(self.noise[entries.output])
 
     def fit(
         self,
@@ -136,33 +164,70 @@ class CoregionalizedGPRegression(torch.nn.Module):
 
         Returns:
             The objective reached, see :attr:`objective_value`.
+
+        Raises:
+            ValueError: if the objective is not finite at the start.
+
+        Warns:
+            AllNoiseWarning: if the targets of each input predicted from all other inputs account for nearly nothing.
         """
-        max_iterations, size = check_count("max_iterations", max_iterations, least=0), len(self._values)
-        record = FitRecord(self.history, max_seconds, clock, progress)
-        found = minimize(
-            lambda: self.backward(1 / size),
-            [p for p in self.parameters() if p.requires_grad],
-            max_iterations=max_iterations,
-            tolerance=tolerance,
-            is_spent=lambda: record.seconds_left() <= 0,
-            on_better=lambda value: record.note("exact", size * value),
-        )
+        check_kinds(CoregionalizedGPRegression.fit, max_seconds=max_seconds, tolerance=tolerance)
+        max_iterations = check_count("max_iterations", max_iterations, least=0)
+        record, everything = FitRecord(self.history, max_seconds, clock, progress), self._entries
+        start, is_first = copies(self._learned), math.isnan(self.objective_value) and max_iterations > 0
+
+        def attempt() -> Tensor:
+            """Fits to all entries, from where the parameters are; returns what is predicted of each input from all others."""
+            plan = Plan(max_iterations, record.seconds_left, tolerance)
+            self.objective_value = self._fit_to(everything, plan, record)
+            return self._left_out(everything)
+
+        predicted = attempt()
+        may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
+        if may_move and not self._is_explained(everything, predicted):
+            kept = copies(self._learned)
+            found = self._scouted(start, Plan(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
+            restore(self._learned, found or kept)
+            predicted = attempt() if found else predicted
         record.close()
-        self.zero_grad()
-        self.objective_value = size * found.value
+        warn_of_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))
         return self.objective_value
+
+    @property
+    def _learned(self) -> list[Tensor]:
+        return [p for p in self.parameters() if p.requires_grad]
+
+    def _fit_to(self, entries: ObservedEntries, plan: Plan, record: FitRecord) -> float:
+        """The objective of some of the entries, by parameters learned from these, from where they are."""
+        return learn_exactly(lambda weight: self._backward(entries, weight), len(entries), self._learned, plan, record)
+
+    def _scouted(self, start: list[Tensor], plan: Plan) -> list[Tensor] | None:
+        """Where fits to some of the entries get to from other length-scales, if they find anything."""
+        some = self._entries.drawn(SCOUTED, self.generator)
+
+        def scout() -> float:
+            """A fit to these entries."""
+            value = self._fit_to(some, plan, FitRecord([]))
+            return value if self._is_explained(some, self._left_out(some)) else math.inf
+
+        return best_scouted(scout, self.kernel, self._learned, start)
+
+    @torch.no_grad()
+    def _left_out(self, entries: ObservedEntries) -> Tensor:
+        """Predictions of the entries of each input from those of all others."""
+        return entries.left_out(torch.cholesky_inverse(stable_cholesky(self._covariance(entries))))
+
+    def _is_explained(self, entries: ObservedEntries, predicted: Tensor) -> bool:
+        return explained_share(entries.value[:, None], predicted[:, None])[0] >= LEAST_EXPLAINED
 
     def backward(self, weight: float = 1.0) -> float:
         """The objective times a weight, whose gradient is added to all parameters."""
+        return self._backward(self._entries, weight)
+
+    def _backward(self, entries: ObservedEntries, weight: float) -> float:
         with torch.enable_grad():
-            covariance = self.covariance()
-        with torch.no_grad():
-            factor = stable_cholesky(covariance)
-            a = torch.cholesky_solve(self._values[:, None], factor)
-            value = 0.5 * (self._values @ a.squeeze(1)) + factor.diagonal().log().sum()
-            slope = 0.5 * weight * (torch.cholesky_inverse(factor) - a @ a.mT)
-        backward_through([(covariance, slope)])
-        return weight * float(value)
+            covariance = self._covariance(entries)
+        return evidence_backward(covariance, entries.value[:, None], weight)
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:

@@ -7,6 +7,7 @@ With :math:`S = K + \sigma^2 I` and :math:`a = S^{-1} Y` the objective, minus th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,18 +47,24 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
         weight: what the objective is multiplied by.
     """
     with torch.enable_grad():
-        matrix, noise = Basis(kernel, torch.arange(len(targets), device=targets.device)).square(), noise_of(log_noise)
+        matrix = Basis(kernel, torch.arange(len(targets), device=targets.device)).square()
+        covariance = matrix + torch.diag_embed(noise_of(log_noise).expand(len(matrix)))
+    return evidence_backward(covariance, targets, weight)
+
+
+def evidence_backward(covariance: Tensor, targets: Tensor, weight: float = 1.0) -> float:
+    """The objective times a weight of targets ``(n, H)`` whose covariances ``(n, n)``, noise included, carry its gradient on."""
     with torch.no_grad():
-        factor = stable_cholesky(matrix + torch.diag_embed(noise.expand(len(matrix))))
+        factor = stable_cholesky(covariance)
         a = torch.cholesky_solve(targets, factor)
         value = 0.5 * (targets * a).sum() + targets.shape[1] * factor.diagonal().log().sum()
         slope = 0.5 * weight * (targets.shape[1] * torch.cholesky_inverse(factor) - a @ a.mT)
-    backward_through([(matrix, slope), (noise, slope.diagonal().sum())])
+    backward_through([(covariance, slope)])
     return weight * float(value)
 
 
 def fit_exactly(kernel: DataKernel, targets: Tensor, log_noise: Tensor, parameters: list[Tensor], plan: Plan, record: FitRecord) -> float:
-    """Learns parameters in place; returns the objective.
+    """Learns parameters in place, the kernel's and the noise, as :func:`learn_exactly` does; returns the objective.
 
     Args:
         kernel: the kernel on the training inputs.
@@ -66,22 +73,34 @@ def fit_exactly(kernel: DataKernel, targets: Tensor, log_noise: Tensor, paramete
         parameters: the kernel's, and the noise.
         plan: most iterations of L-BFGS, the gain below which they end, and the time.
         record: takes each improvement.
+    """
+    return learn_exactly(lambda weight: exact_backward(kernel, targets, log_noise, weight), len(targets), parameters, plan, record)
+
+
+def learn_exactly(weighted: Callable[[float], float], size: int, parameters: list[Tensor], plan: Plan, record: FitRecord) -> float:
+    """Minimises an objective of so many targets by L-BFGS, parameters in place; returns the smallest value.
+
+    Args:
+        weighted: returns the objective times a weight, whose gradient it adds to the parameters.
+        size: number of targets; the plan's gain is for each of them.
+        parameters: what is learned.
+        plan: most iterations, the gain below which they end, and the time.
+        record: takes each improvement.
 
     Raises:
         ValueError: if the objective is not finite at the start.
     """
-    n = len(targets)
     found = minimize(
-        lambda: exact_backward(kernel, targets, log_noise, 1 / n),
+        lambda: weighted(1 / size),
         parameters,
         max_iterations=plan.max_epochs,
         tolerance=plan.tolerance,
         is_spent=lambda: plan.seconds_left() <= 0,
-        on_better=lambda value: record.note("exact", n * value),
+        on_better=lambda value: record.note("exact", size * value),
     )
     if not found.value < float("inf"):
         raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-    return n * found.value
+    return size * found.value
 
 
 class ExactPosterior:

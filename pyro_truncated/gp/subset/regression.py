@@ -202,7 +202,7 @@ class SubsetGPRegression(SavedRegression):
             self._polish(evaluations, record)
         record.close()
         self._posterior = None
-        warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, self.num_inducing)
+        warn_of_noise(self.targets, self.posterior().leave_one_out()[0], self.noise, None if self.is_exact else self.num_inducing)
         return self.objective_value
 
     def _learn(self, plan: Plan, record: FitRecord, share: float) -> float:

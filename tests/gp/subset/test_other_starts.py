@@ -10,7 +10,9 @@ from pyro.contrib.gp import kernels
 
 from pyro_truncated.gp.data_kernels import PyroKernel, smooth_rbf
 from pyro_truncated.gp.subset.all_noise import AllNoiseWarning
+from pyro_truncated.gp.subset.coregionalized import CoregionalizedGPRegression
 from pyro_truncated.gp.subset.fit_record import FitRecord
+from pyro_truncated.gp.subset.observed_entries import ObservedEntries
 from pyro_truncated.gp.subset.regression import SubsetGPRegression
 
 
@@ -97,3 +99,84 @@ def test_shares_of_the_time_are_of_what_is_left():
     assert second() == pytest.approx(-0.5)
     assert record.seconds_left() == pytest.approx(2.5)
     assert FitRecord([]).share_left(0.1)() == float("inf")
+
+
+def two_outputs(n, seed=0):
+    """Inputs, and two outputs of the same function with noise of their own, one entry in three missing."""
+    x, y = few_relevant(n, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    both = torch.stack([y, 3 - 2 * y + 0.2 * torch.randn(n, generator=generator, dtype=torch.float64)], 1)
+    return x, both.where(torch.rand(n, 2, generator=generator) > 1 / 3, torch.nan)
+
+
+def test_coregionalised_outputs_among_many_irrelevant_inputs_are_found():
+    x, y = two_outputs(240)
+    model = CoregionalizedGPRegression(x, y, generator=torch.Generator().manual_seed(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit()
+    new, target = few_relevant(500, seed=5)
+    mean, _ = model.predict(new)
+    for column, clean in zip(mean.unbind(1), (target, 3 - 2 * target), strict=True):
+        assert float((column - clean).square().mean() / clean.var()) < 0.2
+    scales = model.kernel.kernel.lengthscale.detach()
+    assert float(scales[:2].max()) < 0.5 * float(scales[2:].min())
+    count, value = len(model.history), model.objective_value
+    assert model.fit(max_iterations=1) <= value + 1e-9
+    assert len(model.history) > count
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_outputs_that_only_go_with_each_other_are_noise(seed):
+    # Of four draws of so few data points, the first looks explained by chance; of 300, none does.
+    generator = torch.Generator().manual_seed(seed)
+    x, shared = torch.randn(120, 4, generator=generator).double(), torch.randn(120, 1, generator=generator).double()
+    y = shared + 0.3 * torch.randn(120, 2, generator=generator).double()
+    model = CoregionalizedGPRegression(x, y, generator=generator)
+    with pytest.warns(AllNoiseWarning, match="from all others account for 0"):
+        model.fit()
+
+
+def test_no_iterations_change_nothing():
+    x, y = two_outputs(60)
+    model = CoregionalizedGPRegression(x, y)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    with pytest.warns(AllNoiseWarning):
+        model.fit(max_iterations=0)
+    for parameter, value in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.detach(), value, rtol=0, atol=0)
+
+
+def test_entries_left_out_by_input_agree_with_dense_conditioning():
+    generator = torch.Generator().manual_seed(0)
+    row, output = torch.tensor([[0, 0], [0, 2], [3, 1], [4, 0], [4, 1], [4, 2], [7, 2]]).unbind(1)
+    root = torch.randn(7, 7, generator=generator).double()
+    covariance, value = root @ root.mT + torch.eye(7).double(), torch.randn(7, generator=generator).double()
+    found = ObservedEntries(row, output, value).left_out(torch.linalg.inv(covariance))
+    for one in (0, 3, 4, 7):
+        own, others = row == one, row != one
+        expected = covariance[own][:, others] @ torch.linalg.solve(covariance[others][:, others], value[others])
+        torch.testing.assert_close(found[own], expected)
+
+
+def test_entries_are_drawn_from_as_many_inputs_as_there_are():
+    row, output = torch.arange(6).repeat_interleave(3), torch.arange(3).repeat(6)
+    entries = ObservedEntries(row, output, torch.arange(18.0))
+    for num, most in ((4, 1), (6, 1), (9, 2), (18, 3), (50, 3)):
+        some = entries.drawn(num, torch.Generator().manual_seed(num))
+        assert len(some) == min(num, 18)
+        assert len(some.value.unique()) == len(some)
+        counts = some.row.bincount(minlength=6)
+        assert int(counts.max()) == most
+        assert int(counts.max() - counts.min()) <= 1
+        torch.testing.assert_close(some.value, (3 * some.row + some.output).float())
+    first, second = (entries.drawn(6, torch.Generator().manual_seed(seed)).output for seed in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_exact_fits_do_not_advise_more_inducing_inputs():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(150, 3, generator=generator).double(), torch.randn(150, generator=generator).double()
+    with pytest.warns(AllNoiseWarning) as caught:
+        SubsetGPRegression(x, y).fit(max_epochs=5)
+    assert "inducing" not in str(caught[0].message)
