@@ -9,6 +9,7 @@ import torch
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.all_reduced import local_names
+from pyro_truncated.distributed.rows_in_states import rows_of
 from pyro_truncated.distributed.shards import draw_alike
 
 
@@ -33,5 +34,8 @@ def start_as_first(model: Any, guide: Any, search: Any) -> None:
     tensors = [tensor for _, tensor in sorted(held.items()) if id(tensor) not in left]
     for tensor, value in zip(tensors, world.agree([tensor.detach() for tensor in tensors]), strict=True):
         tensor.copy_(value)
-    search.load_state_dict(world.agree(search.state_dict()))
+    learned = search.state_dict()
+    # What was learned from shards was learned together: it is alike, but for what each process keeps of its data points.
+    if not all(world.gather(bool(rows_of(learned)))):
+        search.load_state_dict(world.agree(learned))
     draw_alike(None)

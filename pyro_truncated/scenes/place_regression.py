@@ -90,8 +90,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
         self._targets: Tensor | None = None
-        self._visits = 0
-        self._has_fitted = False
+        self._visits = self._first_position = 0
+        self._is_spread = self._has_fitted = False
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
@@ -120,12 +120,22 @@ class PlaceRegression(LearnedAffinity[Candidates]):
     def _memory_state(self) -> dict[str, Any]:
         assert self._targets is not None
         targets = {"entries": self._targets.indices(), "values": self._targets.values(), "shape": list(self._targets.shape)}
-        return {"images": self._images, "visits": self._visits, "targets": targets}
+        where = {"first_position": self._first_position, "is_spread": self._is_spread}
+        return {"rows": {"images": self._images}, **where, "visits": self._visits, "targets": targets}
 
-    def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
-        self._images, self._visits = memory["images"], memory["visits"]
+    def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
+        self._images, self._visits = memory["rows"]["images"], memory["visits"]
+        self._first_position, self._is_spread = memory["first_position"], memory["is_spread"]
         self._targets = _sparse(*memory["targets"].values())
-        return LeaveOneOutRegression(self._inputs_of(memory["images"]), self.kernel, self.rank)
+        found = self._new_regression()
+        found.load_state_dict(regression)
+        return found
+
+    def _new_regression(self) -> LeaveOneOutRegression:
+        assert self._images is not None
+        # Inputs may depend on all images, as maps of the colours that they show do.
+        images = torch.cat(world.gather(self._images)) if self._is_spread else self._images
+        return LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
 
     def _inputs_of(self, images: Tensor) -> Tensor:
         return images.flatten(1) if self.inputs is None else self.inputs(images)
@@ -145,10 +155,8 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         shape = (sum(sizes), scene_sizes(batch.space)[0] * self.canvas.num_places)
         self._targets = _sparse(entries, values.float(), shape)
         if self.regression is None:
-            self._images = data
-            # Inputs may depend on all images, as maps of the colours that they show do.
-            images = torch.cat(everyone_of(batch)(data))
-            self.regression = LeaveOneOutRegression(self._inputs_of(images), self.kernel, self.rank)
+            self._images, self._first_position, self._is_spread = data, batch.first_position, batch.is_spread
+            self.regression = self._new_regression()
         self._has_fitted = self._visits % self.refit_every == 0
         if self._has_fitted:
             self._fit(self.regression, self._targets, ops.draw_seed(batch.source(self.generator)))

@@ -89,7 +89,8 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._memory = None
         self._spread: SpreadRegression | None = None
         self._trained_on = torch.zeros(0, dtype=torch.int64)
-        self._num_trained = self._last_fit = 0
+        self._num_trained = self._last_fit = self._seed = 0
+        self._first_position, self._is_spread = 0, False
 
     def _knows(self, data: Tensor, batch: SearchBatch) -> bool:
         return self._memory is not None and self._memory.holds(data, _num_options(batch), batch.population.indices)
@@ -116,15 +117,26 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
 
     def _memory_state(self) -> dict[str, Any]:
         assert self._memory is not None
-        met = {"inputs": self._memory.inputs, "marginals": self._memory.marginals, "visits": self._memory.visits}
-        return {**met, "centre": self._centre, "trained_on": self._trained_on, "last_fit": self._last_fit}
+        is_trained_on = torch.zeros_like(self._memory.visits, dtype=torch.bool)
+        is_trained_on[self._trained_on] = True
+        rows = {"inputs": self._memory.inputs, "marginals": self._memory.marginals, "visits": self._memory.visits}
+        where = {"first_position": self._first_position, "is_spread": self._is_spread}
+        fitted = {"centre": self._centre, "num_trained": self._num_trained, "last_fit": self._last_fit, "seed": self._seed}
+        return {"rows": {**rows, "is_trained_on": is_trained_on}, **where, **fitted}
 
-    def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
-        self._memory = MetData(*(memory[name].clone() for name in ("inputs", "marginals", "visits")))
-        self._centre, self._trained_on, self._last_fit = memory["centre"], memory["trained_on"], memory["last_fit"]
-        self._num_trained = len(self._trained_on)
-        filled = _filled(self._memory.inputs[self._trained_on], self._centre)
-        return LeaveOneOutRegression(filled, self.kernel, self.rank, pivots=self.pivots)
+    def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
+        rows = memory["rows"]
+        self._memory = MetData(*(rows[name].clone() for name in ("inputs", "marginals", "visits")))
+        self._trained_on = rows["is_trained_on"].nonzero().squeeze(-1)
+        for name in ("first_position", "is_spread", "centre", "num_trained", "last_fit", "seed"):
+            setattr(self, f"_{name}", memory[name])
+        inputs = _filled(self._of_all(self._memory.inputs, self._trained_on), self._centre)
+        found = LeaveOneOutRegression(inputs, self.kernel, self.rank, pivots=self.pivots)
+        found.load_state_dict(regression)
+        self._share(found)
+        if self._spread is not None:
+            self._spread.take(self._memory.marginals[self._trained_on])
+        return found
 
     def _data_of(self, batch: SearchBatch) -> Tensor:
         size, indices = len(batch.population), batch.population.indices
@@ -153,10 +165,8 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         due = self.regression is None or visit - self._last_fit >= self.refit_every
         if not due and number < 2 * self._num_trained:
             return
-        inputs, marginals = self._memory.inputs[met], self._memory.marginals[met]
-        if batch.is_spread:
-            sample = seed, None if self.rank is None else MOST_ROWS
-            inputs, marginals = (rows_of_all(values, batch.first_position + met, *sample) for values in (inputs, marginals))
+        self._first_position, self._is_spread, self._seed = batch.first_position, batch.is_spread, seed
+        inputs, marginals = (self._of_all(values, met) for values in (self._memory.inputs, self._memory.marginals))
         kernel, noise = (self.kernel, 0.1) if self.regression is None else (self.regression.kernel, float(self.regression.noise))
         self._centre = inputs.nanmean(0).nan_to_num(nan=0.0)
         generator = torch.Generator().manual_seed(seed)
@@ -165,7 +175,19 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         few = torch.randperm(len(inputs), generator=generator)[: self.max_fit].to(met.device)
         self.regression.fit(marginals, self.fit_steps, rows=few)
         self._trained_on, self._num_trained, self._last_fit = met, number, visit
-        self._spread = spread(self.regression, _filled(self._memory.inputs[met], self._centre)) if batch.is_spread else None
+        self._share(self.regression)
+
+    def _of_all(self, values: Tensor, rows: Tensor) -> Tensor:
+        """Remembered values at these rows, and those of other processes that the regression is fitted to."""
+        if not self._is_spread:
+            return values[rows]
+        return rows_of_all(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
+
+    def _share(self, regression: LeaveOneOutRegression) -> None:
+        """Lets each process have the predictions of its own data points, where there are several."""
+        assert self._memory is not None
+        own = _filled(self._memory.inputs[self._trained_on], self._centre)
+        self._spread = spread(regression, own) if self._is_spread else None
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
         """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others (-1)."""

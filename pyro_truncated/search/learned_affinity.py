@@ -27,7 +27,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     Attributes:
         regression: the Gaussian process regression, ``None`` before the first batch.
-        learns: that it does, and is to :meth:`meet` the data before it is asked for what is searched block by block or on shards.
+        learns: that it does, and is to :meth:`meet` the data before it is asked for what is searched block by block or on shards. What it
+            keeps of this process's data points alone is in :meth:`state_dict` as :mod:`pyro_truncated.distributed.rows_in_states` says.
     """
 
     learns: ClassVar[bool] = True
@@ -82,13 +83,12 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return {**super().state_dict(), **learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where an affinity with the same arguments has been."""
+        """Goes on from where an affinity with the same arguments has been; of shards of data, on all processes at a time."""
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
             self._is_of_new_data = bool(state["is_of_new_data"])
-            self.regression = self._remember(state["memory"])
-            self.regression.load_state_dict(state["regression"])
+            self.regression = self._remember(state["memory"], state["regression"])
 
     @abc.abstractmethod
     def _data_of(self, batch: SearchBatch) -> Tensor:
@@ -132,8 +132,8 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """What is remembered beside the parameters of the regression."""
 
     @abc.abstractmethod
-    def _remember(self, memory: Mapping[str, Any]) -> LeaveOneOutRegression:
-        """Takes back what :meth:`_memory_state` has returned; returns a regression on the inputs that the last one had."""
+    def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
+        """Takes back what :meth:`_memory_state` has returned; returns a regression on the inputs that the last one had, in its state."""
 
 
 def everyone_of(batch: SearchBatch) -> Callable[[S], list[S]]:

@@ -15,7 +15,7 @@ from pyro_truncated.training.run_state import loose_parameters, modules_of_run, 
 from pyro_truncated.utils.unique_names import absolute_names
 
 # Raised whenever a file of before could not be read into a run of today: modules, buffers or parts have other names.
-LAYOUT = 3
+LAYOUT = 4
 _FORMAT = "pyro_truncated checkpoint"
 _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", "counts", "search", "generators"}
 

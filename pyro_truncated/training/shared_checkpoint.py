@@ -13,13 +13,16 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.all_reduced import local_names
+from pyro_truncated.distributed.rows_in_states import rows_of, with_rows, without_rows
 from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
 from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
-from pyro_truncated.training.run_state import search_of
+
+# What the search has learned of data points is in files of names that begin so.
+_SEARCH = "search"
 
 
 def refuse_unsaved(svi: SVI) -> None:
@@ -38,12 +41,6 @@ def refuse_unsaved(svi: SVI) -> None:
             f"checkpoints of several processes do not hold parameters that are left to every process, {local}: train without a checkpoint, "
             "or in one process"
         )
-    search = search_of(svi)
-    if search is not None and search.learns:
-        raise NotImplementedError(
-            f"checkpoints of several processes do not hold what {type(search).__name__} has learned of the data points of each: train "
-            "without a checkpoint, or in one process"
-        )
 
 
 def save_shared(
@@ -51,8 +48,8 @@ def save_shared(
 ) -> None:
     """Writes a checkpoint of a run of several processes, all of which call this.
 
-    Each writes the populations of its own data points into a folder beside the file; then the first one writes the file, which says where
-    they are and appears under its name last.
+    Each writes the populations of its own data points, and what the search has learned of them, into a folder beside the file; then the
+    first one writes the file, which says where they are and appears under its name last.
 
     Args:
         path: the file.
@@ -73,6 +70,8 @@ def save_shared(
     portion = portion.times(len(next(iter(rows.values()))) // portion.size)
     if optim.get("visited") is not None:
         rows["visited"] = optim.pop("visited")
+    rows |= {_SEARCH + name: _padded(value, portion.size) for name, value in rows_of(content["search"]).items()}
+    content["search"] = without_rows(content["search"])
     folder = folder_of(path) / str(number)
     written = _by_all(lambda: write_rows(folder, rows, portion))
     content["rows"] = {"folder": folder.name, "written": written, "total": portion.total}
@@ -114,6 +113,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
         assert portion is not None
         every = {_short(name): modules["guide"][name] for name in names} | {"visited": optim.get("visited")}
         total = len(next(iter(every.values())))
+        every |= {_SEARCH + name: value for name, value in rows_of(content["search"]).items()}
         portion = _of_populations(portion, total, path)
         rows = {name: None if value is None else value[portion.first : portion.first + portion.size] for name, value in every.items()}
     else:
@@ -123,7 +123,9 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
     modules["guide"] |= {name: rows[_short(name)] for name in names if _short(name) in rows}
     if rows.get("visited") is not None:
         optim["visited"] = rows["visited"]
-    return {name: value for name, value in content.items() if name != "rows"} | {"modules": modules, "optim": optim}
+    learned = {name.removeprefix(_SEARCH): value for name, value in rows.items() if value is not None}
+    search = with_rows(content["search"], learned, portion)
+    return {name: value for name, value in content.items() if name != "rows"} | {"modules": modules, "optim": optim, "search": search}
 
 
 def _row_names(guide: torch.nn.Module) -> list[str]:
@@ -134,6 +136,11 @@ def _row_names(guide: torch.nn.Module) -> list[str]:
 
 def _short(name: str) -> str:
     return name.removeprefix("populations.")
+
+
+def _padded(values: Tensor, size: int) -> Tensor:
+    """Zeros for data points that the search has not met."""
+    return torch.cat([values, values.new_zeros(size - len(values), *values.shape[1:])])
 
 
 def _of_populations(portion: Portion, total: int, path: Path) -> Portion:

@@ -1,7 +1,7 @@
 """Training on ten million data points that stay on the disk: ``python -m tests.distributed.larger_than_memory FOLDER N [STEPS]``.
 
-Prints the CPU time of a step and the most memory that the process has had, pages of files included, every thousand steps. An epoch of ten
-million data points are 9766 steps.
+Prints, ten times in a run, the CPU time of a step since the last time and what is resident now and at most, pages of files included. An
+epoch of ten million data points are 9766 steps.
 """
 
 from __future__ import annotations
@@ -50,27 +50,39 @@ def memory() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def resident() -> str:
+    """What is resident now: the process's own memory and pages of files."""
+    lines = dict(line.split(":") for line in Path("/proc/self/status").read_text().splitlines())
+    own, files = (int(lines[name].split()[0]) / 2**20 for name in ("RssAnon", "RssFile"))
+    return f"{own:.2f} GB of its own and {files:.2f} GB of files"
+
+
 def main(folder: Path, number: int, steps: int = STEPS) -> None:
     """Initialises and trains."""
     pyro.set_rng_seed(0)
     y = distributed.shard(np.load(data(folder, number), mmap_mode="r"))
-    start, begun = time.process_time(), memory()
+    start, before = time.process_time(), memory()
     model = BinarySparseCoding(D, H).initialize(y)
     print(
-        f"N={number}: initialize {time.process_time() - start:.1f} s of CPU time, memory {begun:.2f} before and {memory():.2f} GB after it"
+        f"N={number}: initialize {time.process_time() - start:.1f} s of CPU time, memory {before:.2f} before and {memory():.2f} GB after it"
     )
     guide = AutoTruncated(model, num_states=S, store=folder / "populations")
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=8, children=4, generations=1)))
     batches, free_energies = distributed.Batches(y, SIZE), []
-    for step in range(steps + WARM_UP):
-        start = time.process_time() if step == WARM_UP else start
-        with batches.at(step):
+    parts = {steps * part // 10 for part in range(1, 11)}
+    begun, start = 0, time.process_time()
+    for step in range(-WARM_UP, steps):
+        if step == 0:
+            start = time.process_time()
+        with batches.at(step + WARM_UP):
             free_energies.append(-svi.step(y) / number)
-        done = step + 1 - WARM_UP
-        if done == steps or (done > 0 and done % STEPS == 0):
-            seconds = (time.process_time() - start) / done
+        done = step + 1
+        if done > 0 and done in parts:
+            seconds = (time.process_time() - start) / (done - begun)
             told = f"free energy per data point from {free_energies[0]:.2f} to {np.mean(free_energies[-50:]):.2f}"
-            print(f"N={number}: {1e3 * seconds:.1f} ms of CPU time per step, memory {memory():.2f} GB, {done} steps, {told}", flush=True)
+            print(f"N={number}: {done} steps, the last {done - begun} of {1e3 * seconds:.1f} ms of CPU time each, {told}", flush=True)
+            print(f"N={number}: {resident()}, at most {memory():.2f} GB", flush=True)
+            begun, start = done, time.process_time()
 
 
 if __name__ == "__main__":

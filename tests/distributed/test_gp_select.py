@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -9,7 +11,8 @@ import pytest
 import torch
 from pyro.infer import SVI
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GPSelect, Truncated_ELBO, distributed, fit
+from pyro_truncated.distributed.rows_in_states import rows_of, with_rows, without_rows
 from pyro_truncated.models import BinarySparseCoding, OcclusiveComponents
 from pyro_truncated.scenes import PlacementSelection, PlaceRegression, colour_maps, generated_objects, occluded_scenes
 from pyro_truncated.search import LearnedFlips, SearchBatch, gp_select
@@ -94,7 +97,7 @@ def test_affinities_are_those_of_one_process(rank, crew):
     torch.testing.assert_close(torch.cat([own for own, _ in two]), torch.cat([own for own, _ in three]), rtol=1e-8, atol=1e-10)
 
 
-def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[list[float], torch.Tensor]:
+def places(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[SVI, torch.Tensor]:
     pyro.clear_param_store()
     pyro.set_rng_seed(1)
     generator = torch.Generator().manual_seed(0)
@@ -103,10 +106,12 @@ def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[li
     y = distributed.shard(y) if is_shard else y
     model = OcclusiveComponents(2, (8, 8), (3, 3), dtype=torch.float64).initialize(y)
     affinity = PlaceRegression(model.canvas, inputs=colour_maps(4), refit_every=2, fit_steps=3, max_fit=8, leave_out=leave_out, rank=rank)
-    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(PlacementSelection(affinity, 2)))
-    losses = [svi.step(y) for _ in range(5)]
+    return SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(PlacementSelection(affinity, 2))), y
 
-    return losses, svi.guide.words
+
+def scenes(leave_out: bool, rank: int | None, is_shard: bool = True) -> tuple[list[float], torch.Tensor]:
+    svi, y = places(leave_out, rank, is_shard)
+    return [svi.step(y) for _ in range(5)], svi.guide.words
 
 
 @pytest.mark.slow
@@ -121,3 +126,60 @@ def test_places_are_predicted_as_by_one_process(leave_out, rank, crew):
 
 def test_places_of_whole_data_are_predicted_as_those_of_a_shard_of_one_process():
     assert scenes(True, None)[0] == scenes(True, None, is_shard=False)[0]
+
+
+# --- checkpoints ---
+
+
+def selection(kind: str) -> tuple[SVI, torch.Tensor]:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(2)
+    y = data(31)
+    y[::6, 1] = torch.nan
+    y = distributed.shard(y)
+    model = BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)
+    if kind == "flips":
+        search = LearnedFlips(3, refit_every=2, generator=torch.Generator().manual_seed(4)) + EvolutionarySearch(2, 2)
+    else:
+        rank, pivots = (5, "targets") if kind == "of low rank" else (None, "variance")
+        search = GPSelect(3, rank=rank, pivots=pivots, refit_every=3, fit_steps=4) + EvolutionarySearch(2, 2)
+    return SVI(model, AutoTruncated(model, num_states=6), ClosedForm(model), Truncated_ELBO(search)), y
+
+
+def resumed(folder: str | None, kind: str, steps: int) -> tuple[list[float], torch.Tensor]:
+    """Trains, from a checkpoint if there is one; the free energies, and the states of this process's data points."""
+    svi, y = places(True, 4) if kind == "places" else selection(kind)
+    # Of minibatches, not all data have been met when the first checkpoint is written.
+    batches = distributed.Batches(y, 6, block=2) if kind in ("minibatches", "flips") else None
+    path = None if folder is None else Path(folder) / "run.pt"
+    training = fit(svi, y, steps=steps, checkpoint=path, batches=batches, progress=False)
+    return training.record["free_energy"], svi.guide.words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "saved", "numbers"),
+    [("of low rank", 2, (1, 3)), ("minibatches", 2, (1, 3)), ("minibatches", 1, (2,)), ("flips", 2, (3,)), ("places", 2, (3,))],
+)
+def test_what_was_learned_goes_on_with_any_number_of_processes(kind, saved, numbers, crew, tmp_path):
+    def run(number: int, folder: Path, steps: int) -> list[tuple[list[float], torch.Tensor]]:
+        return [resumed(str(folder), kind, steps)] if number == 1 else crew.results(number, resumed, str(folder), kind, steps)
+
+    expected, words = resumed(None, kind, 7)
+    run(saved, tmp_path / "saved", 3)
+    for number in numbers:
+        found = run(number, shutil.copytree(tmp_path / "saved", tmp_path / str(number)), 7)
+        assert all(record == pytest.approx(expected, rel=1e-12) for record, _ in found)
+        assert torch.equal(torch.cat([states for _, states in found]), words)
+
+
+def test_the_file_of_all_processes_holds_no_data_points(tmp_path):
+    resumed(str(tmp_path), "exact", 2)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)["search"]
+    rows = rows_of(state)
+    assert {len(values) for values in rows.values()} == {31}
+    kept = without_rows(state)
+    assert all(values.untyped_storage().nbytes() == 0 for values in rows_of(kept).values())
+    again = with_rows(kept, {name: values[20:] for name, values in rows.items()}, distributed.Portion(20, 11, 31))
+    assert again["searches"][0]["affinity"]["memory"]["first_position"] == 20
+    torch.testing.assert_close(rows_of(again), {name: values[20:] for name, values in rows.items()}, rtol=0, atol=0, equal_nan=True)

@@ -18,7 +18,6 @@ from pyro_truncated import (
     AutoTruncated,
     ClosedForm,
     EvolutionarySearch,
-    GPSelect,
     SpikeSlabGPLVM,
     Truncated_ELBO,
     best_start,
@@ -166,20 +165,6 @@ def test_what_needs_whole_data_refuses_shards_by_name():
         decoder.initialize(y)
     with pytest.raises(NotImplementedError, match="SpikeSlabGPLVM takes shards of data in fit_minibatches only"):
         SpikeSlabGPLVM(10, 9, num_latents=2).bound(y)
-
-
-def unsaved() -> Any:
-    y = distributed.shard(data())
-    model, _ = made(y)
-    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO(GPSelect(2)))
-    return fit(svi, y, steps=1, checkpoint="learned.pt", progress=False)
-
-
-@pytest.mark.slow
-def test_checkpoints_that_would_lose_something_are_refused(crew):
-    for found in crew.run(2, unsaved):
-        assert isinstance(found, (NotImplementedError, OtherProcessError))
-        assert "do not hold what GPSelect has learned" in str(found)
 
 
 def test_populations_of_other_rows_are_refused():
