@@ -68,7 +68,6 @@ def test_whole_data_are_learned_from_as_a_shard_of_one_process():
 
 
 def affinities(rank: int | None, most: int) -> tuple[torch.Tensor, torch.Tensor]:
-    gp_select.MOST_ROWS = most
     generator = torch.Generator().manual_seed(1)
     y, log_joint = torch.randn(60, 4, generator=generator).double(), torch.randn(60, 8, generator=generator)
     space = StateSpace([2] * 3)
@@ -81,7 +80,10 @@ def affinities(rank: int | None, most: int) -> tuple[torch.Tensor, torch.Tensor]
         population, lambda words: words.sum(-1), shown, first_position=portion.first, is_spread=portion.is_part, is_met=True
     )
     search = GPSelect(2, rank=rank, fit_steps=5, generator=torch.Generator().manual_seed(3))
-    search.meet(batch)
+    # Members of a crew go on to other tests.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gp_select, "MOST_ROWS", most)
+        search.meet(batch)
     return search.affinity(batch), torch.tensor(float(len(search.affinity.regression.inputs)))
 
 
