@@ -17,7 +17,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.alike import start_as_first
 from pyro_truncated.distributed.shards import draw_alike, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
-from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.ops import draw_seed
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature, temperature_at
@@ -32,6 +32,9 @@ class GibbsEM(ELBO):
     the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`, hand-crafted or learned: a
     :class:`~pyro_truncated.GPSelect` regresses on the means of the exact conditional probabilities that the latents are on, and starts from
     random ones.
+
+    Chains start anywhere, and one M-step with what they draw before they have come to the parameters loses these. So those of data points
+    that a guide meets for the first time take some E-steps alone.
 
     The loss is minus the log joint of data and draws, averaged over the draws, under the parameters before the M-step. It is noisy and no
     bound of anything, but serves to watch convergence.
@@ -48,6 +51,7 @@ class GibbsEM(ELBO):
         search: selects the latents; its proposals are not used.
         sweeps: sweeps whose outcomes are kept as draws.
         burn_in: sweeps before them.
+        settling: E-steps that chains take before the first one with an M-step; 0 where a model begins with random parameters.
         temperature: factor :math:`\ge 1` on the variance of the noise in the E-step, a number or a function of the step ``t = 0, 1, ...``.
         batch_size: data points per step, drawn without replacement; default: all.
         generator: source of randomness; default: torch's global generator.
@@ -66,23 +70,26 @@ class GibbsEM(ELBO):
         *,
         sweeps: int = 3,
         burn_in: int = 2,
+        settling: int = 10,
         temperature: Temperature = 1.0,
         batch_size: int | None = None,
         generator: torch.Generator | None = None,
     ) -> None:
         if not isinstance(search, Preselection):
             raise TypeError(f"search must select latents: a Preselection, such as GPSelect(5); got {type(search).__name__}")
-        sweeps, burn_in = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0)
+        sweeps, burn_in, settling = check_count("sweeps", sweeps), check_count("burn_in", burn_in, 0), check_count("settling", settling, 0)
         batch_size = None if batch_size is None else check_count("batch_size", batch_size)
         super().__init__()  # type: ignore[no-untyped-call]
         self.search = search
         self.sweeps = sweeps
         self.burn_in = burn_in
+        self.settling = settling
         self.temperature = temperature
         self.batch_size = batch_size
         self.generator = generator
         self.num_steps = 0
         self._known_guide: Any = None
+        self._settled_guide: Any = None
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Minus the mean log joint of the draws as they are; nothing changes."""
@@ -108,16 +115,34 @@ class GibbsEM(ELBO):
 
     def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
         indices, scale = self._subsample(y)
-        temperature = temperature_at(self.temperature, self.num_steps)
-        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
-        with _keyed(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
-            draws = guide.update_(self.search, y, indices, generator=generator, **budget)
+        self._settle(guide, y, indices)
+        draws = self._update(guide, y, indices)
         self.num_steps += 1
         loss = -_total(guide.model.expected_log_joint(draws, y), y) * scale
         warn_if_nan(loss, "loss")  # type: ignore[call-overload]
         statistics = guide.model.sufficient_statistics(draws, y)
         closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
         return loss
+
+    def _update(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> GibbsDraws:
+        temperature = temperature_at(self.temperature, self.num_steps)
+        budget: dict[str, Any] = {"sweeps": self.sweeps, "burn_in": self.burn_in, "temperature": temperature}
+        with _keyed(self.generator) if portion_of(y) is not None else nullcontext(self.generator) as generator:
+            return guide.update_(self.search, y, indices, generator=generator, **budget)
+
+    def _settle(self, guide: GibbsGuide, y: Tensor, indices: Tensor | None) -> None:
+        """Lets chains that have not begun come to the parameters."""
+        if self._settled_guide is guide:
+            return
+        new = _not_begun(guide, y)
+        given = new if indices is None else new[indices]
+        # Processes take as many steps, those too whose chains have all begun.
+        num_new, num_given = (int(value) for value in sums_of(y)([new.sum(), given.sum()]))
+        rows = given.nonzero().squeeze(-1) if indices is None else indices[given]
+        for _ in range(self.settling if num_given else 0):
+            self._update(guide, y, None if len(rows) == len(y) else rows)
+        if num_new == num_given:
+            self._settled_guide = guide
 
     def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
@@ -131,6 +156,13 @@ class GibbsEM(ELBO):
         chosen = torch.randperm(total, generator=self.generator, device=device)[: self.batch_size].sort().values.to(y.device)
         first = int(positions_of(y)[0])
         return chosen[(chosen >= first) & (chosen < first + len(y))] - first, total / self.batch_size
+
+
+def _not_begun(guide: GibbsGuide, y: Tensor) -> Tensor:
+    """Which data points here have no draws yet, ``(N,)``."""
+    if hasattr(guide, "unit") and len(guide.unit) == len(y):
+        return guide.unit[:, 0] == 0
+    return torch.ones(len(y), dtype=torch.bool, device=y.device)
 
 
 @contextmanager

@@ -112,7 +112,7 @@ class GibbsGuide(PyroModule):
         coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
         probabilities: posterior probabilities that the latents are on, ``(N, H)`` in float64: means of exact conditional probabilities
             over the sweeps, zero for latents that were not selected. Random numbers before a data point's first step.
-        unit: the unit that the coefficients were drawn in, see the model's.
+        unit: the unit that the coefficients were drawn in, see the model's; zero before a data point's first step.
 
         ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
 
@@ -223,7 +223,8 @@ class GibbsGuide(PyroModule):
 
     def _in_units(self, rows: slice | Tensor) -> Tensor:
         """Coefficients ``(n, S, K)`` in the units of the model as it is now."""
-        factor = (self.model.unit / self.unit[rows]).expand(-1, self.model.num_latents)
+        unit = self.unit[rows]
+        factor = (self.model.unit / torch.where(unit > 0, unit, 1.0)).expand(-1, self.model.num_latents)
         coefficients: Tensor = self.coefficients[rows] * factor.gather(1, self.selected[rows]).unsqueeze(1)
         return coefficients
 
@@ -266,7 +267,7 @@ class GibbsGuide(PyroModule):
             coefficients = torch.zeros(shape, **options)
             start = ops.uniform(positions_of(y).to(device), (num_latents,), generator=generator)
             self.register_buffer("probabilities", start)
-            self.register_buffer("unit", self.model.unit.to(**options).repeat(size, 1))
+            self.register_buffer("unit", torch.zeros_like(self.model.unit, **options).repeat(size, 1))
         self.register_buffer("selected", selected)
         self.register_buffer("coefficients", coefficients)
 

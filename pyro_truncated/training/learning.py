@@ -24,7 +24,6 @@ from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
-_SETTLING = 10
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one.
 _DEFAULTS = 20.0, 0.05
@@ -146,10 +145,6 @@ def learn(
         run = Run(model, y, settings)
         if best.states is not None and is_all:
             offer(run, y, own_rows(best.states, y))
-        for _ in range(_SETTLING if run.truncated is None else 0):
-            # Chains start anywhere: what they draw before they have come to the parameters would lead these away.
-            run.step(y)
-            put_back(model, part, best.parameters)
         for _ in range(steps):
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()

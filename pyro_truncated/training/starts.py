@@ -57,9 +57,12 @@ class Settings:
 
 
 class Run:
-    """A model with its guide, and the SVI that trains them in the way that the model allows."""
+    """A model with its guide, and the SVI that trains them in the way that the model allows.
 
-    def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature = 1.0) -> None:
+    A start has a temperature, and no parameters yet that chains of a Gibbs sampler would have to come to before these change.
+    """
+
+    def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
         self.truncated: AutoTruncated | None = None
         self._driver = ClosedForm(model) if isinstance(model, (ClosedFormModel, GibbsModel)) else None
         if settings.search is not None:
@@ -67,11 +70,11 @@ class Run:
         if isinstance(model, GibbsModel):
             search: Any = settings.search or _selection()
             self.guide: Any = GibbsGuide(model)
-            elbo: Any = GibbsEM(search, temperature=temperature)
+            elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(space, settings.num_states)
-            elbo = Truncated_ELBO(search, temperature=temperature if self.guide is self.truncated else 1.0)
+            elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
 
     def step(self, y: Tensor) -> float:

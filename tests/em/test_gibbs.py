@@ -13,6 +13,7 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, GPSelect, Preselection
+from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.em import GibbsModel
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Cosine, SearchBatch, Singletons
@@ -123,6 +124,37 @@ def test_minibatches() -> None:
         guide.update_(Preselection(Singletons(), 3), y, torch.arange(3), sweeps=7)
 
 
+@pytest.mark.parametrize("batch_size", [None, 60])
+def test_chains_that_begin_do_not_lead_the_parameters_away(batch_size: int | None) -> None:
+    bars = linear_bars(300, 4, mean_active=1.6, generator=torch.Generator().manual_seed(0))
+    y = bars.data.clamp(min=0.0)
+
+    def found_after_a_pass(**settling: int) -> int:
+        torch.manual_seed(0)
+        model = MaxSpikeSlabSparseCoding(16, 8)
+        model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
+        elbo = GibbsEM(GPSelect(4, kernel="linear"), batch_size=batch_size, **settling)
+        svi = SVI(model, GibbsGuide(model), ClosedForm(model), elbo)
+        return min((svi.step(y), matched_bars(model.weight, bars.components, 0.95))[1] for _ in range(1 if batch_size is None else 5))
+
+    assert found_after_a_pass(settling=0) < 4
+    assert found_after_a_pass() == 8
+
+
+def test_chains_settle_once_before_the_first_step_of_their_data_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, y = problem()
+    guide, sizes = GibbsGuide(model), []
+    update = guide.update_
+    monkeypatch.setattr(guide, "update_", lambda *args, **kwargs: (sizes.append(len(args[2])), update(*args, **kwargs))[1])
+    elbo = GibbsEM(Preselection(Singletons(), 3), settling=2, batch_size=20)
+    chosen = [torch.arange(20), torch.arange(5, 25), torch.arange(10, 30), torch.arange(20)]
+    monkeypatch.setattr(elbo, "_subsample", lambda y: (chosen.pop(0), 1.5))
+    svi = SVI(model, guide, ClosedForm(model), elbo)
+    for _ in range(4):
+        svi.step(y)
+    assert sizes == [20, 20, 20, 5, 5, 20, 5, 5, 20, 20]
+
+
 def test_other_numbers_of_draws_and_latents_keep_the_strongest() -> None:
     model, y = problem()
     guide = GibbsGuide(model)
@@ -182,6 +214,8 @@ def test_errors_say_what_is_wrong() -> None:
         GibbsEM(EvolutionarySearch())
     with pytest.raises(ValueError, match="sweeps must be a positive integer"):
         GibbsEM(search, sweeps=0)
+    with pytest.raises(ValueError, match="settling must be"):
+        GibbsEM(search, settling=-1)
     with pytest.raises(ValueError, match="batch_size must be a positive integer"):
         GibbsEM(search, batch_size=0)
     with pytest.raises(ValueError, match="cannot select 6 of 5 latents"):
