@@ -223,8 +223,7 @@ class GibbsGuide(PyroModule):
 
     def _in_units(self, rows: slice | Tensor) -> Tensor:
         """Coefficients ``(n, S, K)`` in the units of the model as it is now."""
-        unit = self.unit[rows]
-        factor = (self.model.unit / torch.where(unit > 0, unit, 1.0)).expand(-1, self.model.num_latents)
+        factor = (self.model.unit / self.unit[rows]).nan_to_num(posinf=0.0).expand(-1, self.model.num_latents)
         coefficients: Tensor = self.coefficients[rows] * factor.gather(1, self.selected[rows]).unsqueeze(1)
         return coefficients
 

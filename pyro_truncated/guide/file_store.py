@@ -16,7 +16,7 @@ from pyro_truncated.guide.given_states import Init
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import initial_population
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import blocks_of_rows, rows_per_block
 
 _KEPT_IN_MEMORY = 2**27
 _TYPES: dict[torch.dtype, Any] = {torch.int64: np.int64, torch.float32: np.float32, torch.float64: np.float64}
@@ -58,6 +58,16 @@ class FileStore(PopulationStore):
         file.unlink(missing_ok=True)
         self._files[name], array = _mapped(file, _TYPES[like.dtype], tuple(like.shape if shape is None else shape))
         return torch.from_numpy(array)
+
+    def filled_(self, name: str, value: Tensor) -> Tensor:
+        """The file of that name, into which what is loaded has been written; no more than a block of it lies in memory."""
+        if name not in self._files:
+            return super().filled_(name, value)
+        buffer = self.get_buffer(name)
+        for rows in blocks_of_rows(len(value), value[0].nbytes):
+            buffer[rows] = value[rows]
+            release(self._files[name])
+        return buffer
 
     def first_states(self, layout: Layout, init: Init, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Room for states and log joints of which none has begun.

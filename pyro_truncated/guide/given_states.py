@@ -45,6 +45,12 @@ def _check_within(words: Tensor, space: StateSpace) -> None:
             raise ValueError("states have bits set beyond the fields of their latents; they belong to another state space")
 
 
+def hold_all(words: Tensor, cardinalities: Tensor | None, num_states: int) -> bool:
+    """Whether populations that were saved hold every state there is, as those of a guide do that was asked for more."""
+    size = words.shape[1]
+    return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < num_states
+
+
 def given_population(layout: Layout, states: States, num_states: int) -> Tensor:
     """Packs and checks states given by the user.
 

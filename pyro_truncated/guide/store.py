@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion
-from pyro_truncated.guide.given_states import Init, check_possible, flaw, given_population
+from pyro_truncated.guide.given_states import Init, check_possible, flaw, given_population, hold_all
 from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion, saved_portion
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -142,6 +142,10 @@ class PopulationStore(torch.nn.Module):
         """Room for a buffer of that name, like what is loaded into it."""
         return torch.empty_like(like)
 
+    def filled_(self, name: str, value: Tensor) -> Tensor:
+        """The buffer of that name, into which what is loaded has been written."""
+        return self.get_buffer(name).copy_(value)
+
     def change_type_(self, dtype: torch.dtype) -> None:
         """Keeps the log joints in another type from now on."""
         self.log_joint = self.log_joint.to(dtype)
@@ -172,6 +176,8 @@ class PopulationStore(torch.nn.Module):
             if value is not None and (held is None or held.shape != value.shape or held.dtype != value.dtype):
                 value = value if held is None else value.to(held.device)
                 self.register_buffer(name, torch.empty_like(value) if name == "cardinalities" else self.room(name, value))
+            if value is not None:
+                state_dict[prefix + name] = self.filled_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if saved["words"] is not None:
             self.num_states = saved["words"].shape[1]
@@ -185,7 +191,7 @@ class PopulationStore(torch.nn.Module):
         return other or self._problem(state_dict.get(prefix + "words"), state_dict.get(prefix + "cardinalities"), self._space)
 
     def _problem(self, words: Tensor | None, cardinalities: Tensor | None, space: StateSpace | None) -> str | None:
-        if words is not None and words.shape[1] != self.num_states and not self._holds_all(words, cardinalities):
+        if words is not None and words.shape[1] != self.num_states and not hold_all(words, cardinalities, self.num_states):
             return f"the saved populations hold {words.shape[1]} states per data point, this guide num_states={self.num_states}"
         if cardinalities is not None and space is not None and tuple(cardinalities.tolist()) != space.cardinalities:
             return (
@@ -193,11 +199,6 @@ class PopulationStore(torch.nn.Module):
                 f"the model's discrete sites have {space.num_latents} with {sum(space.cardinalities)}"
             )
         return None
-
-    def _holds_all(self, words: Tensor, cardinalities: Tensor | None) -> bool:
-        """Whether populations hold every state there is, as those of a guide do that was asked for more."""
-        size = words.shape[1]
-        return cardinalities is not None and size == math.prod(cardinalities.tolist()) and size < self.num_states
 
     # --- reading ---
 

@@ -48,6 +48,9 @@ def write(path: Path, content: Any) -> None:
 def read(path: Path) -> Any:
     """Reads what :func:`write` has written, of which not a bit may have changed.
 
+    Tensors are mapped: what is not used never comes into memory, and what was used can leave it again. They stay as they are when another
+    file takes the name of theirs.
+
     Raises:
         OSError: if the file cannot be read; of a missing one, ``FileNotFoundError``.
         ValueError: if it is another file, cut short or damaged.
@@ -55,8 +58,8 @@ def read(path: Path) -> Any:
     with path.open("rb") as file:
         try:
             _verify(file, path)
-            file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True)
+            # Windows replaces no file that is mapped.
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=os.name != "nt")
         except OSError as error:
             raise OSError(error.errno, f"the checkpoint cannot be read: {error.strerror or error}", str(path)) from error
         except (ValueError, MemoryError):

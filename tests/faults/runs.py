@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import shutil
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pyro
@@ -38,6 +43,21 @@ def _em(minibatch: str | None, batch_size: int | None, dtype: torch.dtype) -> Ru
     temperature = 1.0 if minibatch == "incremental" else _falling
     elbo = Truncated_ELBO(EvolutionarySearch(parents=3, children=3), temperature=temperature)
     return SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model, minibatch=minibatch), elbo), (y, batch_size)
+
+
+@functools.cache
+def _folder() -> Path:
+    """Where populations of runs one after the other lie; forked children leave it to the process that has made it."""
+    folder = Path(tempfile.mkdtemp(prefix="populations-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def files() -> Run:
+    y = data(dtype=torch.float64)
+    model = BinarySparseCoding(9, 6, dtype=y.dtype).initialize(y)
+    guide = AutoTruncated(model, num_states=8, store=_folder())
+    return SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(parents=3, children=3))), (y, 10)
 
 
 def _falling(step: int) -> float:
@@ -92,7 +112,7 @@ def decoder() -> Run:
     return SVI(decoder.model, decoder.guide, Adam(decoder.learning_rates(0.02)), Trace_ELBO()), (x,)
 
 
-MODES: dict[str, Callable[[], Run]] = {run.__name__: run for run in (full, incremental, online, gradients, gibbs, gplvm, decoder)}
+MODES: dict[str, Callable[[], Run]] = {run.__name__: run for run in (full, incremental, online, files, gradients, gibbs, gplvm, decoder)}
 
 
 def make(mode: str) -> Run:

@@ -18,9 +18,11 @@ import pytest
 import torch
 
 from pyro_truncated import AutoTruncated
+from pyro_truncated.guide import file_store
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding
 from pyro_truncated.training import checkpoint_file, fit
 from pyro_truncated.training.checkpoint import CheckpointWarning, load_checkpoint, save_checkpoint
+from pyro_truncated.utils.budget import memory_budget
 from tests.faults import runs
 
 
@@ -220,6 +222,47 @@ def test_the_folder_is_on_the_disk_too_and_links_stay_links(tmp_path, monkeypatc
     assert [Path(name).name.split(".")[0] for name in synced] == ["target", tmp_path.name]
     assert (tmp_path / "link.pt").is_symlink()
     load_checkpoint(tmp_path / "target.pt", runs.make("full")[0])
+
+
+# --- memory ---
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no pages of files."""
+    return 1024 * int(next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")).split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's account of memory")
+def test_what_is_read_stays_in_its_file_and_is_what_it_was(tmp_path):
+    size = 2**25
+    checkpoint_file.write(tmp_path / "run.pt", {"words": torch.arange(size // 8), "name": "first"})
+    before = anonymous()
+    held = checkpoint_file.read(tmp_path / "run.pt")
+    assert held["words"][-1] == size // 8 - 1
+    assert held["words"].sum() == (size // 8) * (size // 8 - 1) // 2
+    assert anonymous() - before < size / 4
+    # The next checkpoint takes the name, not the content.
+    checkpoint_file.write(tmp_path / "run.pt", {"words": torch.zeros(size // 8, dtype=torch.int64), "name": "second"})
+    assert held["words"][-1] == size // 8 - 1
+
+
+def test_populations_in_files_go_on_from_a_checkpoint_piece_by_piece(tmp_path, monkeypatch):
+    expected = fit(*unpacked("files"), steps=6, progress=False)
+    learned = runs.state(expected.svi)
+    fit(*unpacked("files"), steps=3, progress=False, checkpoint=tmp_path / "run.pt")
+    pieces = []
+    monkeypatch.setattr(file_store, "release", pieces.append)
+    with memory_budget(1000):
+        training = fit(*unpacked("files"), steps=6, progress=False, checkpoint=tmp_path / "run.pt")
+    assert training.record == expected.record
+    runs.assert_same(learned, runs.state(training.svi))
+    # Of 40 data points with 8 states of one word, some at a time.
+    assert len(pieces) > 4
+
+
+def unpacked(mode: str):
+    svi, args = runs.make(mode)
+    return svi, *args
 
 
 # --- what is left, and who else is there ---
