@@ -23,13 +23,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _check_output(args.output)
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
-        restored = inpaint(image, mask, args.noise, **options) if mask is not None else denoise(image, args.noise, **options)
+        restored = inpaint(image, mask, args.noise or 0.0, **options) if mask is not None else denoise(image, args.noise, **options)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     pixels = restored.image.round().clamp(0, 255).to(torch.uint8).numpy()
     Image.fromarray(pixels).save(args.output)
-    print(f"{args.output}: noise of standard deviation {restored.noise:.1f} (of 255) taken off")
+    keeps_the_rest = mask is not None and not args.noise
+    done = "what is missing filled in" if keeps_the_rest else f"noise of standard deviation {restored.noise:.1f} (of 255) taken off"
+    print(f"{args.output}: {done}")
     return 0
 
 
@@ -41,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("image", type=Path, help="the damaged picture, grey or colour, in any format that Pillow reads")
     parser.add_argument("--output", type=Path, required=True, help="where the restored picture goes")
     parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black is missing")
-    parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated")
+    parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated, or none with a mask")
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
     parser.add_argument("--rounds", type=int, help="rounds of learning; default: 3, or 8 with a mask")

@@ -168,11 +168,12 @@ def _by_model(
 
 
 @names_arguments
-def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = None, **options: Any) -> Restored:
+def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0, **options: Any) -> Restored:
     """Fills in the missing entries of an image, a signal or a volume, and keeps the others, up to noise that is taken off.
 
     As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from the array with the missing entries smoothed
-    over.
+    over. Of an array without noise, what cannot be predicted from the rest of a patch is noise for the mixture, and how much that is gets
+    estimated as always; but the observed entries are kept.
 
     Example:
         >>> image = torch.randn(16, 16)
@@ -180,12 +181,14 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = Non
         >>> restored = inpaint(image, side=4, progress=False)
         >>> bool(restored.image.isfinite().all())
         True
+        >>> torch.equal(restored.image[:4], image[:4])
+        True
 
     Args:
         image: the damaged array.
         mask: which entries are observed, booleans in the shape of the array or of its pixels; default: those that are not NaN.
-        noise: standard deviation of the noise on the observed entries, where training starts and hardly moves from; default: estimated,
-            too high where there is none: a small number keeps the observed entries.
+        noise: standard deviation of the noise on the observed entries, which is taken off and where training starts; ``None``: estimated
+            and taken off; default: none, the observed entries are returned as they are.
         **options: as for :func:`denoise`.
 
     Raises:
@@ -197,19 +200,25 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = Non
         if mask.shape not in (image.shape, image.shape[:-1]):
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         mask = mask if mask.dim() == image.dim() else mask.unsqueeze(-1)
-        image = _checked(torch.where(mask, image.to(torch.get_default_dtype()), math.nan))
-    return denoise(image, noise, **options)
+        image = _checked(torch.where(mask, _floating(image), math.nan))
+    if noise != 0.0:
+        return denoise(image, noise, **options)
+    restored = denoise(image, **options)
+    return dataclasses.replace(restored, image=torch.where(image.isnan(), restored.image, image))
 
 
 def _checked(image: Any) -> Tensor:
-    image = as_tensors(image)
-    array: Tensor = image if image.is_floating_point() else image.to(torch.get_default_dtype())
+    array = _floating(as_tensors(image))
     observed = ~array.isnan()
     if not bool(observed.any()):
         raise ValueError("the image has no observed entry: all are NaN")
     if not bool(array[observed].isfinite().all()):
         raise ValueError("the image has infinite entries; mark what is missing by NaN")
     return array
+
+
+def _floating(image: Tensor) -> Tensor:
+    return image if image.is_floating_point() else image.to(torch.get_default_dtype())
 
 
 # --- sizes of patches ---

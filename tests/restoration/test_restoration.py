@@ -192,6 +192,16 @@ def test_what_is_missing_is_filled_in_better_than_by_neighbours_and_masks_are_na
     assert error(results[0][~mask], truth[~mask]) < error(smoothed[~mask], truth[~mask])
 
 
+def test_without_noise_what_is_seen_stays_and_its_type():
+    image = picture(16).double() + 3 * torch.randn(16, 16, dtype=torch.float64, generator=generator(1))
+    mask = torch.rand(16, 16, generator=generator(2)) < 0.7
+    quick = {"side": 4, "rounds": 1, "generator": generator(2), "progress": False}
+    kept, estimated = inpaint(image, mask, **quick).image, inpaint(image, mask, None, **{**quick, "generator": generator(2)}).image
+    assert torch.equal(kept[mask], image[mask])
+    assert torch.equal(kept[~mask], estimated[~mask])
+    assert not torch.equal(estimated[mask], image[mask])
+
+
 @pytest.mark.parametrize("shape", [(40,), (16, 16, 3), (8, 8, 8)], ids=["signal", "colour", "volume"])
 def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
     pyro.set_rng_seed(0)
@@ -217,6 +227,8 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
 def test_what_cannot_be_restored_is_refused(image, options, named):
     with pytest.raises(ValueError, match=named):
         denoise(image, **options)
+    with pytest.raises(ValueError, match="noise must be a positive"):
+        inpaint(torch.randn(8, 8), noise=-1.0)
     with pytest.raises(ValueError, match="mask"):
         inpaint(torch.randn(8, 8), torch.ones(3, 3))
 
@@ -233,6 +245,8 @@ def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsy
         assert np.array(Image.open(tmp_path / f"out_{name}")).shape == shape
     Image.fromarray((rng.random((14, 15)) < 0.5).astype(np.uint8) * 255).save(tmp_path / "mask.png")
     assert main([*arguments, "--mask", str(tmp_path / "mask.png")]) == 0
+    seen, given, found = (np.array(Image.open(tmp_path / name)) for name in ("mask.png", "colour.png", "out_colour.png"))
+    assert np.array_equal(found[seen > 0], given[seen > 0])
     capsys.readouterr()
     for wrong in (["nothing.png", "--output", "x.png"], [str(tmp_path / "grey.png"), "--output", str(tmp_path / "x.exe")]):
         assert main(wrong) == 1
