@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated.distributions import checked_later
 from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import data_scale
 
 _SCALE_FLOOR = 1e-3
+_Normal = checked_later(dist.Normal)
 
 
 class BinaryVAE(UniqueModule):
@@ -86,7 +88,7 @@ class BinaryVAE(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
-            return pyro.sample("y", dist.Normal(self.center + self.unit * decoder(states), scale).to_event(1), obs=selected_rows(y, index))
+            return pyro.sample("y", _Normal(self.center + self.unit * decoder(states), scale).to_event(1), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()

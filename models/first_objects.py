@@ -25,7 +25,7 @@ def windows_alone(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Ten
     surround = contrast[:, around_rows][:, :, around_columns].unsqueeze(1)
     score, around = torch.nn.functional.conv2d(surround, kernels)[..., : canvas.grid[0], : canvas.grid[1]].flatten(2).unbind(1)
     best = score.argmax(1, keepdim=True)
-    under = canvas.pixels.to(images.device)[best.squeeze(1)]
+    under = canvas.pixels_on(images.device)[best.squeeze(1)]
     rows = torch.arange(len(images), device=images.device).unsqueeze(-1)
     brightness = contrast.flatten(1)[rows, under]
     total = brightness.sum(1)

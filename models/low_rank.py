@@ -46,5 +46,6 @@ def _shared_noise(first: Tensor, rest: Tensor, counts: Tensor) -> Tensor:
     number = torch.cat([(weight.sum() * rest.shape[-1]).reshape(1), share]).cumsum(0)
     # Means over ever more of the eigenvalues: the first one that does not exceed the next of them.
     mean, following = total / number, torch.cat([value, value.new_full((1,), torch.inf)])
-    best: Tensor = mean[(mean <= following).to(torch.uint8).argmax()]
+    # To index by a scalar is to look at it.
+    best: Tensor = mean.take((mean <= following).to(torch.uint8).argmax())
     return best

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Self
 
 import pyro
@@ -17,6 +18,8 @@ from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
+
+_ROOT_OF_TAU = math.sqrt(2 * math.pi)
 
 
 class MaxSpikeSlabSparseCoding(SparseCoding):
@@ -199,17 +202,14 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         rows = _rows_of(check_data(y, self.num_observed), draws)
         errors = self.likelihood().draw_statistics(draws.selected, draws.coefficients, rows)["errors"].sum()
         moments = draw_moments(draws, self.num_latents)
-        scale, prior = self.scale.double(), self.prior.double()
-        mean, deviation = self.slab_mean.double(), self.slab_scale.double()
-        noise = dist.Normal(0.0, scale)
+        parameters = self.scale, self.prior, self.slab_mean, self.slab_scale
+        scale, prior, mean, deviation = (parameter.double() for parameter in parameters)
         observed = (~rows.isnan()).double().sum()
-        likelihood = observed * noise.log_prob(torch.zeros_like(scale)) - 0.5 * errors / scale.square()
+        likelihood = -observed * (scale * _ROOT_OF_TAU).log() - 0.5 * errors / scale.square()
         spread = moments["coefficient_squares"] - 2 * mean * moments["coefficients"] + mean.square() * moments["active"]
-        at_mean = dist.Normal(mean, deviation).log_prob(mean)
-        slabs = (moments["active"] * at_mean - 0.5 * spread / deviation.square()).sum()
+        slabs = (-moments["active"] * (deviation * _ROOT_OF_TAU).log() - 0.5 * spread / deviation.square()).sum()
         indicators = (moments["states"] * prior.logit()).sum() + len(rows) * torch.log1p(-prior).expand(self.num_latents).sum()
-        total: Tensor = likelihood + slabs + indicators
-        return total
+        return likelihood + slabs + indicators  # type: ignore[no-any-return]
 
     # --- the M-step ---
 

@@ -6,15 +6,14 @@ import dataclasses
 import math
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.models.binary_causes import best_prior, first_rows
+from pyro_truncated.models.binary_causes import activation, best_prior, first_rows
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.first_objects import typical_windows, windows_alone
 
@@ -116,7 +115,7 @@ class OcclusiveComponents(UniqueModule):
         prior, *_ = self.prior, self.features, self.masks, self.scale, self.background, self.background_scale
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
-            presence = pyro.sample("presence", dist.Bernoulli(prior).to_event(1))
+            presence = pyro.sample("presence", activation(prior, self.num_objects))
             position = pyro.sample("position", Positions(presence, self.canvas.num_places))
             order = pyro.sample("order", DepthOrder(presence)) if self.order == "depth" else None
             scene = self.likelihood(presence, position, order)
@@ -250,8 +249,13 @@ class OcclusiveComponents(UniqueModule):
 
     def _checked(self, y: Tensor) -> Tensor:
         expected = (self.canvas.height, self.canvas.width, self.num_channels)
-        if y.dim() != 4 or y.shape[1:] != expected or not len(y) or not bool(y.isfinite().all()):
+
+        def complain() -> None:
             raise ValueError(f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
+
+        if y.dim() != 4 or y.shape[1:] != expected or not len(y):
+            complain()
+        refuse(~y.isfinite().all(), complain)
         return y
 
 

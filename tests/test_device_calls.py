@@ -16,17 +16,32 @@ from pyro.infer import SVI
 from pyro.optim import Adam
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Truncated_ELBO, ops
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    EvolutionarySearch,
+    ExhaustiveSearch,
+    GibbsEM,
+    GibbsGuide,
+    Preselection,
+    SampledSearch,
+    Truncated_ELBO,
+    ops,
+)
 from pyro_truncated.models import (
     BinarySparseCoding,
+    BinaryVAE,
     DiscreteSparseCoding,
     ExponentialFamilyMaximalCauses,
     GaussianMixture,
     MaximalCauses,
+    MaxSpikeSlabSparseCoding,
     NoisyOr,
+    OcclusiveComponents,
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
+from pyro_truncated.scenes import PlacementMoves
 from pyro_truncated.search import ConditionalSearch, Search, Singletons
 from tests.pretended_device import DEVICE, PretendedDevice, here, there
 
@@ -119,6 +134,11 @@ CASES = {
     "mixture, tied": Case(GaussianMixture, flips, 421, options={"covariance": "tied"}),
     "mixture, diagonal": Case(GaussianMixture, flips, 413, syncs=1, options={"covariance": "diag"}),
     "mixture, spherical": Case(GaussianMixture, flips, 414, syncs=1, options={"covariance": "spherical"}),
+    # Eigenvalues are waited for.
+    "mixture, low rank": Case(GaussianMixture, flips, 625, options={"covariance": "low-rank", "rank": 2}, num_data=400),
+    "mixture, low rank, noise shared": Case(
+        GaussianMixture, flips, 644, options={"covariance": "low-rank", "rank": 2, "shared_noise": True}, num_data=400
+    ),
     "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 227, syncs=1, options={"covariance": "diag"}),
     "counts, mixture": Case(PoissonMixture, flips, 354, syncs=1, data=counts),
     # Where a step of the dictionary has to be shortened, that is waited for.
@@ -165,6 +185,65 @@ def test_a_step_waits_for_the_device_as_often_as_allowed(name: str) -> None:
         assert sum(device.launches.values()) <= case.launches, device.launched_by.most_common(40)
     assert found == pytest.approx(losses, rel=1e-11)
     assert torch.equal(here(moved.words), guide.words)
+
+
+Move = Callable[[Any], Any]
+
+
+def network(move: Move) -> tuple[SVI, Tensor]:
+    y = data(CASES["flips"])
+    model, y = move(BinaryVAE(D, H, dtype=torch.float64).initialize(y)), move(y)
+    return SVI(model, AutoTruncated(model, S), Adam({"lr": 0.01}), Truncated_ELBO(flips())), y
+
+
+def sampler(move: Move) -> tuple[SVI, Tensor]:
+    y = data(CASES["maxima"])
+    model = MaxSpikeSlabSparseCoding(D, 6, dtype=torch.float64).initialize(y, torch.Generator().manual_seed(1))
+    model, y = move(model), move(y)
+    return SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(Preselection(Singletons(), 3), sweeps=2, burn_in=1)), y
+
+
+def scenes(move: Move, order: str) -> tuple[SVI, Tensor]:
+    model = OcclusiveComponents(2, (4, 4), (2, 2), 2, order=order, dtype=torch.float64)
+    with torch.no_grad():
+        y = model(num_data=12)
+    pyro.clear_param_store()
+    model, y = move(model.initialize(y, torch.Generator().manual_seed(1))), move(y)
+    return SVI(model, AutoTruncated(model, 8), ClosedForm(model), Truncated_ELBO(PlacementMoves(model.canvas.grid, 2, 4))), y
+
+
+# What makes a run, and how often its steps may launch something.
+OTHERS: dict[str, tuple[Callable[[Move], tuple[SVI, Tensor]], int]] = {
+    "network": (network, 460),
+    "Gibbs sampling": (sampler, 4820),
+    "scenes": (lambda move: scenes(move, "exclusive"), 910),
+    "scenes with depth": (lambda move: scenes(move, "depth"), 1110),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_step_of_other_models_waits_twice(name: str) -> None:
+    make, launches = OTHERS[name]
+
+    def run(move: Move) -> tuple[Callable[[], float], Any]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(3)
+        svi, y = make(move)
+        return lambda: svi.step(y), svi.guide
+
+    step, guide = run(lambda thing: thing)
+    losses = [step() for _ in range(4)]
+    with PretendedDevice() as device:
+        step, moved = run(there)
+        found = [step() for _ in range(3)]
+        device.forget()
+        found.append(step())
+        assert sum(device.syncs.values()) <= 2, device.syncs
+        assert sum(device.launches.values()) <= launches, device.launched_by.most_common(40)
+    # Rounding errors of each draw of a sampler go into the next.
+    assert found == pytest.approx(losses, rel=1e-10)
+    states = "selected" if name == "Gibbs sampling" else "words"
+    assert torch.equal(here(getattr(moved, states)), getattr(guide, states))
 
 
 def test_what_is_refused_is_refused_before_anything_is_kept() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_truncated.ops import is_vectorised, refuse
+from pyro_truncated.utils.finite import check_entries
 
 
 @functools.cache
@@ -41,6 +42,20 @@ def each_checked_later(arg_constraints: dict[str, Any]) -> dict[str, Any]:
         name: constraint if constraints.is_dependent(constraint) else _of_parameter(name, constraint)
         for name, constraint in arg_constraints.items()
     }
+
+
+def check_entries_later(constraint: constraints.Constraint, **tensors: Tensor) -> None:
+    """Refuses tensors of which an entry is outside of a constraint, as :func:`.check_entries` does, but with other checks.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, tensor in tensors.items():
+        complain = functools.partial(check_entries, constraint, **{name: tensor})
+        if is_vectorised(tensor) and not tensor.is_complex() and tensor.dtype != torch.bool:
+            refuse(~constraint.check(tensor).all(), complain)
+        else:
+            complain()
 
 
 def validate_later(distribution: Distribution, value: Tensor) -> None:

@@ -9,6 +9,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.ops import refuse
 from pyro_truncated.ops.piecewise import Segments, maximum_segments
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.finite import check_entries, finite, positive_finite
@@ -64,8 +65,7 @@ class PiecewiseGaussian(TorchDistribution):
         Raises:
             ValueError: if an offer or an element is negative.
         """
-        if not bool((others >= 0).all() & (element >= 0).all()):
-            raise ValueError("others and element must not be negative: the cause would win below a threshold instead of above it")
+        refuse(~((others >= 0).all() & (element >= 0).all()), _complain_of_negative)
         value, others, element, scale, slab_mean, slab_scale = (
             tensor.double() for tensor in (value, others, element, scale, slab_mean, slab_scale)
         )
@@ -200,3 +200,7 @@ class MaximumSlabs(TorchDistribution):
         element = self.states[..., latent, None] * self.weight[:, latent]
         mean, scale = self.slab_mean[latent], self.slab_scale[latent]
         return PiecewiseGaussian.of_maximum(self.value, others, element, self.scale, mean, scale)
+
+
+def _complain_of_negative() -> None:
+    raise ValueError("others and element must not be negative: the cause would win below a threshold instead of above it")

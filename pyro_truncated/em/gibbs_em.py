@@ -18,7 +18,7 @@ from pyro_truncated.distributed.alike import start_as_first
 from pyro_truncated.distributed.shards import draw_alike, portion_of, positions_of, sums_of, total_rows
 from pyro_truncated.em.closed_form import ClosedForm
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
-from pyro_truncated.ops import draw_seed
+from pyro_truncated.ops import draw_seed, soon, together
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.counts import check_count
@@ -93,7 +93,7 @@ class GibbsEM(ELBO):
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """Minus the mean log joint of the draws as they are; nothing changes."""
-        return -_total(model.expected_log_joint(_checked(guide, model).draws(), y), y)
+        return -float(_total(model.expected_log_joint(_checked(guide, model).draws(), y), y))
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
         """One E-step; returns minus the mean log joint of its draws and hands the statistics to the closed-form M-step.
@@ -116,11 +116,14 @@ class GibbsEM(ELBO):
     def _step(self, closed_form: ClosedForm, guide: GibbsGuide, y: Tensor, is_part: bool) -> float:
         indices, scale = self._subsample(y)
         self._settle(guide, y, indices)
-        draws = self._update(guide, y, indices)
+        with together():
+            draws = self._update(guide, y, indices)
+            # A model that looks at its statistics brings it along.
+            known = soon(_total(guide.model.expected_log_joint(draws, y), y))
+            statistics = guide.model.sufficient_statistics(draws, y)
+            loss = -known()[0] * scale
         self.num_steps += 1
-        loss = -_total(guide.model.expected_log_joint(draws, y), y) * scale
         warn_if_nan(loss, "loss")  # type: ignore[call-overload]
-        statistics = guide.model.sufficient_statistics(draws, y)
         closed_form.collect(statistics, None, indices, len(y), scale=scale, is_part=is_part)
         return loss
 
@@ -174,9 +177,9 @@ def _keyed(generator: torch.Generator | None) -> Iterator[None]:
         yield
 
 
-def _total(value: Tensor, y: Tensor) -> float:
+def _total(value: Tensor, y: Tensor) -> Tensor:
     """The sum over all processes of what each has computed of its data."""
-    return float(sums_of(y)([value])[0])
+    return sums_of(y)([value])[0]
 
 
 def _checked(guide: Any, model: Any) -> GibbsGuide:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed.shards import portion_of, positions_of
 from pyro_truncated.em.closed_form import Statistics
+from pyro_truncated.em.singleton_score import SingletonScore
 from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
@@ -135,6 +136,7 @@ class GibbsGuide(PyroModule):
             raise TypeError(f"GibbsGuide needs a model with a Gibbs sampler, such as MaxSpikeSlabSparseCoding; got {type(model).__name__}")
         # Not a submodule: the parameters belong to the model.
         self._model: tuple[Any] = (model,)
+        self._space = StateSpace([2] * model.num_latents)
 
     @property
     def model(self) -> Any:
@@ -198,12 +200,14 @@ class GibbsGuide(PyroModule):
         # Of a minibatch of several processes, this one may have no data point.
         if len(selected):
             coefficients, chances = self.model.gibbs(y[rows], selected, last.squeeze(1), rows=batch.positions, **arguments)
-        if not bool(coefficients.isfinite().all() and chances.isfinite().all()):
-            raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")
+        ops.refuse(~(coefficients.isfinite().all() & chances.isfinite().all()), _complain_of_draws)
+        ops.afterwards(lambda: self._keep_(rows, selected, coefficients, chances))
+        return GibbsDraws(selected, coefficients, chances, indices)
+
+    def _keep_(self, rows: slice | Tensor, selected: Tensor, coefficients: Tensor, chances: Tensor) -> None:
         self.unit[rows] = self.model.unit
         self.selected[rows], self.coefficients[rows] = selected, coefficients
         self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances)
-        return GibbsDraws(selected, coefficients, chances, indices)
 
     def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
         """A guide of its own for unseen data ``(N, D)`` under the model as it is; ``kwargs`` as for :meth:`update_`."""
@@ -228,12 +232,12 @@ class GibbsGuide(PyroModule):
         return coefficients
 
     def _batch(self, y: Tensor, rows: slice | Tensor, indices: Tensor | None, is_new: bool) -> SearchBatch:
-        space, portion = StateSpace([2] * self.model.num_latents), portion_of(y)
-        words = space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
-        population = Population(space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
+        portion = portion_of(y)
+        words = self._space.pack((self.probabilities[rows] > 0.5).long()).unsqueeze(1)
+        population = Population(self._space, words, torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device), indices)
         return SearchBatch(
             population,
-            _SingletonScore(self.model, y[rows], space),
+            SingletonScore(self.model, y[rows], self._space),
             {"y": y[rows]},
             self.probabilities[rows].clone(),
             is_new,
@@ -283,18 +287,5 @@ class GibbsGuide(PyroModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-class _SingletonScore:
-    """Log joints of states with at most one active latent: all that affinities of a selection ask for."""
-
-    def __init__(self, model: Any, y: Tensor, space: StateSpace) -> None:
-        self.model, self.y, self.space = model, y, space
-
-    def __call__(self, words: Tensor) -> Tensor:
-        if not len(words):
-            return torch.zeros(words.shape[:2], dtype=torch.float64, device=words.device)
-        states = self.space.unpack(words)
-        if bool((states.sum(-1, dtype=torch.int64) > 1).any()):
-            raise NotImplementedError(f"{type(self.model).__name__} scores only states with at most one active latent")
-        # Position 0 is the state without any.
-        numbers = torch.arange(1, states.shape[-1] + 1, device=states.device)
-        return self.model.singletons(self.y).gather(1, (states.long() * numbers).sum(-1))  # type: ignore[no-any-return]
+def _complain_of_draws() -> None:
+    raise ValueError("the Gibbs sampler drew values that are not finite; check the model's parameters and the data")

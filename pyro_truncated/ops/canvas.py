@@ -77,10 +77,19 @@ class Canvas:
         columns = (column[:, None, None] + right) % self.width
         return (rows * self.width + columns).reshape(self.num_places, self.num_entries)
 
+    def pixels_on(self, device: torch.device) -> Tensor:
+        """The :attr:`pixels` on a device, copied there once."""
+        return _pixels_on(self, device)
+
     @property
     def shape(self) -> tuple[int, ...]:
         """Height and width of the canvas, the template and the grid."""
         return self.height, self.width, self.template_height, self.template_width, *self.grid
+
+
+@functools.lru_cache(maxsize=16)
+def _pixels_on(canvas: Canvas, device: torch.device) -> Tensor:
+    return canvas.pixels.to(device)
 
 
 class SceneParameters(NamedTuple):

@@ -9,6 +9,7 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.utils.budget import rows_per_block
 
 WORD_BITS = 64
@@ -133,13 +134,12 @@ def pack(values: Tensor, fields: Fields) -> Tensor:
         raise ValueError(f"values must end in a dimension of {fields.num_latents} latents; got shape {tuple(values.shape)}")
     rows = values.reshape(-1, fields.num_latents)
     words = torch.zeros(len(rows), fields.num_words, dtype=torch.int64, device=values.device)
-    cardinality, shift, word = (t.to(values.device) for t in (fields.cardinality, fields.shift, fields.word))
+    cardinality, shift, word = (fields.on(values.device, name) for name in ("cardinality", "shift", "word"))
     # In blocks, because eight bytes per value, and as many for their place, are many times what the packed states need.
     size = rows_per_block(32 * fields.num_latents)
     for start in range(0, len(rows), size):
         block = rows[start : start + size].long()
-        if bool(((block < 0) | (block >= cardinality)).any()):
-            raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")
+        refuse(((block < 0) | (block >= cardinality)).any(), _complain_of_values)
         # Fields are disjoint, so the sum is a bitwise or (wrapping into the sign bit where the last field needs it).
         words[start : start + size].index_add_(1, word, block << shift)
     return words.view(*values.shape[:-1], fields.num_words)
@@ -171,3 +171,7 @@ def single_states(fields: Fields, first: int = 1) -> tuple[Tensor, Tensor, Tenso
     words = torch.zeros(len(latent), fields.num_words, dtype=torch.int64, device="cpu")
     # A field never straddles words, so a single one is its value, shifted.
     return latent, value, words.scatter_(1, fields.word[latent].unsqueeze(1), (value << fields.shift[latent]).unsqueeze(1))
+
+
+def _complain_of_values() -> None:
+    raise ValueError("values must lie in 0 .. cardinality - 1 of their latent")

@@ -20,7 +20,8 @@ _CACHED = 2**22
 class Grouped:
     """Entries sorted by the group that they belong to, in blocks of one group each.
 
-    The last block of a group is filled up with other entries, which belong elsewhere and whose results are dropped.
+    The last block of a group is filled up with other entries, which belong elsewhere and whose results are dropped. On a device, where to
+    count the blocks would be to wait, there are as many as there can be, and the last ones have no entries of their own.
 
     Example:
         >>> from pyro_truncated.ops.grouped import Grouped
@@ -45,11 +46,13 @@ class Grouped:
     @classmethod
     def of(cls, group: Tensor, num_groups: int) -> Grouped:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
-        order, size = group.argsort(), group.bincount(minlength=num_groups)
+        order, size = group.argsort(), group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
         length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
         count = (size + length - 1) // length
-        block = torch.arange(num_groups, device=group.device).repeat_interleave(count)
-        first_block, first = count.cumsum(0) - count, size.cumsum(0) - size
+        last_block = count.cumsum(0)
+        most = int(last_block[-1]) if group.is_cpu else min(len(group), len(group) // length + num_groups)
+        block = torch.searchsorted(last_block, torch.arange(most, device=group.device), right=True).clamp_(max=num_groups - 1)
+        first_block, first = last_block - count, size.cumsum(0) - size
         start = length * (torch.arange(len(block), device=group.device) - first_block[block])
         within = start.unsqueeze(1) + torch.arange(length, device=group.device)
         entry = order[(first[block].unsqueeze(1) + within).clamp_(max=max(0, len(group) - 1))]

@@ -13,6 +13,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.ops.streams import Source, draw_seed, positions
 
 
@@ -100,16 +101,25 @@ def _check(value: Tensor, weight: Tensor, selected: Tensor) -> None:
         raise ValueError(f"value (N, D) and weight (D, H) must share D; got {tuple(value.shape)} and {tuple(weight.shape)}")
     if selected.dim() != 2 or len(selected) != len(value):
         raise ValueError(f"selected must have shape (N, K) with N = {len(value)}; got {tuple(selected.shape)}")
-    if selected.numel() and not 0 <= int(selected.min()) <= int(selected.max()) < weight.shape[1]:
-        raise ValueError(f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}")
-    if not bool((weight >= 0).all()):
-        raise ValueError("weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients")
+    refuse(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
+    refuse(~(weight >= 0).all(), _complain_of_weight)
+
+
+def _complain_of_selected(selected: Tensor, weight: Tensor) -> None:
+    raise ValueError(f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}")
+
+
+def _complain_of_weight() -> None:
+    raise ValueError("weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients")
+
+
+def _complain_of_repetition() -> None:
+    raise ValueError("selected causes repeat within a data point")
 
 
 def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
     ordered = selected.sort(1).values
-    if bool((ordered[:, 1:] == ordered[:, :-1]).any()):
-        raise ValueError("selected causes repeat within a data point")
+    refuse((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
     if coefficients.shape != (len(value), weight.shape[1]):
         raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
     if burn_in < 0 or sweeps < 1:

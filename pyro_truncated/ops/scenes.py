@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.canvas import Canvas, SceneParameters, SceneStatistics
+from pyro_truncated.ops.checks import refuse
 from pyro_truncated.ops.vectorised import scenes as vectorised
 
 MAX_OBJECTS = 62
@@ -129,5 +130,8 @@ def _check(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canva
         raise ValueError(f"rank must have the shape of places, {tuple(places.shape)}; got {tuple(rank.shape)}")
     if len(features) > MAX_OBJECTS:
         raise ValueError(f"there may be at most {MAX_OBJECTS} objects; got {len(features)}")
-    if places.numel() and not -1 <= int(places.min()) <= int(places.max()) < canvas.num_places:
-        raise ValueError(f"places must lie in -1 .. {canvas.num_places - 1}; got {int(places.min())} .. {int(places.max())}")
+    refuse(((places < -1) | (places >= canvas.num_places)).any(), lambda: _complain_of_places(places, canvas))
+
+
+def _complain_of_places(places: Tensor, canvas: Canvas) -> None:
+    raise ValueError(f"places must lie in -1 .. {canvas.num_places - 1}; got {int(places.min())} .. {int(places.max())}")

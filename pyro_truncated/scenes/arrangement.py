@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -21,7 +22,8 @@ class _OfPresent(TorchDistribution):
     Subclasses say how many values each object may take.
     """
 
-    arg_constraints = {"presence": constraints.independent(constraints.boolean, 1)}  # noqa: RUF012 - an instance attribute in torch
+    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later({"presence": constraints.independent(constraints.boolean, 1)})
+    _validate_sample = validate_later
     presence: Tensor
 
     @names_arguments
@@ -50,7 +52,7 @@ class _OfPresent(TorchDistribution):
 
     def _counts(self) -> Tensor:
         """Number of values that each object may take, ``(*batch, H)``, or one for all present objects."""
-        return torch.as_tensor(self.num_values, device=self.presence.device)
+        return torch.full((), self.num_values, device=self.presence.device)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
         """Draws integers ``(*sample_shape, *batch, H)``, int64."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
+from pyro_truncated.distributions.checked_later import check_entries_later, each_checked_later, validate_later
+from pyro_truncated.ops import refuse
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statistics
 from pyro_truncated.scenes.arrangement import depth_rank, places_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import check_entries, finite, positive_finite
+from pyro_truncated.utils.finite import finite, positive_finite
 
 
 class OccludedScene(TorchDistribution):
@@ -56,15 +58,18 @@ class OccludedScene(TorchDistribution):
         NIPS 2013, for the model with exclusive components; which object owns a pixel is decided here as said above.
     """
 
-    arg_constraints = {  # noqa: RUF012 - the attribute is an instance attribute in torch
-        "presence": constraints.independent(constraints.boolean, 1),
-        "features": constraints.independent(constraints.real, 4),
-        "masks": constraints.independent(constraints.unit_interval, 3),
-        "scale": constraints.positive,
-        "background": constraints.independent(constraints.real, 1),
-        "background_scale": constraints.positive,
-    }
+    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+        {
+            "presence": constraints.independent(constraints.boolean, 1),
+            "features": constraints.independent(constraints.real, 4),
+            "masks": constraints.independent(constraints.unit_interval, 3),
+            "scale": constraints.positive,
+            "background": constraints.independent(constraints.real, 1),
+            "background_scale": constraints.positive,
+        }
+    )
     support = constraints.independent(constraints.real, 3)
+    _validate_sample = validate_later
 
     @names_arguments
     def __init__(
@@ -94,8 +99,8 @@ class OccludedScene(TorchDistribution):
             torch.as_tensor(value, dtype=features.dtype, device=features.device) for value in (scale, background_scale)
         )
         if self._validate_args if validate_args is None else validate_args:
-            check_entries(finite, position=position, background=background)
-            check_entries(positive_finite, scale=self.scale, background_scale=self.background_scale)
+            check_entries_later(finite, position=position, background=background)
+            check_entries_later(positive_finite, scale=self.scale, background_scale=self.background_scale)
         shapes = [value.shape[:-1] for value in (presence, position, order) if value is not None]
         event_shape = torch.Size((*canvas, features.shape[-1]))
         super().__init__(torch.broadcast_shapes(*shapes), event_shape, validate_args=validate_args)
@@ -168,7 +173,7 @@ class OccludedScene(TorchDistribution):
         images = population.rows_of(value).flatten(1, 2)
         places, rank = places_of(population, self.features.shape[0])
         sums = scene_statistics(places, population.weights(temperature), images, self.parameters, self.canvas, rank)
-        return {**sums._asdict(), "num_data": sums.on.new_tensor(len(population))}
+        return {**sums._asdict(), "num_data": sums.on.new_full((), len(population))}
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
@@ -197,12 +202,15 @@ class OccludedScene(TorchDistribution):
     def _rank(self) -> Tensor:
         """Ranks of the present objects; codes that only other objects could have are scored, too, as it is the prior that excludes them."""
         assert self.order is not None
-        if self.order.numel() and not 0 <= int(self.order.min()) <= int(self.order.max()) < self.presence.shape[-1]:
-            raise ValueError(
-                f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "
-                f"got {int(self.order.min())} .. {int(self.order.max())}"
-            )
+        refuse(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
         return depth_rank(self.order.long(), self.presence)
+
+    def _complain_of_order(self) -> None:
+        assert self.order is not None
+        raise ValueError(
+            f"codes of a depth order of {self.presence.shape[-1]} objects must lie in 0 .. {self.presence.shape[-1] - 1}; "
+            f"got {int(self.order.min())} .. {int(self.order.max())}"
+        )
 
     def _by_image(self, states: Tensor, batch: torch.Size, image_dims: int) -> Tensor:
         """States ``(images, states of each, H)``."""
@@ -219,7 +227,7 @@ class OccludedScene(TorchDistribution):
         """Draws images, masks and owners of pixels included."""
         shape = torch.Size(sample_shape) + self.batch_shape
         presence, position = (value.expand(shape + self._state_shape) for value in (self.presence, self.position))
-        under = self.canvas.pixels.to(position.device)[torch.where(presence > 0, position, 0).long()]
+        under = self.canvas.pixels_on(position.device)[torch.where(presence > 0, position, 0).long()]
         masks = self.masks.flatten(1)
         on = (torch.rand(under.shape, device=masks.device, dtype=masks.dtype) < masks) & (presence > 0).unsqueeze(-1)
         priority = torch.rand(under.shape, device=masks.device)

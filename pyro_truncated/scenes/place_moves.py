@@ -91,7 +91,7 @@ class PlacementMoves(Search):
     def _move(self, presence: Tensor, position: Tensor, rank: Tensor | None, draws: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor | None]:
         """Makes one move in every scene ``(N, C, H)``."""
         num_objects, one = presence.shape[-1], (presence.shape[1], 1)
-        shares = torch.tensor(self.shares, dtype=torch.float64, device=presence.device).cumsum(0)
+        shares = torch.tensor(self.shares, dtype=torch.float64, device="cpu").cumsum(0).to(presence.device, non_blocking=True)
         move = torch.searchsorted(shares[:-1] / shares[-1], ops.uniform(shape=one[:1], **draws), right=True)
         keys = ops.uniform(shape=presence.shape[1:], **draws)
         on = torch.where(presence, keys, -1.0)

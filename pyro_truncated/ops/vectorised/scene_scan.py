@@ -12,7 +12,7 @@ from pyro_truncated.utils.budget import rows_per_block
 
 def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.scene_scan.scan_places`; ``energy`` is ``-log p_0``, ``logits`` hold the objects' constants."""
-    pixels, variance = canvas.pixels.to(images.device), scene.variance.double()
+    pixels, variance = canvas.pixels_on(images.device), scene.variance.double()
     out = images.new_empty(len(images), len(scene.features), len(pixels), dtype=torch.float32)
     step = rows_per_block(32 * pixels.numel() * images.shape[-1])
     for start in range(0, len(images), step):

@@ -23,7 +23,7 @@ def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: ScenePa
     for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
         ranks = None if rank is None else rank[rows]
-        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas.pixels)
+        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas)
         share, rest = _shares(alpha, ranks)
         blocks.append(behind.sum(-1, keepdim=True) + _mixture(share, rest, ratio).sum(-1))
     return torch.cat(blocks)
@@ -41,13 +41,13 @@ def statistics(
     for rows in blocks_of_rows(len(places), _bytes_per_row(places, images)):
         image, ranks = images[rows], None if rank is None else rank[rows]
         behind = normal_log_density(image, background, background_variance)
-        alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, canvas.pixels)
+        alpha, ratio = _layers(places[rows], image, behind, features, masks, variance, canvas)
         share, rest = _shares(alpha, ranks)
         density = _mixture(share, rest, ratio)
         weight = weights[rows, :, None, None]
         responsibility = share * (ratio - density.unsqueeze(2)).exp()
         switched = _switched_on(alpha, (ratio - density.unsqueeze(2)).exp(), share, ranks)
-        under = canvas.pixels.to(places.device)[places[rows].clamp(min=0).long()]
+        under = canvas.pixels_on(places.device)[places[rows].clamp(min=0).long()]
         colours = torch.cat([torch.ones_like(image[..., :1]), image, image.square().sum(-1, keepdim=True)], -1)
         here = (places[rows] >= 0).unsqueeze(-1)
         shares = (weight * responsibility).gather(3, under) * here
@@ -66,10 +66,10 @@ def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, 
     blocks = []
     for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
-        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas.pixels)
+        alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas)
         share, rest = _shares(alpha, None if rank is None else rank[rows])
         owner = share * (ratio - _mixture(share, rest, ratio).unsqueeze(2)).exp() * weights[rows, :, None, None]
-        under = canvas.pixels.to(places.device)[places[rows].clamp(min=0).long()]
+        under = canvas.pixels_on(places.device)[places[rows].clamp(min=0).long()]
         shades = (owner.gather(3, under) * (places[rows] >= 0).unsqueeze(-1)).unsqueeze(-1) * (features - background)
         flat = shades.flatten(1, 3)
         total = images.new_zeros(len(flat), images.shape[1], images.shape[2])
@@ -79,11 +79,11 @@ def means(places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, 
 
 
 def _layers(
-    places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, pixels: Tensor
+    places: Tensor, images: Tensor, behind: Tensor, features: Tensor, masks: Tensor, variance: Tensor, canvas: Canvas
 ) -> tuple[Tensor, Tensor]:
     """Mask probabilities and log ratios of object and background densities, pixel by pixel, ``(N, C, H, D)``; zero off the objects."""
     present = (places >= 0).unsqueeze(-1)
-    under = pixels.to(places.device)[places.clamp(min=0).long()]
+    under = canvas.pixels_on(places.device)[places.clamp(min=0).long()]
     row = torch.arange(len(images), device=images.device)[:, None, None, None]
     ratio = normal_log_density(images[row, under], features, variance) - behind[row, under]
     blank = images.new_zeros(*places.shape, images.shape[1])
