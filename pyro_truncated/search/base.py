@@ -139,6 +139,13 @@ class Search(Described, Stateful, abc.ABC):
         """Whether the search learns from data, by :meth:`meet`."""
         return False
 
+    def check_space(self, space: StateSpace) -> None:
+        """Refuses a space in which the search can propose nothing, before any work is done.
+
+        Raises:
+            ValueError: naming the search and the space.
+        """
+
     def meet(self, batch: SearchBatch) -> None:
         """Learns from shards of data, once for all that are searched at a time; all processes call it, also those that have none of them.
 
@@ -210,6 +217,11 @@ class CombinedSearch(Search):
     def learns(self) -> bool:
         """Whether one of the searches does."""
         return any(search.learns for search in self.searches)
+
+    def check_space(self, space: StateSpace) -> None:
+        """Refuses what one of the searches refuses."""
+        for search in self.searches:
+            search.check_space(space)
 
     def meet(self, batch: SearchBatch) -> None:
         """Those that learn meet the data."""

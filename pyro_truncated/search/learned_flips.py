@@ -15,6 +15,7 @@ from pyro_truncated.search.base import SearchBatch
 from pyro_truncated.search.gp_select import RegressionAffinity
 from pyro_truncated.search.scored_states import drawn_by_weight
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
@@ -76,10 +77,14 @@ class LearnedFlips(AffinitySearch):
         self.generator = generator
         self.affinity = RegressionAffinity(kernel=kernel, refit_every=refit_every, rank=rank, inputs=inputs, generator=generator)
 
+    def check_space(self, space: StateSpace) -> None:
+        """Refuses latents of more than two values."""
+        if not space.is_binary:
+            raise ValueError(f"LearnedFlips is for binary latents; the model has {space}")
+
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``; repetitions are possible."""
-        if not batch.space.is_binary:
-            raise ValueError(f"LearnedFlips is for binary latents; the model has {batch.space}")
+        self.check_space(batch.space)
         prediction, parents = self.affinity(batch), drawn_by_weight(batch, self.children, self.generator)
         disagreement = (prediction.unsqueeze(1) - batch.space.unpack(parents).double()).abs().clamp(min=_LEAST)
         children = parents ^ batch.space.pack(self._flips(batch, disagreement))

@@ -84,6 +84,13 @@ class NeighbourSearch(Search):
         if "neighbours" in state:
             self.neighbours, self._distance, self._weight = (state[name].clone() for name in ("neighbours", "distance", "weight"))
 
+    def check_space(self, space: StateSpace) -> None:
+        """Refuses all but a single latent."""
+        if space.num_latents != 1:
+            raise ValueError(
+                f"NeighbourSearch is for mixtures, whose one latent is the component; the model has {space.num_latents} latents"
+            )
+
     def propose(self, batch: SearchBatch) -> Population:
         """Neighbours and random components, repetitions included; ``parents * num_neighbours + num_random`` of them."""
         own = self._components(batch.population)
@@ -98,10 +105,7 @@ class NeighbourSearch(Search):
         return found
 
     def _components(self, population: Population) -> Tensor:
-        if population.space.num_latents != 1:
-            raise ValueError(
-                f"NeighbourSearch is for mixtures, whose one latent is the component; the model has {population.space.num_latents} latents"
-            )
+        self.check_space(population.space)
         return population.states(torch.int64)[..., 0]
 
     def _lists(self, space: StateSpace, device: torch.device) -> Tensor:

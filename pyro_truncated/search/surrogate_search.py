@@ -15,6 +15,7 @@ from pyro_truncated.search.log_joint_regression import Belief, LogJointRegressio
 from pyro_truncated.search.met_data import flat_observations
 from pyro_truncated.search.scored_states import ScoredStates, drawn_by_weight
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
@@ -83,10 +84,14 @@ class SurrogateSearch(Search):
         self._scored: ScoredStates | None = None
         self._is_of_new_data = False
 
+    def check_space(self, space: StateSpace) -> None:
+        """Refuses latents of more than two values."""
+        if not space.is_binary:
+            raise ValueError(f"SurrogateSearch is for binary latents; the model has {space}")
+
     def propose(self, batch: SearchBatch) -> Population:
         """Children ``(N, children)``."""
-        if not batch.space.is_binary:
-            raise ValueError(f"SurrogateSearch is for binary latents; the model has {batch.space}")
+        self.check_space(batch.space)
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; these are shards: train it on whole data")
         scored = self._scored = ScoredStates.of(batch, self._scored)

@@ -15,8 +15,9 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, have_agreed
-from pyro_truncated.training.starts import Run, Settings, Start, is_mixture, offer, put_back, start, undriven
+from pyro_truncated.training.starts import Run, Settings, Start, offer, put_back, space_of, start, undriven
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -109,7 +110,7 @@ def learn(
         DisagreeingStartsWarning: if no two starts agree.
 
     Raises:
-        ValueError: if a number is out of range.
+        ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
     closed_form = isinstance(model, ClosedFormModel)
@@ -126,7 +127,10 @@ def learn(
     is_all = total_rows(y) <= _SHORT_DATA
     part = some_rows(y, _SHORT_DATA) if is_all else drawn_rows(y, _SHORT_DATA, generator)
     settings = Settings(search, num_states, lr)
-    first_temperature, nearness = _defaults(model, part)
+    space = None if isinstance(model, GibbsModel) else space_of(model, part)
+    if search is not None and space is not None and space.size > num_states:
+        search.check_space(space)
+    first_temperature, nearness = _defaults(space)
     falling = cooling(first_temperature if temperature is None else temperature, short)
     nearness = nearness if tolerance is None else tolerance
     reached: list[Reached] = []
@@ -155,10 +159,10 @@ def learn(
     return run.guide
 
 
-def _defaults(model: Any, y: Tensor) -> tuple[float, float]:
-    if isinstance(model, GibbsModel):
+def _defaults(space: StateSpace | None) -> tuple[float, float]:
+    if space is None:
         return _DEFAULTS_OF_SAMPLERS
-    return _DEFAULTS_OF_MIXTURES if is_mixture(model, y) else _DEFAULTS
+    return _DEFAULTS_OF_MIXTURES if space.num_latents == 1 else _DEFAULTS
 
 
 def _warn(reached: Sequence[Reached]) -> None:

@@ -102,9 +102,9 @@ def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated,
     return guide, truncated, layout.space
 
 
-def is_mixture(model: Any, y: Tensor) -> bool:
-    """Whether a model has a single discrete latent per data point, with few or many values."""
-    return _guides(model, y, 1)[2].num_latents == 1
+def space_of(model: Any, y: Tensor) -> StateSpace:
+    """The space of the discrete latents of a data point."""
+    return _guides(model, y, 1)[2]
 
 
 def _selection() -> Search:

@@ -12,7 +12,7 @@ import torch
 from pyro.infer.autoguide import AutoGuideList
 from pyro.ops.indexing import Vindex
 
-from pyro_truncated import AutoTruncated, GibbsGuide, GPSelect, Preselection
+from pyro_truncated import AutoTruncated, EvolutionarySearch, GibbsGuide, GPSelect, Preselection
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import (
     BinarySparseCoding,
@@ -24,7 +24,7 @@ from pyro_truncated.models import (
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
-from pyro_truncated.search import Singletons
+from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
 from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 
@@ -297,3 +297,36 @@ def test_a_search_is_used_as_given():
     search = Preselection(lambda batch: seen.append(len(batch.population)) or Singletons()(batch), 3)
     learn(BinarySparseCoding(9, 6), y, search, **QUICK)
     assert set(seen) == {60}
+
+
+@pytest.mark.parametrize(
+    ("model", "search", "named"),
+    [
+        (lambda: GaussianMixture(9, 12), SurrogateSearch(), "SurrogateSearch is for binary latents"),
+        (lambda: DiscreteSparseCoding(9, 6), EvolutionarySearch() + LearnedFlips(), "LearnedFlips is for binary latents"),
+        (lambda: BinarySparseCoding(9, 6), NeighbourSearch(), "NeighbourSearch is for mixtures, .* the model has 6 latents"),
+    ],
+)
+def test_a_search_for_other_latents_is_refused_before_anything_changes(model, search, named):
+    model = model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=named):
+        learn(model, torch.randn(40, 9, generator=generator()), search, **QUICK)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_a_search_for_other_latents_may_be_given_where_populations_hold_all_states():
+    model = GaussianMixture(2, 3)
+    guide = learn(model, torch.randn(40, 2, generator=generator()), SurrogateSearch(), **QUICK)
+    assert guide.marginals()["z"].shape == (40, 3)
+
+
+def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
+    pyro.set_rng_seed(0)
+    bars = linear_bars(120, 4, mean_active=1.6, noise=1.0, generator=generator())
+    search = SurrogateSearch(4)
+    model = BinarySparseCoding(16, 8)
+    guide = learn(model, bars.data, search, steps=3, short_steps=10, num_states=12, starts=2, tolerance=10.0, progress=False)
+    assert len(guide.starts) == 2
+    assert matched_bars(model.weight, bars.components) == 8
+    assert len(search.regression.variance) == 8
