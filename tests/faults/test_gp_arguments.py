@@ -255,3 +255,11 @@ def test_noise_is_named(noise):
 def test_precomputed_kernels_take_positions(train):
     with pytest.raises(ValueError, match="train and new inputs must be vectors of positions from 0 to 5"):
         gp.SubsetGPRegression(gp.PrecomputedKernel(torch.eye(6), train), torch.arange(float(len(train))), num_inducing=2)
+
+
+@pytest.mark.parametrize("new", ["x", None, [[0], [1, 2]], [torch.ones(2), 1], object(), [0.5], [9], torch.zeros(1, 1).long()])
+def test_new_inputs_of_precomputed_kernels_are_positions(new):
+    kernel = gp.PrecomputedKernel(torch.eye(6), torch.arange(4))
+    for call in (lambda: kernel.cross(new, torch.arange(2)), lambda: kernel.diag_new(new), lambda: kernel.among(new)):
+        with pytest.raises(ValueError, match="train and new inputs must be vectors of positions from 0 to 5"):
+            call()

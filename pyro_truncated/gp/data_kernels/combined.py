@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, positive_parameter
+from pyro_truncated.gp.data_kernels.validity import are_positions
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
@@ -68,9 +69,11 @@ class PrecomputedKernel(DataKernel):
         return torch.as_tensor(self.variance * self.matrix[position[:, None], position])
 
     def _positions(self, given: Any) -> Tensor:
-        new: Tensor = torch.as_tensor(given, device=self.matrix.device)
-        is_integer = not (new.is_floating_point() or new.is_complex() or new.dtype == torch.bool)
-        if new.dim() != 1 or not is_integer or (len(new) and not 0 <= int(new.min()) <= int(new.max()) < len(self.matrix)):
+        try:
+            new: Tensor | None = torch.as_tensor(given, device=self.matrix.device)
+        except (RuntimeError, TypeError, ValueError):
+            new = None
+        if new is None or not are_positions(new, len(self.matrix)):
             raise ValueError(
                 f"train and new inputs must be vectors of positions from 0 to {len(self.matrix) - 1} among the objects of the matrix"
             )
@@ -260,8 +263,9 @@ class RestrictedKernel(DataKernel):
     @names_arguments
     def __init__(self, kernel: DataKernel, rows: Tensor, *, borrowed: bool = False) -> None:
         check_kinds(RestrictedKernel.__init__, kernel=kernel, rows=rows)
-        if not borrowed:
-            _check_rows(rows, kernel.num_data)
+        num = kernel.num_data
+        if not borrowed and not (are_positions(rows, num) and len(rows)):
+            raise ValueError(f"rows must be positions (n,), integers from 0 to {num - 1}; got {rows.dtype} of shape {tuple(rows.shape)}")
         super().__init__(len(rows))
         self._lent = (kernel,)
         if not borrowed:
@@ -292,9 +296,3 @@ class RestrictedKernel(DataKernel):
     def among(self, new: object) -> Tensor:
         """Covariances ``(n_new, n_new)`` of new inputs with each other."""
         return self.kernel.among(new)
-
-
-def _check_rows(rows: Tensor, num_data: int) -> None:
-    is_whole = not (rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool)
-    if not is_whole or rows.dim() != 1 or not len(rows) or not bool(((rows >= 0) & (rows < num_data)).all()):
-        raise ValueError(f"rows must be positions (n,), integers from 0 to {num_data - 1}; got {rows.dtype} of shape {tuple(rows.shape)}")

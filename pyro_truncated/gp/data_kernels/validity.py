@@ -40,6 +40,12 @@ def check_kernel(kernel: kernels.Kernel, inputs: Tensor) -> None:
         _check(type(kernel).__name__, copied(inputs), copied(inputs, diag=True), torch.arange(len(inputs)))
 
 
+def are_positions(given: Tensor, num: int) -> bool:
+    """Whether a tensor is a vector of integers from 0 to ``num - 1``."""
+    is_integer = not (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool)
+    return is_integer and given.dim() == 1 and bool(((given >= 0) & (given < num)).all())
+
+
 def _check(name: str, block: Tensor, diagonal: Tensor, rows: Tensor) -> None:
     tolerance = _TOLERANCE.get(block.dtype, _COARSE)
     block, diagonal = block.detach().double(), diagonal.detach().double()

@@ -16,16 +16,16 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import InputKernel, bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.all_noise import warn_of_noise
 from pyro_truncated.gp.subset.alternation import Alternation, Plan, hyper_parameters
 from pyro_truncated.gp.subset.basis import Basis, FreeBasis, kernel_to_polish
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
 from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, backward, noise_of
+from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, noise_of
 from pyro_truncated.gp.subset.inducing_subset import make_search
 from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
 from pyro_truncated.gp.subset.other_starts import fitted_from_some_start
+from pyro_truncated.gp.subset.polish import held_out_rows, polish
 from pyro_truncated.gp.subset.row_sample import rows_of_alternation
 from pyro_truncated.gp.subset.saved_regression import SavedRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
@@ -122,6 +122,7 @@ class SubsetGPRegression(SavedRegression):
         self.register_buffer("index", chosen.to(targets.device))
         self.log_noise = torch.nn.Parameter(torch.tensor(noise - NOISE_FLOOR, dtype=torch.float64, device=targets.device).log())
         self.inducing_inputs: torch.nn.Parameter | None = None
+        self.held_out = self.index[:0].clone()
         self.objective_value = math.nan
         self.history: list[tuple[float, str, float]] = []
         self._posterior: SparsePosterior | ExactPosterior | None = None
@@ -168,7 +169,8 @@ class SubsetGPRegression(SavedRegression):
             attempts_per_epoch: attempts per discrete phase to exchange a block of members, or a single one.
             tolerance: ends the alternation when an epoch gains less than this many nats per data point, and so does one with enough
                 attempts for every member.
-            polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs.
+            polish: whether inducing inputs move freely afterwards; needs a kernel of numeric inputs. With ``"pp"``, which is no bound, a
+                tenth of the data has no part in it, and calibrates the variances.
             polish_evaluations: most evaluations of the objective while they move; default: 200, or what fits into ``max_seconds``.
             subset_share: share of ``max_seconds`` for the subset if it is polished afterwards.
             max_rows: most data points that an alternation looks at, drawn anew for each. What it finds is kept only if it lowers the
@@ -194,7 +196,7 @@ class SubsetGPRegression(SavedRegression):
         rows = rows_of_alternation(len(self.targets), self.num_inducing, max_rows)
         record = FitRecord(self.history, max_seconds, clock, progress)
         if not (polish and self.inducing_inputs is not None):
-            self.inducing_inputs = None
+            self.inducing_inputs, self.held_out = None, self.held_out[:0]
             plan = Plan(max_epochs, record.seconds_left, tolerance, hyper_evaluations, attempts_per_epoch, rows)
             self.objective_value = self._learn(plan, record, subset_share if polish else 1.0)
         if polish:
@@ -228,14 +230,11 @@ class SubsetGPRegression(SavedRegression):
         kernel = kernel_to_polish(self.kernel, self.is_exact)
         if self.inducing_inputs is None:
             self.inducing_inputs = torch.nn.Parameter(kernel.inputs[self.subset].clone())
-        inputs = self.inducing_inputs
-        self.objective_value = minimize(
-            lambda: backward(FreeBasis(kernel, inputs), self.targets, self.log_noise, self.objective),
-            [*hyper_parameters(kernel, self.log_noise), inputs],
-            max_evaluations=evaluations,
-            is_spent=lambda: record.seconds_left() <= 0,
-            on_better=lambda value: record.note("polish", value),
-        ).value
+            if self.objective == "pp":
+                self.held_out = held_out_rows(len(self.targets), self.subset, self.generator)
+        self.objective_value = polish(
+            kernel, self.inducing_inputs, self.targets, self.log_noise, self.objective, self.held_out, evaluations, record
+        )
 
     @torch.no_grad()
     def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
@@ -274,7 +273,7 @@ class SubsetGPRegression(SavedRegression):
             if self.is_exact:
                 self._posterior = ExactPosterior(self.kernel, self.targets, self.noise)
             else:
-                self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective)
+                self._posterior = SparsePosterior(self._basis(), self.targets, self.noise, self.objective, self.held_out)
         if new is None:
             return self._posterior
         mean, spread = self._posterior.joint(new) if joint else self._posterior.marginals(new)

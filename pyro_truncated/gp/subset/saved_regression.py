@@ -25,6 +25,7 @@ class SavedRegression(torch.nn.Module):
     index: Tensor
     targets: Tensor
     inducing_inputs: torch.nn.Parameter | None
+    held_out: Tensor
     objective_value: float
     is_exact: bool
     _posterior: SparsePosterior | ExactPosterior | None
@@ -48,6 +49,7 @@ class SavedRegression(torch.nn.Module):
         settled = self._posterior if isinstance(self._posterior, SparsePosterior) else None
         return {
             "inducing_inputs": moved,
+            "held_out": self.held_out,
             "objective_value": self.objective_value,
             "targets": _digest(self.targets),
             "witness": _witness(self.kernel, self.index[self.index >= 0]),
@@ -65,6 +67,7 @@ class SavedRegression(torch.nn.Module):
         _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
         moved = state["inducing_inputs"]
         self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
+        self.held_out = state.get("held_out", self.index[:0]).to(self.index.device)
         self.objective_value = state["objective_value"]
         self._posterior = None
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.noisy_covariance import LowRankCovariance
 from pyro_truncated.gp.subset.basis import Basis, FreeBasis, covariances_with
-from pyro_truncated.gp.subset.left_out import calibrated_share, left_out
+from pyro_truncated.gp.subset.left_out import LeftOut, calibrated_share, left_out
 
 
 class SparsePosterior:
@@ -37,6 +37,7 @@ class SparsePosterior:
         noise: noise variance.
         objective: what the hyper-parameters were learned by: ``"vfe"``; ``"fitc"``, for which what the inducing inputs leave unexplained
             counts as noise of each data point; or ``"pp"``.
+        held_out: positions of data points that had no part in moving the inducing inputs: these alone calibrate ``"pp"`` then.
 
     Attributes:
         fitted: means at the training inputs, ``(n, H)``.
@@ -44,7 +45,7 @@ class SparsePosterior:
     """
 
     @torch.no_grad()
-    def __init__(self, basis: Basis, targets: Tensor, noise: float, objective: str = "vfe") -> None:
+    def __init__(self, basis: Basis, targets: Tensor, noise: float, objective: str = "vfe", held_out: Tensor | None = None) -> None:
         self.basis = basis
         self.targets = targets
         self.is_projected = objective == "pp"
@@ -62,7 +63,7 @@ class SparsePosterior:
         m = len(basis)
         whitened = torch.linalg.solve_triangular(R, scaled.mT @ targets, upper=False)
         self.fitted = self.factor @ torch.linalg.solve_triangular(R.mT, whitened, upper=True)
-        self.share = self._share_without(triangle, kept) if self.is_projected else 1.0
+        self.share = self._share_without(triangle, kept, held_out) if self.is_projected else 1.0
         self.mean_weights = targets.new_zeros(m, targets.shape[1])
         self.mean_weights[kept] = shrink.mT @ whitened
         self.variance_weights = targets.new_zeros(m, m)
@@ -92,7 +93,8 @@ class SparsePosterior:
         mean, variance = LowRankCovariance(self.factor, self.noise).leave_one_out(self.targets)
         return (mean, variance + self.share * self.residual) if self.is_projected else (mean, variance)
 
-    def _share_without(self, triangle: Tensor, kept: Tensor) -> float:
+    def _share_without(self, triangle: Tensor, kept: Tensor, held_out: Tensor | None) -> float:
         members = kept[:0] if isinstance(self.basis, FreeBasis) else self.basis.index[kept]
-        covariance = LowRankCovariance(self.factor, self.noise)
-        return calibrated_share(left_out(covariance, triangle, members, self.targets, self.residual), self.targets)
+        found = left_out(LowRankCovariance(self.factor, self.noise), triangle, members, self.targets, self.residual)
+        rows = slice(None) if held_out is None or not len(held_out) else held_out
+        return calibrated_share(LeftOut(*(part[rows] for part in found)), self.targets[rows])
