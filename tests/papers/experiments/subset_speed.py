@@ -63,14 +63,14 @@ def done(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
 
 
-def write_table(rows: list[dict[str, Any]], file: Path, machine: str, date: str, remark: str = "") -> None:
+def write_table(rows: list[dict[str, Any]], file: Path, machine: str, remark: str = "", date: str | None = None) -> None:
     """Writes the results file."""
     lines = ["# Speed of choosing inducing inputs", "", (__doc__ or "").split("\n\n")[-1].strip(), ""]
     lines += [
         "*Published* is the algorithm of Cao et al. (PAMI 2015): one member out, a ranking by `z` information pivots, one candidate in.",
         "",
     ]
-    lines += [f"Made on {date}, {machine}, by", "", "    python -m tests.papers.experiments.subset_speed", ""]
+    lines += [f"Made on {date or time.strftime('%Y-%m-%d')}, {machine}, by", "", "    python -m tests.papers.experiments.subset_speed", ""]
     lines += [remark, ""] if remark else []
     lines += ["| n | m | z | exchange: ms per swap (swaps / attempts) | published: ms per swap (swaps / attempts) | ratio | fall of F |"]
     lines += ["| --- | --- | --- | --- | --- | --- | --- |"]
@@ -103,7 +103,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "subset_speed.jsonl")
     parser.add_argument("--table", type=Path, default=RESULTS / "subset_speed.md")
     parser.add_argument("--machine", default="2 cores of a shared x86 server, no GPU", help="the machine in words")
-    parser.add_argument("--date", default=time.strftime("%Y-%m-%d"), help="when the runs were made")
+    parser.add_argument("--date", help="when the runs were made; default: today")
     parser.add_argument("--remark", default="", help="words to put above the table")
     parser.add_argument("--only-table", action="store_true", help="write the table of the results already in the output file")
     args = parser.parse_args()
@@ -115,7 +115,7 @@ def main() -> None:
                 _append(args.output, run(*case))
         if (*LARGE, None) not in known:
             _append(args.output, run_large(*LARGE, args.seconds))
-    write_table(done(args.output), args.table, args.machine, args.date, args.remark)
+    write_table(done(args.output), args.table, args.machine, args.remark, args.date)
 
 
 def _append(output: Path, row: dict[str, Any]) -> None:
