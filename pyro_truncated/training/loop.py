@@ -212,8 +212,9 @@ def _run(
     refuse_shadowed(model, guide, training=True)
     decided: Callable[[bool], bool] = world.agree if is_shared_run(guide, (work.args, work.kwargs)) else bool
     shown = False if world.rank() and decided is not bool else progress
+    training.stopped_early = decided(_has_ended(training, patience, tolerance))
     with progress_bar(shown, total=steps, initial=training.steps, unit="step") as bar:
-        while training.steps < steps and not _has_ended(training, patience, tolerance):
+        while training.steps < steps and not training.stopped_early:
             with ShadowWatch(guide) if training.steps == 0 else contextlib.nullcontext():
                 _step(training, callbacks, work)
             bar.set_postfix_str(f"free energy {training.free_energy:.6g}", refresh=False)

@@ -115,6 +115,33 @@ def test_the_first_process_decides_when_a_run_ends(crew):
     assert all(record == found[0][0] and early and calls == [1, 2, 3] for record, early, calls in found)
 
 
+def hurried(folder: str) -> tuple[Any, ...]:
+    y = distributed.shard(data())
+    _, svi = made(y)
+    is_first, start = distributed.rank() == 0, time.monotonic()
+
+    def until(training):
+        # A limit of wall-clock time, which each process measures for itself; the others are slow, and theirs is over at once.
+        time.sleep(0.0 if is_first else 0.02)
+        return time.monotonic() - start > 0.3 and training.steps > 5 if is_first else True
+
+    # So is what others think of patience.
+    settings = {"patience": None if is_first else 1, "tolerance": 0.0 if is_first else 1e9, "checkpoint_seconds": 0.1 if is_first else 0.0}
+    training = fit(svi, y, steps=100_000, callbacks=[until], checkpoint=f"{folder}/run.pt", progress=False, **settings)
+    return training.steps, training.record["free_energy"], training.stopped_early, time.monotonic() - start
+
+
+@pytest.mark.slow
+def test_the_clock_of_the_first_process_counts(crew, tmp_path):
+    (steps, record, early, seconds), *others = crew.results(3, hurried, str(tmp_path))
+    assert early
+    assert steps > 5
+    assert seconds >= 0.3
+    assert all(other[:3] == (steps, record, True) for other in others)
+    state = torch.load(tmp_path / "run.pt", weights_only=True)
+    assert len(state["history"]["record"]["free_energy"]) == steps
+
+
 def fails_in_the_middle() -> Any:
     y = distributed.shard(data())
     _, svi = made(y)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import warnings
 from collections.abc import Mapping
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.diagnostics.truncation.findings import PARETO_LIMIT, TruncationWarning
+from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
 from pyro_truncated.diagnostics.truncation.proposal import Proposal
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
 from pyro_truncated.diagnostics.truncation.skewed_weights import interval_of_mean, tail_indices
+from pyro_truncated.distributed import world
 from pyro_truncated.utils.counts import check_count
 
 
@@ -124,6 +127,9 @@ def estimate_evidence(
     :math:`\mathbb E \log \hat p = \log p(y_n) + \mathrm{KL} \ge \log p(y_n)` (the two sides sandwich it, as in Grosse, Ghahramani and
     Adams 2015).
 
+    Where data are spread over processes (:func:`pyro_truncated.distributed.shard`), all must ask; the first one draws for the data points
+    of all, with its generator, and all get the same estimates, of all data points in order.
+
     Latents of other guides are held at their medians. Cost: :math:`N M` log joints, and :math:`N M S L` for the densities.
 
     Example:
@@ -140,7 +146,7 @@ def estimate_evidence(
         *args: the model's arguments.
         num_samples: draws per data point, ``M``.
         confidence: of the interval, for each data point.
-        exact_states: site values of one exact posterior draw per data point, ``(N, *site shape)`` by site name.
+        exact_states: site values of one exact posterior draw per data point, ``(N, *site shape)`` by site name; of those of this process.
         generator: source of randomness.
         **kwargs: the model's keyword arguments.
 
@@ -157,6 +163,10 @@ def estimate_evidence(
     num_samples = check_count("num_samples", num_samples, 25)
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must lie between 0 and 1; got {confidence}")
+    if is_spread(args, kwargs):
+        settings: dict[str, Any] = {"num_samples": num_samples, "confidence": confidence, "generator": generator}
+        settings["exact_states"] = _of_all_processes(exact_states)
+        return asked_of_all(functools.partial(estimate_evidence, **settings), guide, args, kwargs)
     part, log_joint, population = scored_populations(guide, args, kwargs)
     exact_words = None if exact_states is None else part.space.pack(part.layout.encode(exact_states).to(population.words.device))
     if exact_words is not None and exact_words.shape[:-1] != (len(population),):
@@ -182,6 +192,13 @@ def estimate_evidence(
             stacklevel=2,
         )
     return result
+
+
+def _of_all_processes(states: Mapping[str, Tensor] | None) -> dict[str, Tensor] | None:
+    """Site values of the data points of all processes, on the first one."""
+    every = world.collect(None if states is None else dict(states))
+    given = [own for own in every or () if own is not None]
+    return {name: torch.cat([own[name] for own in given]) for name in given[0]} if given else None
 
 
 def _log_ratios(scores: Tensor, proposal: Proposal, words: Tensor, rows: slice) -> Tensor:

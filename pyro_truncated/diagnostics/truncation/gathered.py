@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import pyro.poutine as poutine
 import torch
@@ -15,6 +15,8 @@ from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Shard, portion_of
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.utils.isolation import spare_random_numbers
+
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,22 @@ def is_spread(*arguments: Any) -> bool:
     """Whether the data among the arguments of a model are a shard, and other processes hold more."""
     portion = portion_of(arguments)
     return portion is not None and portion.is_part
+
+
+def asked_of_all(ask: Callable[..., T], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
+    """What the first process is told about a guide of the data of all, on every process; all of them must ask.
+
+    Args:
+        ask: is given a guide and the model's arguments.
+        guide: the guide of the data points here.
+        args: the model's arguments.
+        kwargs: its keyword arguments.
+    """
+    with world.failing_together(), spare_random_numbers():
+        every = gathered(guide, args, kwargs)
+        found = world.agree(None if every is None else ask(every.guide, *every.args, **every.kwargs))
+    assert found is not None
+    return found
 
 
 def gathered(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AllData | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,11 +16,9 @@ from pyro_truncated.diagnostics.truncation.coverage import Growth, certificate, 
 from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_evidence
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
-from pyro_truncated.diagnostics.truncation.gathered import gathered, is_spread
+from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
-from pyro_truncated.distributed import world
 from pyro_truncated.search import Search
-from pyro_truncated.utils.isolation import spare_random_numbers
 
 _ENUMERATED = 2**12
 
@@ -165,7 +164,7 @@ def check_truncation(
     """
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
-        return _of_all_processes(guide, args, kwargs, settings)
+        return asked_of_all(functools.partial(check_truncation, **settings), guide, args, kwargs)
     _, log_joint, population = scored_populations(guide, args, kwargs)
     report = TruncationReport(
         num_states=population.num_states,
@@ -181,15 +180,6 @@ def check_truncation(
     if warn:
         warn_of(report.findings)
     return report
-
-
-def _of_all_processes(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], settings: dict[str, Any]) -> TruncationReport:
-    with world.failing_together(), spare_random_numbers():
-        every = gathered(guide, args, kwargs)
-        report = None if every is None else check_truncation(every.guide, *every.args, **every.kwargs, **settings)
-        found = world.agree(report)
-    assert found is not None
-    return found
 
 
 def _quiet_evidence(guide: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_samples: int) -> Evidence:
