@@ -91,6 +91,7 @@ class GatedDecoder(UniqueModule):
         width: hidden units of the network that guides poses.
 
     Raises:
+        TypeError: if one of them is complex.
         ValueError: if the shapes do not fit, or a switch is neither zero nor one.
     """
 
@@ -108,6 +109,9 @@ class GatedDecoder(UniqueModule):
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
+        for name, values in {"outputs": outputs, "switches": switches, "poses": poses}.items():
+            if values.is_complex():
+                raise TypeError(f"{name} of the examples must be real; got {values.dtype}")
         if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
             raise ValueError("outputs and poses of the examples must be finite")
         if not bool(((switches == 0) | (switches == 1)).all()):

@@ -213,7 +213,7 @@ enter("principal_components", gplvm.principal_components, data=data().double(), 
 for _name in ("settle_switches", "switch_log_odds", "switch_moves", "update_switches"):
     enter(_name, getattr(gplvm, _name), model=Fresh(latent_model), y=data().double())
 enter("latents_to_arviz", gplvm.latents_to_arviz, model=Fresh(latent_model), y=data().double(), num_samples=3, num_chains=2, seed=0)
-enter("Posterior", gplvm.Posterior, model=Fresh(latent_model), y=data().double())
+enter("Posterior", lambda **k: gplvm.Posterior(**k).predict(uniform(3, 2)), model=Fresh(latent_model), y=data().double())
 enter("Analytic_ELBO", gplvm.Analytic_ELBO, warm_up=1, every=2)
 enter("CategoricalLabels", gplvm.CategoricalLabels, num_classes=3)
 enter(

@@ -22,6 +22,7 @@ from pyro_truncated.gplvm import (
     fit,
     initialize,
     maximize_bound,
+    settle_switches,
     switch_log_odds,
     update_switches,
 )
@@ -330,6 +331,26 @@ def test_svi_finds_the_pattern_that_fit_finds_and_what_is_off_is_zero():
     assert max(found.starts) - found.bound == pytest.approx(-math.log(0.9) * int((shown < 0.5).sum()), abs=0.02)
 
 
+def test_svi_switches_off_what_the_functions_can_do_without_once_they_have_adapted():
+    """Given functions that use a dimension its switch is best on, though the bound is higher with it off and the functions adapted."""
+    generator = torch.Generator().manual_seed(2)
+    z = torch.randn(30, 2, generator=generator, dtype=DOUBLE)
+
+    def normal(rows: int) -> torch.Tensor:
+        return torch.randn(rows, 5, generator=generator, dtype=DOUBLE)
+
+    views = [z[:, :size] @ normal(size) + 0.3 * normal(30) for size in (2, 1)]
+    model = SpikeSlabMRD(30, [5, 5], 3, kernel="linear")
+    fit(model, views, steps=30, warm_up=30, rounds=2, generator=generator)
+    found = model.probability.detach().round()
+    assert found.sum(1).tolist() == [2, 1]
+    model.logits = torch.full_like(model.logits, 12.0)
+    closed = settle_switches(copy.deepcopy(model), views)
+    SVI(model.model, model.guide, Adam({"lr": 1e-6}), Analytic_ELBO(warm_up=0)).step(views)
+    assert model.probability.detach().round().tolist() == found.tolist()
+    assert float(model.bound(views).detach()) > closed + 1
+
+
 def test_models_do_not_share_parameters_through_the_store():
     first, second = random_model(4, seed=0), random_model(4, seed=1)
     (y,) = random_views(first)
@@ -396,7 +417,10 @@ def test_impossible_arguments_are_named():
         model.bound(torch.zeros(5, 3), batch_size=2)
     with pytest.raises(TypeError, match="methods `model` and `guide`"):
         Analytic_ELBO().loss(model.model, lambda y: None, torch.zeros(5, 3))
-    with pytest.raises(ValueError, match="constant"):
-        initialize(model, torch.ones(5, 3))
+    for constant in (torch.ones(5, 3), torch.full((5, 3), math.nan)):
+        with pytest.raises(ValueError, match="view 0 of y does not vary"):
+            initialize(model, constant)
+    with pytest.raises(ValueError, match=r"start must give finite latent means of shape \(5, 2\); got \(2, 2\)"):
+        initialize(model, torch.randn(5, 3), torch.ones(2, 2))
     with pytest.raises(ValueError, match="start must be one of"):
         initialize(model, torch.randn(5, 3), "best")

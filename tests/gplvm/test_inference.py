@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -67,13 +68,13 @@ def test_inferred_latents_are_optimal_and_rows_do_not_interact():
     together = posterior.infer({0: new}, steps=200, tolerance=1e-12)
     alone = posterior.infer({0: new[2:3]}, steps=200, tolerance=1e-12)
     torch.testing.assert_close(alone.bound, together.bound[2:3], rtol=1e-5, atol=1e-5)
-    data = posterior._observed({0: new})
+    data, prior = posterior._observed({0: new}), (torch.zeros_like(together.loc), torch.ones_like(together.loc))
     for shift in (0.02, -0.02):
         for q in range(2):
             moved = together.loc.clone()
             moved[:, q] += shift
             with torch.no_grad():
-                worse = posterior._contribution(data, together.used, moved, together.scale.log(), per_datum=True)
+                worse = posterior._contribution(data, together.used, moved, together.scale.log(), prior, per_datum=True)
             assert bool((worse <= together.bound + 1e-7).all())
 
 
@@ -327,6 +328,12 @@ def test_impossible_arguments_are_named():
     views = random_views(model)
     with pytest.raises(ValueError, match="pass them"):
         Posterior(model)
+    with pytest.raises(TypeError, match="model must be"):
+        Posterior(3, views)
+    explicit = random_model(5, (3, 2), 2, collapsed=False)
+    for rate in (math.inf, 1e300, math.nan, -1.0):
+        with pytest.raises(ValueError, match="learning_rate must be a positive number"):
+            fit_minibatches(explicit, views, 1, batch_size=2, learning_rate=rate)
     posterior = Posterior(model, views)
     with pytest.raises(ValueError, match="at least one view"):
         posterior.infer([None, None])

@@ -118,3 +118,11 @@ def test_shapes_must_fit():
         GatedDecoder(torch.zeros(4, 5), torch.zeros(4, 2), torch.zeros(4, 3, 1))
     with pytest.raises(ValueError, match="zeros and ones"):
         GatedDecoder(torch.rand(4, 5), torch.full((4, 2), 0.3), torch.zeros(4, 2, 1))
+
+
+@pytest.mark.parametrize("name", ["outputs", "switches", "poses"])
+def test_complex_examples_are_refused_by_name(name):
+    examples = {"outputs": torch.rand(4, 5), "switches": torch.ones(4, 2), "poses": torch.zeros(4, 2, 1)}
+    examples[name] = examples[name].to(torch.complex64)
+    with pytest.raises(TypeError, match=f"{name} of the examples must be real"):
+        GatedDecoder(**examples)

@@ -108,7 +108,7 @@ class SASModel(SharedLatents):
             deviation = torch.where(observed, x - self.loc, 0.0)
             variance = total([deviation.square().sum()])[0] / counts.sum()
             if not float(variance) > 0:
-                raise ValueError("the data do not vary: there is nothing to learn")
+                raise ValueError("the data x do not vary: there is nothing to learn")
             self.noise = 0.5 * variance.to(self.loc)
             if isinstance(self.kernel, kernels.Isotropy):
                 self.kernel.variance = cast("Any", variance.to(self.loc))
@@ -161,7 +161,7 @@ class SASModel(SharedLatents):
         return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
 
     def _check_data(self, x: Tensor) -> None:
-        """Refuses training data of another shape, integers, and infinity."""
+        """Refuses training data of another shape, integers, and what is infinite or nearly so."""
         shape = (total_rows(x), *x.shape[1:])
         if shape != (self.num_data, self.num_outputs):
             everywhere = " in all processes" if shape[0] > len(x) else ""
@@ -174,8 +174,10 @@ class SASModel(SharedLatents):
             raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
         if not x.is_floating_point():
             raise TypeError(f"data x must be floating point; got {x.dtype}")
-        if bool(x.isinf().any()):
-            raise ValueError("data x must be finite, or NaN where missing; got infinity")
+        # Sums of squares of larger numbers are infinite.
+        largest = torch.finfo(x.dtype).max ** 0.4
+        if bool((x.abs() > largest).any()):
+            raise ValueError(f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got infinity or more")
 
     @property
     def noise_variance(self) -> Tensor:

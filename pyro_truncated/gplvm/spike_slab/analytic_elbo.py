@@ -10,7 +10,7 @@ from pyro.infer import ELBO
 from torch import Tensor
 
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
-from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, settle_switches
+from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, settle_switches, switch_moves
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
 
@@ -24,7 +24,8 @@ class Analytic_ELBO(ELBO):
     Gradients switch dimensions off before anything has been learned that they would be good for. Training steps on a
     :class:`~pyro_truncated.gplvm.SpikeSlabMRD` therefore hold its switches: on for the first ``warm_up`` steps since the model was made or
     initialised, then at their optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`), which is found every ``every``
-    steps.
+    steps. If the model is collapsed, each is also tried on and off with the inducing variables adapted
+    (:func:`~pyro_truncated.gplvm.switch_moves`): a bound without gradient for each switch.
 
     Example:
         >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
@@ -85,6 +86,8 @@ class Analytic_ELBO(ELBO):
             with torch.no_grad():
                 owner.logits = torch.full_like(owner.logits, NEARLY_ON)
         if (step - self.warm_up) % self.every == 0:
+            if owner.collapsed:
+                switch_moves(owner, y)
             settle_switches(owner, y)
         return owner.holding(owner.probability.detach())
 

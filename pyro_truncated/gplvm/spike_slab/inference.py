@@ -13,6 +13,7 @@ from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
@@ -63,6 +64,7 @@ class Posterior:
         y: the data it was trained on; needed if it is collapsed.
     """
 
+    @names_arguments
     @torch.no_grad()
     def __init__(self, model: SpikeSlabMRD, y: Views | None = None) -> None:
         self.model = model
@@ -195,9 +197,9 @@ class Posterior:
             used = torch.ones_like(used)
         loc = self._start(data, used, candidates, prior)
         log_scale = torch.full_like(loc, 0.1).log()
-        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s, prior=prior).sum(), loc, log_scale, steps, tolerance)
+        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s, prior).sum(), loc, log_scale, steps, tolerance)
         with torch.no_grad():
-            bound = self._contribution(data, used, loc, log_scale, per_datum=True, prior=prior)
+            bound = self._contribution(data, used, loc, log_scale, prior, per_datum=True)
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
 
     def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
@@ -235,16 +237,10 @@ class Posterior:
         return loc[score.argmax(1)].clone()
 
     def _contribution(
-        self,
-        data: dict[int, Tensor],
-        used: Tensor,
-        loc: Tensor,
-        log_scale: Tensor,
-        per_datum: bool = False,
-        prior: tuple[Tensor, Tensor] | None = None,
+        self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor], per_datum: bool = False
     ) -> Tensor:
         """Contribution of each new data point to the bound, ``(N,)``, or their sum."""
-        mean, deviation = (torch.zeros_like(loc), torch.ones_like(loc)) if prior is None else prior
+        mean, deviation = prior
         square = ((loc - mean).square() + (2 * log_scale).exp()).double() / deviation.square()
         divergence = (used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
         total = -(divergence if per_datum else divergence.sum())

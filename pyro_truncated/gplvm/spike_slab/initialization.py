@@ -48,10 +48,11 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
         ValueError: if the start is unknown or misshapen, or a view is constant.
     """
     views = model.check_data(y)
-    complete = [_prepare(view, data) for view, data in zip(model.views, views, strict=True)]
+    complete = [_prepare(c, view, data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
     loc = _latent_means(start, complete, model.num_latents, generator)
     if loc.shape != (model.num_data, model.num_latents) or not bool(loc.isfinite().all()):
-        raise ValueError(f"latent means must be finite and of shape {(model.num_data, model.num_latents)}; got shape {tuple(loc.shape)}")
+        expected = model.num_data, model.num_latents
+        raise ValueError(f"start must give finite latent means of shape {expected}; got {tuple(loc.shape)}")
     # Copies: training goes on in place, and the user's start must stay one for the next run.
     model.set_latents(loc, torch.full_like(loc, _START_SCALE))
     model.logits = model.prior.logit()
@@ -60,14 +61,14 @@ def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: t
         _start_view(view, model.loc.detach(), data.square().mean(), generator)
 
 
-def _prepare(view: View, y: Tensor) -> Tensor:
+def _prepare(c: int, view: View, y: Tensor) -> Tensor:
     """Centres a view; returns its data with zeros (the means) for missing entries."""
     numbers = y if view.likelihood is None else view.likelihood.as_numbers(y)
     mean = numbers.nanmean(0).nan_to_num()
     view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
     centred = (numbers - mean).double().nan_to_num()
     if not bool((centred != 0).any()):
-        raise ValueError("a view is constant: there is nothing to learn from it")
+        raise ValueError(f"view {c} of y does not vary (its outputs are constant, or all missing): there is nothing to learn from it")
     return centred
 
 

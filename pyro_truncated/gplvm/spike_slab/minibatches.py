@@ -22,6 +22,8 @@ from pyro_truncated.utils.counts import check_count
 
 _INDUCING = (".mean", ".scale_tril")
 _TURNS = 20
+# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
+_FASTEST = 10.0
 
 
 @names_arguments
@@ -130,6 +132,8 @@ def fit_minibatches(
         ValueError: if the model is collapsed, or a number is out of range.
     """
     steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
+    if not 0 < learning_rate <= _FASTEST:
+        raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
     with failing_together() if is_part(views) else nullcontext():

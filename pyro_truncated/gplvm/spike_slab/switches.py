@@ -116,7 +116,8 @@ def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
     bound = float(model.bound(y))
     for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
         now = model.logits.detach().clone()
-        for value in (-_SURE, _SURE):
+        # A switch that is sure already is only tried the other way.
+        for value in (v for v in (-_SURE, _SURE) if v * float(now[c, q]) < _SURE**2):
             moved = now.clone()
             moved[c, q] = value
             model.logits = moved
