@@ -89,7 +89,9 @@ def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
         TypeError: if inputs are no numbers.
     """
     if is_exact:
-        raise ValueError("polish=True moves inducing inputs, of which an exact regression has none; give num_inducing")
+        raise ValueError(
+            "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
+        )
     if not isinstance(kernel, InputKernel):
         raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
     return kernel

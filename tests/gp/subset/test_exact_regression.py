@@ -92,6 +92,18 @@ def test_a_line_says_what_is_taken(data: tuple[Tensor, Tensor], caplog: pytest.L
     exact, sparse = caplog.messages
     assert "is exact on up to 3000" in exact
     assert "takes 512 inducing inputs" in sparse
+    assert "num_inducing=3001 makes it exact" in sparse
+    assert SubsetGPRegression(smooth_rbf(large), large, num_inducing=3001).is_exact
+    assert not SubsetGPRegression(smooth_rbf(large), large, num_inducing=3000).is_exact
+    larger = torch.rand(5001, 1, dtype=torch.float64)
+    assert not SubsetGPRegression(smooth_rbf(larger), larger, num_inducing=5001).is_exact
+
+
+def test_as_many_inducing_inputs_as_data_are_an_exact_regression(data: tuple[Tensor, Tensor]) -> None:
+    models = [SubsetGPRegression(smooth_rbf(data[0]), data[1], num_inducing=size) for size in (None, N)]
+    assert models[0].fit(max_epochs=5) == models[1].fit(max_epochs=5)
+    for one, other in zip(*(model.predict(data[0][:5] + 0.1) for model in models), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
 def test_there_is_nothing_to_polish(data: tuple[Tensor, Tensor]) -> None:
