@@ -88,13 +88,20 @@ def density_of(model: GaussianMixture, y: Tensor) -> float:
     return float(log_joint.logsumexp(1).mean())
 
 
-def ours(y: Tensor, test: Tensor, num_components: int, covariance: str, seed: int, passes: int) -> Iterator[Result]:
-    """Truncated EM on minibatches of at least twenty data points per component; yields after the start and every pass."""
+def ours(
+    y: Tensor, test: Tensor, num_components: int, covariance: str, seed: int, passes: int, known: dict[str, Tensor] | None = None
+) -> Iterator[Result]:
+    """Truncated EM on minibatches of at least twenty data points per component; yields after the start and every pass.
+
+    Parameters that are known begin with these values: what the others reach tells what a better start would be worth.
+    """
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
     began, spent = time.process_time(), 0.0
     model = mixture(num_components, covariance).initialize(y)
     seeded = time.process_time() - began
+    for name, value in (known or {}).items():
+        setattr(model, name, value.detach().clone())
     guide = AutoTruncated(model, num_states=NUM_STATES, init=model.likeliest_components(y, NUM_STATES))
     search = NeighbourSearch(8, parents=3, num_random=1)
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
@@ -153,6 +160,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--methods", nargs="+", choices=["ours", "kmeans", "sklearn"], default=["ours", "kmeans"])
+    parser.add_argument("--known", nargs="*", default=[], help="parameters of our mixture that begin as those that the data are from")
     args = parser.parse_args()
     y, test, truth = mixture_data(args.components, args.data, args.covariance, args.seed)
 
@@ -161,8 +169,9 @@ def main() -> None:
         print(json.dumps({"method": method, **setting, **found}), flush=True)
 
     show("truth", log_density=density_of(truth, test))
+    known = {name: getattr(truth, name) for name in args.known}
     runs: dict[str, Callable[[], Any]] = {
-        "ours": lambda: ours(y, test, args.components, args.covariance, args.seed, args.passes),
+        "ours": lambda: ours(y, test, args.components, args.covariance, args.seed, args.passes, known),
         "kmeans": lambda: [kmeans(y, test, args.components, args.seed)],
         "sklearn": lambda: [sklearn_mixture(y, test, args.components, args.covariance, args.seed, args.passes)],
     }
