@@ -71,6 +71,10 @@ class Pretender(torch.Tensor):
     def data(self, value: Pretender) -> None:
         self.inner = value.inner
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # What is saved of a device's tensor is read on the CPU.
+        return self.inner.__reduce_ex__(protocol)
+
     def data_ptr(self) -> int:
         """Where the values are."""
         return self.inner.data_ptr()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from pyro_truncated.scenes import PlacementMoves
 from pyro_truncated.search import ConditionalSearch, Search, Singletons
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.models.configurations import CLOSED_FORM, CONFIGURATIONS
+from tests.pretended_device import DEVICE, PretendedDevice, there
 
 N = 20
 
@@ -56,19 +58,30 @@ class Place:
     kind: str
     tolerance: float = 0.0
 
-    def __call__(self) -> contextlib.AbstractContextManager[None]:
-        return ops.use(self.kind)
+    def __call__(self) -> contextlib.AbstractContextManager[Any]:
+        return PretendedDevice() if self.is_pretended else ops.use(self.kind)
+
+    @property
+    def is_pretended(self) -> bool:
+        return self.device == DEVICE.type
+
+    def brought(self, thing: Any) -> Any:
+        """A tensor or a module, brought there."""
+        return there(thing) if self.is_pretended else thing.to(self.device)
 
 
 pytestmark = pytest.mark.slow
 
 HERE = Place("cpu", "compiled")
+# They take several minutes; the shipped models are counted on such a device in every run (test_device_calls.py).
+PRETENDED = pytest.mark.skipif("PRETENDED_DEVICE" not in os.environ, reason="set PRETENDED_DEVICE to run on a device that is pretended")
 NO_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.fixture(
     params=[
         pytest.param(Place("cpu", "vectorised", 1e-12), id="cpu forced"),
+        pytest.param(Place(DEVICE.type, "vectorised", 1e-12), id="pretended", marks=PRETENDED),
         pytest.param(Place("cuda", "vectorised", 1e-9), id="cuda", marks=[pytest.mark.gpu, NO_GPU]),
     ]
 )
@@ -87,7 +100,7 @@ def at(place: Place) -> Iterator[Callable[[Any], Any]]:
     pyro.clear_param_store()
     pyro.set_rng_seed(3)
     with place():
-        yield lambda thing: thing.to(place.device)
+        yield place.brought
 
 
 def bsc(dtype: torch.dtype = torch.float64, num_latents: int = 8, num_data: int = 60) -> tuple[BinarySparseCoding, Tensor]:
@@ -193,14 +206,14 @@ def test_latents_of_several_values_are_searched_alike(sizes: list[int], both: tu
     weight = torch.randn(space.num_latents, dtype=torch.float64)
     for place in both:
         with at(place):
-            weights = weight.to(place.device)
+            weights = place.brought(weight)
 
             def model(y: Tensor, weights: Tensor = weights) -> None:
                 with pyro.plate("data", len(y)):
                     values = [pyro.sample(f"s{i}", uniform(size, y.device)) for i, size in enumerate(sizes)]
                     pyro.sample("y", pyro.distributions.Normal(sum(w * s for w, s in zip(weights, values, strict=True)), 0.5), obs=y)
 
-            guide, y = AutoTruncated(model, 9), table[:, 0].to(place.device)
+            guide, y = AutoTruncated(model, 9), place.brought(table[:, 0])
             log_joint = guide.log_joint_of(y)
             for search in (ConditionalSearch(30), EvolutionarySearch(3, 3, 2, mutation="sparseflips"), SampledSearch(6)):
                 guide.search_(search, log_joint)
@@ -244,6 +257,9 @@ def test_occluding_objects_take_the_same_course(order: str, both: tuple[Place, P
 
 @pytest.mark.parametrize("back", [False, True])
 def test_a_run_goes_on_elsewhere(back: bool, elsewhere: Place, tmp_path: Path) -> None:
+    if elsewhere.is_pretended and not back:
+        pytest.skip("torch loads nothing onto the device in whose name the pretended one goes")
+
     def run(place: Place, steps: int, load: bool = False, save: bool = False) -> list[float]:
         with at(place) as there:
             model, y = map(there, bsc())
@@ -290,7 +306,7 @@ def test_populations_agree(elsewhere: Place) -> None:
     merged = population.merge(candidates)
     with elsewhere():
         moved = [
-            dataclasses.replace(p, words=p.words.to(elsewhere.device), log_joint=p.log_joint.to(elsewhere.device))
+            dataclasses.replace(p, words=elsewhere.brought(p.words), log_joint=elsewhere.brought(p.log_joint))
             for p in (population, candidates)
         ]
         other = moved[0].merge(moved[1])
