@@ -17,19 +17,22 @@ class CrewError(AssertionError):
 
 
 class Crew:
-    """Processes that are started once and run many functions.
+    """Processes that are started once and run many functions; after one has hung, all are started anew.
 
     Args:
         number: how many.
-        limit: seconds after which one that has not answered hangs.
+        limit: seconds after which one that has not answered hangs. The first function may have to wait until kernels are compiled.
     """
 
-    def __init__(self, number: int, limit: float = 60.0) -> None:
-        self.limit = limit
-        context = mp.get_context("spawn")
+    def __init__(self, number: int, limit: float = 180.0) -> None:
+        self.number, self.limit = number, limit
         self.folder = tempfile.TemporaryDirectory()
         self._groups = 0
-        pairs = [context.Pipe() for _ in range(number)]
+        self._start()
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        pairs = [context.Pipe() for _ in range(self.number)]
         self._pipes = [pair[0] for pair in pairs]
         self._members = [context.Process(target=_serve, args=(pair[1],), daemon=True) for pair in pairs]
         for member in self._members:
@@ -43,6 +46,9 @@ class Crew:
             pipe.send((rank, number, store, function, args, kwargs))
         for pipe in self._pipes[:number]:
             if not pipe.poll(self.limit):
+                # Its answer would be taken for that to the next question.
+                self._stop(0.0)
+                self._start()
                 raise CrewError("a process hangs")
         return [pipe.recv() for pipe in self._pipes[:number]]
 
@@ -60,11 +66,14 @@ class Crew:
 
     def end(self) -> None:
         """Ends the processes."""
+        self._stop(5.0)
+        self.folder.cleanup()
+
+    def _stop(self, patience: float) -> None:
         for pipe, member in zip(self._pipes, self._members, strict=True):
             pipe.close()
-            member.join(5)
+            member.join(patience)
             member.kill()
-        self.folder.cleanup()
 
 
 def _serve(pipe: Connection) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Truncated_ELBO, distributed
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding
+from tests.pretended_device import PretendedDevice, there
 
 
 def made(y: Tensor, dtype: torch.dtype = torch.float64, **options: Any) -> SVI:
@@ -68,6 +69,9 @@ def test_what_files_cannot_hold_is_refused(y, tmp_path):
     states = torch.zeros(100, 8, 6)
     with pytest.raises(ValueError, match="a guide with a store takes no init"):
         made(y, store=tmp_path, init=states).guide.setup(y)
+    with PretendedDevice(), pytest.raises(ValueError, match="populations in files are those of models on the CPU; this one is on"):
+        AutoTruncated(there(BinarySparseCoding(9, 6, dtype=torch.float64).initialize(y)), 8, store=tmp_path).setup(there(y))
+    assert not list(tmp_path.iterdir())
 
 
 class Watched(Tensor):
