@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -64,11 +63,11 @@ def restore(image: np.ndarray, noise: float) -> tuple[np.ndarray, dict[str, Any]
     """By this library with its defaults; the noise is not told."""
     import torch
 
-    from pyro_truncated.restoration import denoise
+    from pyro_truncated.restoration import denoise, inpaint
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    restored = denoise(image, progress=False)
+    restored = (inpaint if np.isnan(image).any() else denoise)(image, progress=False)
     return restored.image.numpy(), {"noise_learned": restored.noise}
 
 
@@ -88,6 +87,9 @@ def run(method: Any, folder: Path, pattern: str) -> None:
         start = time.process_time()
         image, extra = method(data["damaged"], float(data["noise"]))
         row = {"method": method.__name__, "image": path.stem, "psnr": decibels(image, data["truth"]), "cpu": time.process_time() - start}
+        hidden = np.isnan(data["damaged"])
+        if hidden.any():
+            extra["psnr_of_hidden"] = decibels(image[hidden], data["truth"][hidden])
         np.save(folder / f"{method.__name__}_{path.stem}.npy", image.astype(np.float32))
         with (folder / "results.jsonl").open("a") as file:
             file.write(json.dumps({**row, **extra}) + "\n")
@@ -95,16 +97,24 @@ def run(method: Any, folder: Path, pattern: str) -> None:
 
 
 def table(folder: Path) -> None:
-    """Prints the rows of a table, one for each image and noise, averaged over the seeds."""
+    """Prints a row for each image and noise, with the decibels of all seeds, and one for the mean over the images of what both restored."""
     rows = [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    for row in rows:
-        found.setdefault(row["image"].rsplit("_", 1)[0], {}).setdefault(row["method"], []).append(row)
-    for image, methods in found.items():
-        ours, theirs = (methods.get(name, []) for name in ("restore", "bm3d"))
-        decibels = [" ".join(f"{row['psnr']:.2f}" for row in sorted(part, key=lambda row: row["image"])) for part in (ours, theirs)]
-        noise = " ".join(f"{row.get('noise_learned', math.nan):.1f}" for row in ours)
-        print(f"| {image} | {decibels[0]} | {decibels[1]} | {noise} | {' '.join(format(row['cpu'], '.0f') for row in ours)} |")
+    ours, theirs = ({row["image"]: row for row in rows if row["method"] == name} for name in ("restore", "bm3d"))
+    both = sorted((image.rsplit("_", 2) for image in ours if image in theirs), key=lambda parts: parts[1])
+    for damage in dict.fromkeys(damage for _, damage, _ in both):
+        images = ["_".join(parts) for parts in both if parts[1] == damage]
+        for name in dict.fromkeys(image.rsplit("_", 2)[0] for image in images):
+            print(line(name, damage, [image for image in images if image.startswith(name)], ours, theirs))
+        print(line("mean", damage, images, ours, theirs))
+
+
+def line(name: str, damage: str, images: list[str], ours: dict[str, Any], theirs: dict[str, Any]) -> str:
+    """A row of the table: the decibels of up to three images, and means."""
+    both = [np.array([found[image]["psnr"] for image in images]) for found in (ours, theirs)]
+    shown = [", ".join(f"{one:.2f}" for one in found) if len(images) <= 3 else f"{found.mean():.2f}" for found in both]
+    noise, seconds = ([ours[image][key] for image in images] for key in ("noise_learned", "cpu"))
+    difference, times = (both[0] - both[1]).mean(), f"{min(seconds):.0f} to {max(seconds):.0f}"
+    return f"| {name} | {damage} | {shown[0]} | {shown[1]} | {difference:+.2f} | {np.mean(noise):.1f} | {times} | {len(images)} |"
 
 
 def main() -> None:
