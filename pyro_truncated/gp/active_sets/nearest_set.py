@@ -13,8 +13,8 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.counts import check_count
 
-# Numbers of the largest tensors.
-_BUDGET = 10_000_000
+# Numbers of the largest tensors: of these, several come and go, and small ones are not asked of the system each time.
+_BUDGET = 1_000_000
 
 
 class NearestSet:

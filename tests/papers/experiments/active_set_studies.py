@@ -178,7 +178,39 @@ def study_tables(results: list[dict[str, Any]]) -> list[str]:
     """Markdown lines of all studies that have been made."""
     made = {row["study"]: row for row in results if "study" in row}
     lines = [line for name, table in _TABLES.items() if name in made for line in table(made[name])]
-    return lines + bias_table()
+    return lines + bias_table() + again_table(results)
+
+
+def again_table(results: list[dict[str, Any]]) -> list[str]:
+    """Runs of stored rows made once more by later code, with the same seed, beside what is stored."""
+    kept = {_key(row): row for row in results if "data" in row}
+    again = [(row["day"], kept[_key(row["again"])], row["again"]) for row in results if "again" in row]
+    if not again:
+        return []
+    lines = [
+        "## One seed again", "",
+        "Runs of rows above that are of an earlier day, once more with seed 0 by the code of a later one: the stored run, then the new",
+        "one. CPU seconds are those of the whole run, with the inference of test images.", "",
+        "| data | method | A | day | RMSE all | MAE all | NLPD all | RMSE chosen | kNN | lower half: RMSE | CPU s |",
+        "| " + " | ".join(["---"] * 11) + " |",
+    ]  # fmt: skip
+    scores = [("all", "rmse"), ("all", "mae"), ("all", "nlpd"), ("chosen", "rmse"), ("knn",), ("half", "rmse")]
+    for day, *runs in again:
+        cells = [", ".join(filter(None, (_score(run, *names) for run in runs))) for names in scores]
+        new = runs[1]
+        lines.append(f"| {new['data']} | {new['method']} | {new['active'] or ''} | {day} | {' | '.join(cells)} | {new['whole']:.0f} |")
+    return [*lines, ""]
+
+
+def _key(run: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(run[name] for name in ("data", "method", "active", "seed", "num_train", "epochs"))
+
+
+def _score(run: dict[str, Any], *names: str) -> str:
+    value: Any = run
+    for name in names:
+        value = value.get(name) if isinstance(value, dict) else None
+    return "" if value is None else f"{value:.4f}"
 
 
 def bias_table(num_data: int = 11, num_outputs: int = 50) -> list[str]:
