@@ -101,12 +101,16 @@ class CandidateLatents:
         """Posterior probabilities of the candidates for data points ``(M, D)``, NaN where missing: ``(M, K)``.
 
         Raises:
+            TypeError: if data points are complex.
             ValueError: if data points have another number of outputs, or are infinite.
         """
         return (self._log_joint(self._checked(x), self.noise) / self.temperature).softmax(1)
 
     def _checked(self, x: Tensor) -> Tensor:
-        x = as_tensors(x, self._mean).to(self._mean)
+        x = as_tensors(x, self._mean)
+        if x.is_complex():
+            raise TypeError(f"data points x must be real; got {x.dtype}")
+        x = x.to(self._mean)
         if x.dim() != 2 or x.shape[1] != self._mean.shape[1] or bool(x.isinf().any()):
             raise ValueError(f"data points x must be finite or NaN and of shape (M, {self._mean.shape[1]}); got {tuple(x.shape)}")
         return x

@@ -46,8 +46,9 @@ class SpikeSlabMRD(SpikeSlabBound):
         others by curved functions. Of three signals on a line, one private to either view and one shared (section 5.1 of the paper, 50
         points, noise 0.1, seeds 31 and 32 of the data), the bound is 119 and 133 with these three latents, trained from the true signals,
         but 245 and 266 with two. Where training ends depends on the way there: :func:`~pyro_truncated.gplvm.fit` at 119, with the pattern
-        of the signals, and at 266, with two; SVI, on the first of these data, at 239, with two. With linear kernels, as in the paper, the pattern is found by ``fit`` and by SVI; SVI takes
-        five times as long and more (2000 steps of Adam, 10 to 15 CPU seconds; RBF 36, where ``fit`` takes 6).
+        of the signals, and at 266, with two; SVI, on the first of these data, at 239, with two. With linear kernels, as in the paper, the
+        pattern is found by ``fit`` and by SVI. SVI takes five times as long and more (2000 steps of Adam, 10 to 15 CPU seconds; RBF 37,
+        where ``fit`` takes 6).
 
     Args:
         num_data: number of data points ``N``.
