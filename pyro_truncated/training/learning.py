@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, have_agreed
-from pyro_truncated.training.starts import Run, Settings, Start, offer, put_back, space_of, start, undriven
+from pyro_truncated.training.model_parameters import copies, disturb, put_back
+from pyro_truncated.training.starts import Run, Settings, Start, offer, space_of, start, undriven
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -25,11 +27,12 @@ from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
+_LAST_RATE = 0.1
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
-# again; chains of a Gibbs sampler over few selected latents lose most components at one.
+# again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
-_DEFAULTS_OF_SAMPLERS = 5.0, 0.05
+_DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -54,7 +57,7 @@ def learn(
     short_steps: int | None = None,
     temperature: float | None = None,
     tolerance: float | None = None,
-    lr: float = 0.02,
+    lr: float = 0.1,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -86,19 +89,21 @@ def learn(
 
     Args:
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
-            itself where a start may lie; other models start where they are, then from disturbed parameters.
+            itself where a start may lie. Others start where they are, then in turn where the best start has ended and where they were,
+            with noise as large as what their parameters have reached, as often as ``starts`` says.
         y: data, ``(N, ...)``, the model's argument.
         search: fills the populations; default: exhaustive where a population holds all states, evolutionary with crossover for binary
             latents, otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts.
-        short_steps: steps of a start; default: 60 with closed-form M-steps, else half of ``steps``.
-        temperature: temperature that a start begins with; default: 20, but 5 for Gibbs sampling, and 1 for mixtures, those models with a
-            single discrete latent per data point: the components that a high temperature makes equal do not part again.
+        short_steps: steps of a start; default: 60, but half of ``steps`` for Gibbs sampling.
+        temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for mixtures, those
+            models with a single discrete latent per data point: the components that a high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
             whose optima lie closer together.
-        lr: learning rate of gradient steps.
+        lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
+            at the beginning (but at least .2), of all others as it is.
         generator: source of randomness of the starts; default: torch's global one.
         progress: whether to show a progress bar; default: if the output is a terminal.
 
@@ -107,14 +112,14 @@ def learn(
         is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached.
 
     Warns:
-        DisagreeingStartsWarning: if no two starts agree.
+        DisagreeingStartsWarning: if no two starts agree; of those that began where another one had ended none counts.
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
-    closed_form = isinstance(model, ClosedFormModel)
-    short = short_steps if short_steps is not None else 60 if closed_form else max(1, steps // 2)
+    by_gradients = not isinstance(model, (ClosedFormModel, GibbsModel))
+    short = short_steps if short_steps is not None else 60 if isinstance(model, ClosedFormModel) or by_gradients else max(1, steps // 2)
     num_states, steps, starts, short = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short)
     if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
         raise TypeError(
@@ -130,45 +135,56 @@ def learn(
     space = None if isinstance(model, GibbsModel) else space_of(model, part)
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
-    first_temperature, nearness = _defaults(space)
+    first_temperature, nearness = _defaults(space, by_gradients)
     falling = cooling(first_temperature if temperature is None else temperature, short)
     nearness = nearness if tolerance is None else tolerance
     reached: list[Reached] = []
+    energies: list[float] = []
     best = Start(Reached(-math.inf), {}, None)
+    # Of models that do not say where starts may lie, half of them begin where the model is, half where the best one has ended.
+    first = None if hasattr(model, "initialize") else copies(model, part)
     with undriven(model), progress_bar(progress, total=starts * short + steps) as bar:
         for number in range(starts):
             bar.set_description(f"start {number + 1}")
-            found = start(model, part, settings, falling, short, number, generator)
-            reached.append(found.reached)
+            if first is not None and number:
+                put_back(model, part, best.parameters if number % 2 else first)
+                disturb(model, part, best.parameters, generator)
+            found = start(model, part, settings, falling, short, generator)
+            if first is None or number % 2 == 0:
+                # The others may only have come back.
+                reached.append(found.reached)
             best = max(best, found, key=lambda one: one.reached.free_energy)
             bar.update(short)
-            if have_agreed(reached, nearness):
+            energies.append(found.reached.free_energy)
+            # Starts from one place agree in bad optima, too.
+            if first is None and have_agreed(reached, nearness):
                 break
         put_back(model, part, best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
-        run = Run(model, y, settings)
+        run = Run(model, y, dataclasses.replace(settings, lrd=_LAST_RATE ** (1 / steps)))
         if best.states is not None and is_all:
             offer(run, y, own_rows(best.states, y))
         for _ in range(steps):
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
         run.end()
-    if starts > 1 and not have_agreed(reached, nearness):
-        _warn(reached)
-    run.guide.starts = [one.free_energy for one in reached]
+    is_reached_twice = have_agreed(reached, nearness) and max(energies) <= max(one.free_energy for one in reached) + nearness
+    if starts > 1 and not is_reached_twice:
+        _warn(energies)
+    run.guide.starts = energies
     return run.guide
 
 
-def _defaults(space: StateSpace | None) -> tuple[float, float]:
-    if space is None:
-        return _DEFAULTS_OF_SAMPLERS
-    return _DEFAULTS_OF_MIXTURES if space.num_latents == 1 else _DEFAULTS
+def _defaults(space: StateSpace | None, by_gradients: bool) -> tuple[float, float]:
+    if space is not None and space.num_latents == 1:
+        return _DEFAULTS_OF_MIXTURES
+    return _DEFAULTS_OF_SLOW_STEPS if space is None or by_gradients else _DEFAULTS
 
 
-def _warn(reached: Sequence[Reached]) -> None:
-    ordered = ", ".join(f"{value:.2f}" for value in sorted((one.free_energy for one in reached), reverse=True))
+def _warn(energies: Sequence[float]) -> None:
+    ordered = ", ".join(f"{value:.2f}" for value in sorted(energies, reverse=True))
     warnings.warn(
-        f"no two of {len(reached)} starts reached the same free energy per data point ({ordered}): the best one may be a local optimum. "
+        f"no two of {len(energies)} starts reached the same free energy per data point ({ordered}): the best one may be a local optimum. "
         "Try more starts, more short_steps, or a higher temperature.",
         DisagreeingStartsWarning,
         stacklevel=4,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
 import pyro
 import pyro.poutine as poutine
@@ -27,6 +28,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.model_parameters import copies, forgetting_guides, rate_of, tensors_of
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -49,11 +51,19 @@ class ResizableModel(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all runs of a call have in common."""
+    """What all runs of a call have in common.
+
+    Attributes:
+        search: fills the populations.
+        num_states: states per data point.
+        lr: learning rate of gradient steps, see :func:`rate_of`.
+        lrd: what it is multiplied by from step to step.
+    """
 
     search: Search | None
     num_states: int
-    lr: float = 0.02
+    lr: float = 0.1
+    lrd: float = 1.0
 
 
 class Run:
@@ -75,7 +85,7 @@ class Run:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
-        self._svi = SVI(model, self.guide, self._driver or ClippedAdam({"lr": settings.lr}), elbo)
+        self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
 
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it."""
@@ -128,10 +138,8 @@ class Start(NamedTuple):
     states: Tensor | None
 
 
-def start(
-    model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, number: int, generator: torch.Generator | None
-) -> Start:
-    """A short run from a start of its own.
+def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None) -> Start:
+    """A short run from where the model says that one may start, by ``initialize``, or from where it is.
 
     Args:
         model: the model; one that can be resized stays as it is, others are left where the run ends.
@@ -139,7 +147,6 @@ def start(
         settings: what all runs have in common.
         temperature: as a function of the step.
         steps: steps of training.
-        number: how many starts there were before: the first one of a model without ``initialize`` is where the model is.
         generator: source of randomness.
     """
     if isinstance(model, ResizableModel) and not isinstance(model, GibbsModel):
@@ -147,9 +154,7 @@ def start(
             return _grown_and_shrunk(model, y, settings, temperature, steps, generator)
     if hasattr(model, "initialize"):
         model.initialize(y, generator)
-    elif number:
-        _disturb(model, y, generator)
-    with _forgetting_guides(model, y):
+    with forgetting_guides(model, y):
         reached = trained(Run(model, y, settings, temperature), y, steps)
     return Start(reached, copies(model, y), None)
 
@@ -168,6 +173,8 @@ def _grown_and_shrunk(
         kept = _losses(run, y).topk(fewer).indices.sort().values
         states = _states(run)[..., kept]
         model = model.with_latents(kept)
+        # In the names of the parameters of this one, a module of Pyro's own has those of the larger one.
+        pyro.clear_param_store()
         run = Run(model, y, settings)
         offer(run, y, states)
         reached = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
@@ -182,7 +189,7 @@ def _gained_from_noise(model: Any, run: Run, y: Tensor) -> float:
 
 
 def _num_parameters(model: Any, y: Tensor) -> int:
-    return sum(value.numel() for value in _tensors(model, y).values())
+    return sum(value.numel() for value in tensors_of(model, y).values())
 
 
 def _states(run: Run) -> Tensor:
@@ -227,56 +234,6 @@ def offer(run: Run, y: Tensor, states: Tensor) -> None:
     population = guide.rescored(log_joint)
     merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
     guide.populations.store_(merged.log_joint, None, merged.words)
-
-
-# --- parameters ---
-
-
-def _tensors(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """The tensors that hold what a model has learned, by name."""
-    if isinstance(model, torch.nn.Module):
-        return model.state_dict()
-    with spare_random_numbers(), poutine.block(), torch.no_grad():
-        nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
-    return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
-
-
-def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """What a model has learned, by name, apart from the model."""
-    return {name: value.clone() for name, value in _tensors(model, y).items()}
-
-
-@contextmanager
-def _forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
-    """Takes parameters that are not the model's out of Pyro's store: those of a guide, whose name the next one will bear."""
-    store = pyro.get_param_store()
-    before = set(store)
-    try:
-        yield
-    finally:
-        for name in set(store) - before - _tensors(model, y).keys():
-            del store[name]
-
-
-def _unconstrained(value: Any) -> Tensor:
-    return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _disturb(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Adds noise to the (unconstrained) parameters, of half their root mean square, or of a half to those that are zero."""
-    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else _tensors(model, y)
-    for value in named.values():
-        size = value.square().mean().sqrt()
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=None if generator is None else generator.device)
-        value.add_(0.5 * torch.where(size > 0, size, torch.ones_like(size)) * noise.to(value.device))
-
-
-@torch.no_grad()
-def put_back(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
-    """Writes values in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
-    for name, value in _tensors(model, y).items():
-        value.copy_(state[name])
 
 
 @contextmanager

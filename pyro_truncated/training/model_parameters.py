@@ -1,0 +1,84 @@
+"""The parameters of any model, a module or a function with parameters in Pyro's store: copies of them, starts near them, units of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pyro
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+# Parameters may start near zero, from where steps in their own unit would be too small.
+_LEAST_SIZE = 0.2
+
+
+def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """The tensors that hold what a model has learned, by name."""
+    if isinstance(model, torch.nn.Module):
+        return model.state_dict()
+    with spare_random_numbers(), poutine.block(), torch.no_grad():
+        nodes = poutine.trace(model, param_only=True).get_trace(y).nodes
+    return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
+
+
+def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """What a model has learned, by name, apart from the model."""
+    return {name: value.clone() for name, value in tensors_of(model, y).items()}
+
+
+@torch.no_grad()
+def put_back(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
+    """Writes values in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
+    for name, value in tensors_of(model, y).items():
+        value.copy_(state[name])
+
+
+@torch.no_grad()
+def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.Generator | None) -> None:
+    """Adds noise to the (unconstrained) parameters, as large as their root mean square.
+
+    Args:
+        model: the model.
+        y: its data.
+        reached: what its parameters were elsewhere: where these are larger, their root mean square counts.
+        generator: source of randomness.
+    """
+    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
+    for name, value in named.items():
+        size = max(_size(value), _size(reached[name]))
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=None if generator is None else generator.device)
+        value.add_((size or 1.0) * noise.to(value.device))
+
+
+def rate_of(lr: float, lrd: float, name: str) -> dict[str, float]:
+    """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number."""
+    value: Any = pyro.get_param_store()[name]
+    free = _unconstrained(value)
+    # Others move on logarithmic scales or alike, which know no units.
+    size = _size(free) if torch.equal(free, value.detach()) else 1.0
+    return {"lr": lr * max(_LEAST_SIZE, size), "lrd": lrd}
+
+
+@contextmanager
+def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
+    """Takes parameters that are not the model's out of Pyro's store: those of a guide, whose name the next one will bear."""
+    store = pyro.get_param_store()
+    before = set(store)
+    try:
+        yield
+    finally:
+        for name in set(store) - before - tensors_of(model, y).keys():
+            del store[name]
+
+
+def _size(value: Tensor) -> float:
+    return float(value.detach().square().mean().sqrt())
+
+
+def _unconstrained(value: Any) -> Tensor:
+    return value.unconstrained().detach() if hasattr(value, "unconstrained") else value.detach()  # type: ignore[no-any-return]
