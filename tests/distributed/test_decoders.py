@@ -137,7 +137,7 @@ def refused(what: str) -> None:
     ("what", "message"),
     [
         ("size", r"data x must have shape \((9|10), 5\) in all processes; got \(19, 5\)"),
-        ("infinite", "data x must be finite, or NaN where missing; got infinity"),
+        ("infinite", "data x must be finite, of magnitude .* got infinity or more"),
         ("no active set", "needs an active set of at least one data point"),
         ("whole", r"call gather_\(\) on all processes before other data"),
         ("functions", "the functions of a minibatch are drawn together"),
