@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +16,9 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.agreement import Reached, have_agreed
-from pyro_truncated.training.model_parameters import copies, disturb, put_back
-from pyro_truncated.training.starts import Run, Settings, Start, offer, space_of, start, undriven
+from pyro_truncated.training.model_parameters import put_back
+from pyro_truncated.training.several_starts import Plan, SeveralStarts
+from pyro_truncated.training.starts import Run, Settings, offer, space_of, undriven
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -54,7 +53,7 @@ def learn(
     num_states: int = 64,
     steps: int = 100,
     starts: int = 8,
-    short_steps: int | None = None,
+    short_steps: int = 60,
     temperature: float | None = None,
     tolerance: float | None = None,
     lr: float = 0.1,
@@ -97,7 +96,7 @@ def learn(
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts.
-        short_steps: steps of a start; default: 60, but half of ``steps`` for Gibbs sampling.
+        short_steps: steps of a start.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for mixtures, those
             models with a single discrete latent per data point: the components that a high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
@@ -118,14 +117,8 @@ def learn(
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
-    by_gradients = not isinstance(model, (ClosedFormModel, GibbsModel))
-    short = short_steps if short_steps is not None else 60 if isinstance(model, ClosedFormModel) or by_gradients else max(1, steps // 2)
-    num_states, steps, starts, short = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short)
-    if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
-        raise TypeError(
-            "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
-            f"such as GPSelect(5); got {search!r}"
-        )
+    num_states, steps, starts, short_steps = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short_steps)
+    _check_search(model, search)
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
@@ -135,50 +128,39 @@ def learn(
     space = None if isinstance(model, GibbsModel) else space_of(model, part)
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
-    first_temperature, nearness = _defaults(space, by_gradients)
-    falling = cooling(first_temperature if temperature is None else temperature, short)
-    nearness = nearness if tolerance is None else tolerance
-    reached: list[Reached] = []
-    energies: list[float] = []
-    best = Start(Reached(-math.inf), {}, None)
-    # Of models that do not say where starts may lie, half of them begin where the model is, half where the best one has ended.
-    first = None if hasattr(model, "initialize") else copies(model, part)
-    with undriven(model), progress_bar(progress, total=starts * short + steps) as bar:
-        for number in range(starts):
-            bar.set_description(f"start {number + 1}")
-            if first is not None and number:
-                put_back(model, part, best.parameters if number % 2 else first)
-                disturb(model, part, best.parameters, generator)
-            found = start(model, part, settings, falling, short, generator)
-            if first is None or number % 2 == 0:
-                # The others may only have come back.
-                reached.append(found.reached)
-            best = max(best, found, key=lambda one: one.reached.free_energy)
-            bar.update(short)
-            energies.append(found.reached.free_energy)
-            # Starts from one place agree in bad optima, too.
-            if first is None and have_agreed(reached, nearness):
-                break
-        put_back(model, part, best.parameters)
+    first_temperature, nearness = _defaults(model, space)
+    falling = cooling(first_temperature if temperature is None else temperature, short_steps)
+    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator)
+    with undriven(model), progress_bar(progress, total=starts * short_steps + steps) as bar:
+        found = SeveralStarts(model, part, settings, plan)
+        found.make(bar)
+        put_back(model, part, found.best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
         run = Run(model, y, dataclasses.replace(settings, lrd=_LAST_RATE ** (1 / steps)))
-        if best.states is not None and is_all:
-            offer(run, y, own_rows(best.states, y))
+        if found.best.states is not None and is_all:
+            offer(run, y, own_rows(found.best.states, y))
         for _ in range(steps):
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
         run.end()
-    is_reached_twice = have_agreed(reached, nearness) and max(energies) <= max(one.free_energy for one in reached) + nearness
-    if starts > 1 and not is_reached_twice:
-        _warn(energies)
-    run.guide.starts = energies
+    if starts > 1 and not found.have_agreed():
+        _warn(found.energies)
+    run.guide.starts = found.energies
     return run.guide
 
 
-def _defaults(space: StateSpace | None, by_gradients: bool) -> tuple[float, float]:
+def _check_search(model: Any, search: Search | None) -> None:
+    if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
+        raise TypeError(
+            "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "
+            f"such as GPSelect(5); got {search!r}"
+        )
+
+
+def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES
-    return _DEFAULTS_OF_SLOW_STEPS if space is None or by_gradients else _DEFAULTS
+    return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS
 
 
 def _warn(energies: Sequence[float]) -> None:

@@ -8,7 +8,7 @@ import torch
 from pyro_truncated import GPSelect, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
-from pyro_truncated.training import learning
+from pyro_truncated.training import several_starts
 from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_average
 from pyro_truncated.training.starts import Start
 
@@ -80,6 +80,6 @@ def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(mon
     model = MaxSpikeSlabSparseCoding(16, 8)
     model.weight, model.scale, model.prior = bars.components.clamp(min=1e-3), torch.tensor(2.0), torch.tensor(0.2)
     best = Start(Reached(0.0), {name: value.clone() for name, value in model.state_dict().items()}, None)
-    monkeypatch.setattr(learning, "start", lambda *args: best)
+    monkeypatch.setattr(several_starts, "start", lambda *args: best)
     learn(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"), steps=1, starts=1, progress=False)
     assert matched_bars(model.weight, bars.components, 0.98) == 8

@@ -26,7 +26,7 @@ from pyro_truncated.models import (
     SpikeSlabSparseCoding,
 )
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
-from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, learning
+from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, several_starts
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.model_parameters import copies, rate_of
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
@@ -364,7 +364,7 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch):
             pyro.get_param_store()["own.loc"].unconstrained().add_(3000.0)
         return Start(Reached(float(len(begun))), copies(model, y), None)
 
-    monkeypatch.setattr(learning, "start", start)
+    monkeypatch.setattr(several_starts, "start", start)
     with pytest.warns(DisagreeingStartsWarning):
         learn(own, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
     # Where it was; near the best, which is 3000 away; near where it was, by noise as large as what was reached.
