@@ -118,10 +118,10 @@ class DenseCovariance(NoisyCovariance):
 
     @names_arguments
     @takes_arrays
-    def __init__(self, kernel_matrix: Tensor, noise: Tensor) -> None:
+    def __init__(self, kernel_matrix: Tensor, noise: Tensor | float) -> None:
         if kernel_matrix.dim() != 2 or kernel_matrix.shape[0] != kernel_matrix.shape[1]:
             raise ValueError(f"kernel_matrix must have shape (N, N); got {tuple(kernel_matrix.shape)}")
-        self.num_data = len(kernel_matrix)
+        self.num_data, noise = len(kernel_matrix), _on(kernel_matrix, noise)
         matrix = kernel_matrix + torch.diag_embed(noise.expand(len(kernel_matrix)))
         self.cholesky = _factor_of(matrix, noise, kernel_matrix=kernel_matrix)
 
@@ -172,10 +172,10 @@ class LowRankCovariance(NoisyCovariance):
 
     @names_arguments
     @takes_arrays
-    def __init__(self, factor: Tensor, noise: Tensor) -> None:
+    def __init__(self, factor: Tensor, noise: Tensor | float) -> None:
         if factor.is_complex():
             raise TypeError(f"factor must be real; got {factor.dtype}")
-        self.factor, self.num_data = factor, len(factor)
+        self.factor, self.num_data, noise = factor, len(factor), _on(factor, noise)
         self.noise = noise.expand(len(factor))
         scaled = factor / self.noise.sqrt().unsqueeze(-1)
         identity = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
@@ -224,6 +224,11 @@ def varying_columns(targets: Tensor) -> Tensor:
     scaled = targets / targets.abs().max().clamp(min=torch.finfo(targets.dtype).tiny)
     variance = scaled.var(0, correction=0)
     return (variance > _CONSTANT_COLUMN * variance.max()) & (variance > _ROUNDING * scaled.square().mean(0))
+
+
+def _on(matrix: Tensor, noise: Tensor | float) -> Tensor:
+    """The noise as a tensor; a number takes the type of a matrix."""
+    return noise if isinstance(noise, Tensor) else matrix.new_tensor(noise)
 
 
 def _factor_of(matrix: Tensor, noise: Tensor, **parts: Tensor) -> Tensor:

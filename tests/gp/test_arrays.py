@@ -9,6 +9,7 @@ from pyro.contrib.gp import kernels, likelihoods
 from torch import Tensor
 
 from pyro_truncated import gp
+from pyro_truncated.distributions import ActiveSetGaussianProcess, ActiveSetPosterior, GivenActiveSet
 
 generator = torch.Generator().manual_seed(0)
 X, NEW = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in (40, 7))
@@ -29,6 +30,12 @@ def coregionalized(x, y):
     model = gp.CoregionalizedGPRegression(x, y)
     model.fit(max_iterations=3)
     return model
+
+
+def on_counts(x, new):
+    model = gp.SubsetGPRegression(x, x.sum(1), gp.CountKernel, num_inducing=6, generator=torch.Generator().manual_seed(0))
+    model.fit(max_epochs=2)
+    return model.predict(new)
 
 
 def leave_one_out(x, y):
@@ -53,11 +60,19 @@ CALLS = {
     "sparse": lambda x, y, new: gp.SubsetSparseGPRegression(x, y[:, 0], rbf(), num_inducing=3, index=torch.arange(3))(new),
     "variational": lambda x, y, new: variational(x, y[:, 0])(new),
     "histograms": lambda x, y, new: gp.HistogramIntersectionKernel(abs(x)).cross(abs(new), torch.arange(3)),
+    "counts": lambda x, y, new: gp.CountKernel(x.round() ** 2).cross(new.round() ** 2, torch.arange(3)),
+    "minima of counts": lambda x, y, new: gp.MinMaxKernel(x.round() ** 2).cross(new.round() ** 2, torch.arange(3)),
+    "regression on counts": lambda x, y, new: on_counts((4 * abs(x)).round(), (4 * abs(new)).round()),
     "precomputed": lambda x, y, new: gp.PrecomputedKernel(x @ x.T).diag(),
     "pivots": lambda x, y, new: gp.pivoted_cholesky(rbf(), x, 4).factor,
     "active set": lambda x, y, new: gp.ActiveSet(x, y, rbf(), 0.1).predict(new),
     "low rank": lambda x, y, new: gp.LowRankCovariance(x, torch.ones(()).double()).leave_one_out(y),
     "dense": lambda x, y, new: gp.DenseCovariance(x @ x.T, torch.ones(()).double()).log_likelihood(y),
+    "dense, noise a number": lambda x, y, new: gp.DenseCovariance(x @ x.T, 1.0).log_likelihood(y),
+    "low rank, noise of each data point": lambda x, y, new: gp.LowRankCovariance(x, 1 + x[:, 0] ** 2).leave_one_out(y),
+    "active set's density": lambda x, y, new: ActiveSetGaussianProcess(x, rbf(), 0.1, 5, 2).log_prob(y),
+    "functions' density": lambda x, y, new: ActiveSetPosterior(x, rbf(), 0.1, 5, y[:5], 0.2).log_prob(y),
+    "given active set": lambda x, y, new: GivenActiveSet(gp.ActiveSet(x, y, rbf(), 0.1), x).log_prob(y),
     "uncertain": lambda x, y, new: gp.psi_statistics(rbf(), gp.SpikeSlabInputs(x, x**2), new).psi1,
     "linear": lambda x, y, new: gp.LinearARD(3, abs(new[0]))(X),
 }
@@ -76,3 +91,18 @@ def test_counts_of_arrays():
     found = gp.HashedCounts.from_csr(*arrays)
     expected = gp.HashedCounts.from_csr(*(torch.as_tensor(array.astype(np.int64)) for array in arrays))
     torch.testing.assert_close(gp.CountKernel(found).columns(torch.arange(2)), gp.CountKernel(expected).columns(torch.arange(2)))
+
+
+def test_a_number_as_noise_is_a_tensor_of_the_matrix_type():
+    K = (X @ X.mT).float()
+    for make in (gp.DenseCovariance, gp.LowRankCovariance):
+        found, expected = make(K, 0.5).log_determinant, make(K, torch.tensor(0.5)).log_determinant
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, expected, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.uint8, np.float32])
+def test_histograms_of_integers(kind):
+    table = np.array([[2, 0], [1, 3]], dtype=kind)
+    found = gp.HistogramIntersectionKernel(table).columns(torch.arange(2)).detach().double()
+    torch.testing.assert_close(found, torch.tensor([[2.0, 1.0], [1.0, 4.0]]).double() / 3)

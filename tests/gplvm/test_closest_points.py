@@ -54,7 +54,7 @@ def test_points_with_gaps_are_no_neighbours():
     decoder, x = conditioned(60, 3)
     x[:20, 1] = math.nan
     assert len(decoder.condition_(x, num_neighbors=50).posterior().latents) == 40
-    with pytest.raises(ValueError, match="every one has missing entries"):
+    with pytest.raises(ValueError, match="every row of x has missing entries"):
         decoder.condition_(x.index_fill(1, torch.tensor([0]), math.nan), num_neighbors=5)
 
 

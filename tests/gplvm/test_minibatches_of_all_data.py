@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
 import pytest
 import torch
@@ -69,7 +71,7 @@ def test_decoders_with_an_encoder_or_an_observation_distribution_fit(generator):
     assert functions.infer(x).shape == (12, 2)
 
 
-@pytest.mark.parametrize("wrong", [{"epochs": 0}, {"learning_rate": 0.0}, {"learning_rate": float("nan")}])
+@pytest.mark.parametrize("wrong", [{"epochs": 0}, *({"learning_rate": rate} for rate in (0.0, math.nan, math.inf, 1e300))])
 def test_a_fit_refuses(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SASDecoder(4, 2).fit(torch.randn(4, 2), **wrong)

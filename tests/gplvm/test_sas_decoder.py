@@ -291,7 +291,7 @@ def test_incomplete_points_fill_up_what_complete_ones_lack(generator):
     assert not bool(few.outputs.isnan().any())
     hidden[:, 0] = torch.arange(60) > 0
     hidden[0] = torch.arange(6) > 0
-    with pytest.raises(ValueError, match="every one has missing entries"):
+    with pytest.raises(ValueError, match="every row of x has missing entries"):
         decoder.condition_(x.masked_fill(hidden, math.nan), 5, projected=True)
 
 

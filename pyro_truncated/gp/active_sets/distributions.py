@@ -144,11 +144,13 @@ class ActiveSetGaussianProcess(TorchDistribution):
         variance = self._prior + self.noise.reshape(())
         return variance.unsqueeze(-1).expand(self.batch_shape + self.event_shape)
 
+    @takes_arrays
     def condition(self, value: Tensor) -> ActiveSet:
         """The posterior given the active ones of the observations ``(*batch, B, D)``; it predicts deviations from ``loc``."""
         outputs = (value - self.loc)[..., : self.num_active, :]
         return ActiveSet(self.latents[..., : self.num_active, :], outputs, self.kernel, self.noise, self._matrix)
 
+    @takes_arrays
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch, B)`` of observations ``(*batch, B, D)``, weighted if ``num_data`` was given."""
         if self._validate_args:
@@ -203,6 +205,8 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         validate_args: whether to check parameters and values.
     """
 
+    @names_arguments
+    @takes_arrays
     def __init__(
         self,
         latents: Tensor,
@@ -234,6 +238,7 @@ class ActiveSetPosterior(ActiveSetGaussianProcess):
         latents = self.latents[..., : self.num_active, :]
         return ActiveSet(latents, self.targets - self.loc, self.kernel, self.noise + self.width, self._matrix)
 
+    @takes_arrays
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch, B)`` of function values ``(*batch, B, D)``, weighted if ``num_data`` was given."""
         prior = super().log_prob(value)

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
+from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.missing import or_missing
 
 
@@ -37,6 +38,7 @@ class GivenActiveSet(TorchDistribution):
     support = constraints.independent(or_missing(constraints.real), 1)
     has_rsample = True
 
+    @takes_arrays
     def __init__(self, active_set: ActiveSet, latents: Tensor, *, loc: Tensor | float = 0.0, validate_args: bool | None = None) -> None:
         self.active_set, self.latents = active_set, latents
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
@@ -68,6 +70,7 @@ class GivenActiveSet(TorchDistribution):
         """Predictive variance of the observations ``(*batch, D)``."""
         return self._variance.expand(self.batch_shape + self.event_shape)
 
+    @takes_arrays
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities ``(*batch,)`` of observations ``(*batch, D)`` over their observed entries."""
         if self._validate_args:

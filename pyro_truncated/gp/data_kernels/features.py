@@ -33,7 +33,7 @@ class CountKernel(FixedKernel):
         tensor([1.0000, 0.7500, 0.0000], dtype=torch.float64, grad_fn=<...>)
 
     Args:
-        features: counts of the training inputs; new inputs are given as counts made the same way.
+        features: counts of the training inputs, as :class:`HashedCounts` or a matrix ``(n, F)``; new inputs are given the same way.
         normalization: one of the names above.
         variance: :math:`v` to start from.
         dtype: floating point type of the covariances.
@@ -44,27 +44,38 @@ class CountKernel(FixedKernel):
     _matrix: Tensor
     _start: Tensor
     _scale: Tensor
+    _num_features: int | None = None
 
     @names_arguments
     def __init__(
-        self, features: HashedCounts, normalization: str = "tanimoto", variance: float = 1.0, dtype: torch.dtype = torch.float64
+        self,
+        features: HashedCounts | Tensor,
+        normalization: str = "tanimoto",
+        variance: float = 1.0,
+        dtype: torch.dtype = torch.float64,
     ) -> None:
+        width, features = _width(features), self.prepare(features)
         super().__init__(len(features), variance, dtype)
         if normalization not in ("inner", "cosine", "tanimoto"):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
-        self.normalization = normalization
-        features = self.prepare(features)
+        self.normalization, self._num_features = normalization, width
         vocabulary, norms = features.keys.unique(), features.squared_norms
         start = torch.searchsorted(features.rows, torch.arange(len(features) + 1, device=features.rows.device))
         parts = {"_vocabulary": vocabulary, "_norms": norms, "_matrix": features.matrix(vocabulary), "_start": start}
         for name, tensor in {**parts, "_scale": norms.mean().clamp(min=1e-30)}.items():
             self.register_buffer(name, tensor, persistent=False)
 
-    def prepare(self, features: HashedCounts) -> HashedCounts:
+    def prepare(self, features: HashedCounts | Tensor) -> HashedCounts:
         """What is multiplied: the counts themselves."""
-        if not isinstance(features, HashedCounts):
-            raise TypeError(f"features must be HashedCounts, of new inputs as of training inputs; got {type(features).__name__}")
-        return features
+        if isinstance(features, HashedCounts):
+            return features
+        width, expected = _width(features), self._num_features
+        if width is None:
+            kind = type(features).__name__
+            raise TypeError(f"features must be HashedCounts or a matrix (n, F) of counts, of new inputs as of training inputs; got {kind}")
+        if expected not in (None, width):
+            raise ValueError(f"features must have {expected} columns, as those of the training inputs; got {width}")
+        return HashedCounts.from_matrix(features)
 
     def base_columns(self, index: Tensor) -> Tensor:
         """Normalised products ``(n, b)``."""
@@ -127,16 +138,16 @@ class MinMaxKernel(CountKernel):
         tensor([1.0000, 0.5000, 0.0000], dtype=torch.float64, grad_fn=<...>)
 
     Args:
-        features: counts of the training inputs.
+        features: counts of the training inputs, as those of :class:`CountKernel`.
         variance: :math:`v` to start from.
         dtype: floating point type of the covariances.
     """
 
     @names_arguments
-    def __init__(self, features: HashedCounts, variance: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, features: HashedCounts | Tensor, variance: float = 1.0, dtype: torch.dtype = torch.float64) -> None:
         super().__init__(features, "tanimoto", variance, dtype)
 
-    def prepare(self, features: HashedCounts) -> HashedCounts:
+    def prepare(self, features: HashedCounts | Tensor) -> HashedCounts:
         """Counts in unary, whose inner products are sums of minima."""
         return super().prepare(features).unary()
 
@@ -161,6 +172,7 @@ class HistogramIntersectionKernel(FixedKernel):
     def __init__(self, histograms: Tensor, variance: float = 1.0) -> None:
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")
+        histograms = histograms if histograms.is_floating_point() else histograms.double()
         super().__init__(len(histograms), variance, histograms.dtype)
         mass = histograms.sum(1).mean()
         self._mass = mass if bool(mass > 0) else torch.ones_like(mass)
@@ -269,6 +281,12 @@ def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> flo
         return float(value)
     except (TypeError, ValueError, RuntimeError) as error:
         raise TypeError(f"function must return a number for two objects; got {type(value).__name__}: {error}") from error
+
+
+def _width(features: Any) -> int | None:
+    """Columns of a matrix of counts; ``None`` of anything else."""
+    shape = getattr(features, "shape", ())
+    return int(shape[1]) if len(shape) == 2 else None
 
 
 def _intersections(first: Tensor, second: Tensor) -> Tensor:

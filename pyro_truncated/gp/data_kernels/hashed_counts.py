@@ -93,6 +93,23 @@ class HashedCounts:
         rows = torch.repeat_interleave(torch.arange(num), indptr.long().diff())
         return HashedCounts.of(num, rows, mix(indices.long()), data)
 
+    @staticmethod
+    def from_matrix(counts: Tensor) -> HashedCounts:
+        """Counts from a matrix ``(n, F)``, one row per object: the same as of its compressed sparse rows.
+
+        Raises:
+            TypeError: if it is no matrix of real numbers.
+            ValueError: if a count is negative or not finite.
+        """
+        counts = as_tensors(counts)
+        if not isinstance(counts, Tensor) or counts.dim() != 2 or counts.is_complex():
+            told = f"{counts.dtype} of shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
+            raise TypeError(f"counts must be a matrix (n, F) of real numbers; got {told}")
+        if not bool((counts >= 0).all()) or not bool(counts.isfinite().all()):
+            raise ValueError("counts must be finite and not negative")
+        rows, columns = counts.nonzero(as_tuple=True)
+        return HashedCounts.of(len(counts), rows, mix(columns), counts[rows, columns])
+
     def __getitem__(self, index: Tensor) -> HashedCounts:
         """The objects at positions ``index`` ``(b,)``, none of them twice, in that order."""
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)

@@ -94,7 +94,7 @@ def keep_points(kernel: Kernel, latents: Tensor, outputs: Tensor, size: int | No
     if projected is None:
         projected = size is None and len(complete) > _SMALL
     if projected and not len(complete):
-        raise ValueError("a projection takes complete data points, and every one has missing entries; leave projected out")
+        raise ValueError("a projection takes complete data points, and every row of x has missing entries; leave projected out")
     if size is None:
         size = _default_size(len(latents), len(complete))
     if not projected and len(complete) < size:
@@ -119,7 +119,7 @@ def keep_neighbors(latents: Tensor, outputs: Tensor, num: int) -> KeptPoints:
     """
     complete = (rows_of_everyone(outputs.isnan().sum(-1), outputs) == 0).nonzero().squeeze(-1)
     if not len(complete):
-        raise ValueError("the closest of the complete data points are asked for, and every one has missing entries")
+        raise ValueError("num_neighbors asks for the closest complete data points, and every row of x has missing entries")
     return KeptPoints(latents[complete], rows_at(outputs, complete), num_neighbors=torch.tensor(num))
 
 

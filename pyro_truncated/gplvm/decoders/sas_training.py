@@ -32,6 +32,8 @@ _LEAST_EPOCHS = 60
 _JUMPING_SHARE = 0.6
 _MOST_JUMPS = 20
 _LAST_RATE = 0.05
+# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
+_FASTEST = 10.0
 
 
 class SASTraining(SASModel):
@@ -73,7 +75,7 @@ class SASTraining(SASModel):
             progress: whether to show a progress bar.
 
         Raises:
-            ValueError: as :meth:`initialize` does, or if a number is not positive.
+            ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
         """
         with ending_together(x):
             return self._fit(x, epochs, learning_rate, generator, progress)
@@ -81,8 +83,8 @@ class SASTraining(SASModel):
     def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
         splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
         epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
-        if not learning_rate > 0:
-            raise ValueError(f"learning_rate must be positive; got {learning_rate}")
+        if not 0 < learning_rate <= _FASTEST:
+            raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
         self.initialize(x)
         if self.portion is not None:
             draw_alike(generator)

@@ -62,6 +62,7 @@ def build(name: str):
         "inner": lambda: (CountKernel(hashed(table[:N]), "inner"), hashed(table[N:]), inner / sizes[:N].mean()),
         "cosine": lambda: (CountKernel(hashed(table[:N]), "cosine"), hashed(table[N:]), inner / (sizes[:, None] * sizes).sqrt()),
         "tanimoto": lambda: (CountKernel(hashed(table[:N])), hashed(table[N:]), inner / (sizes[:, None] + sizes - inner)),
+        "matrix": lambda: (CountKernel(table[:N]), table[N:].long(), inner / (sizes[:, None] + sizes - inner)),
         "minmax": lambda: (MinMaxKernel(hashed(table[:N])), hashed(table[N:]), low / torch.maximum(table[:, None], table).sum(-1)),
         "histogram": lambda: (HistogramIntersectionKernel(table[:N], 1.5), table[N:], 1.5 * low / table[:N].sum(1).mean()),
         "sum": lambda: (SumKernel([PrecomputedKernel(rbf, train), PrecomputedKernel(inner, train)]), new, rbf + inner),
@@ -98,7 +99,8 @@ class Columns:
 
 
 NAMES = [
-    "pyro", "precomputed", "protocol", "restricted", "function", "batched", "inner", "cosine", "tanimoto", "minmax", "histogram", "sum",
+    "pyro", "precomputed", "protocol", "restricted", "function", "batched", "inner", "cosine", "tanimoto", "matrix", "minmax", "histogram",
+    "sum",
 ]  # fmt: skip
 
 
@@ -395,7 +397,11 @@ def test_gpytorch_adapter_is_duck_typed():
         (lambda: SumKernel([]), ValueError, "kernels on the same data"),
         (lambda: SumKernel([IdentityKernel(3), IdentityKernel(4)]), ValueError, "kernels on the same data"),
         (lambda: CountKernel(hashed(counts(3, 0)), "jaccard"), ValueError, "normalization must be"),
-        (lambda: CountKernel(counts(3, 0)), TypeError, "features must be HashedCounts"),
+        (lambda: CountKernel(["CCO"]), TypeError, "features must be HashedCounts or a matrix"),
+        (lambda: CountKernel(-torch.ones(3, 2)), ValueError, "counts must be finite and not negative"),
+        (lambda: CountKernel(torch.full((3, 2), math.nan)), ValueError, "counts must be finite and not negative"),
+        (lambda: CountKernel(torch.ones(3, 2) + 0j), TypeError, "counts must be a matrix"),
+        (lambda: CountKernel(torch.ones(3, 2)).cross(torch.ones(3, 4), INDEX), ValueError, "features must have 2 columns"),
         (lambda: HistogramIntersectionKernel(-torch.ones(3, 2)), ValueError, "histograms must be finite, not negative"),
         (lambda: FunctionKernel(3, [1]), TypeError, "function must be callable"),
         (lambda: as_data_kernel(kernels.RBF(2)), TypeError, "no data yet"),
