@@ -285,7 +285,7 @@ def _number(function: Callable[[Any, Any], Any], first: Any, second: Any) -> flo
 
 def _width(features: Any) -> int | None:
     """Columns of a matrix of counts; ``None`` of anything else."""
-    shape = getattr(features, "shape", ())
+    shape: tuple[int, ...] = getattr(features, "shape", ())
     return int(shape[1]) if len(shape) == 2 else None
 
 
