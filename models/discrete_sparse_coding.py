@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from typing import Self
 
 import pyro
 import torch
@@ -153,6 +155,19 @@ class DiscreteSparseCoding(LinearDictionary):
         self.weight = weight.to(self.weight)
         self.scale = best_scale(errors.sum(), self._power(statistics), statistics["observed"].sum()).to(self.scale)
         self.prior = self._best_prior(statistics["counts"]).to(self.prior)
+
+    @torch.no_grad()
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one; the mean number of active latents stays."""
+        other = copy.deepcopy(self)
+        other.weight = self.weight[:, index].contiguous()
+        other.num_latents = len(index)
+        if not self.shared_prior:
+            other.prior = self.prior[index]
+            return other
+        active = ((1 - self.prior[0]) * self.num_latents / len(index)).clamp(max=0.5)
+        other.prior = torch.cat([1 - active.reshape(1), self.prior[1:] * active / (1 - self.prior[0])])
+        return other
 
     @torch.no_grad()
     @takes_arrays

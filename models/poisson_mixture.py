@@ -11,8 +11,9 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import categorical, checked_later
-from pyro_truncated.models.binary_causes import check_data, first_rows, random_rows
+from pyro_truncated.models.binary_causes import check_data, first_rows
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.seeding import spread_rows
 
 _RATE_FLOOR = 1e-6
 _Poisson = checked_later(dist.Poisson)
@@ -65,7 +66,10 @@ class PoissonMixture(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> PoissonMixture:
-        """Starts from the data: rates halfway between random data points and the mean of all data, equally likely components.
+        r"""Starts from clusters of the data: their shares, and as rates their means, with the mean of all data as one more data point.
+
+        The clusters belong to rows that lie spread over the data (k-means++ with local search on :math:`\sqrt y`, whose variance does not
+        depend on the rate), chosen among 20 000 random rows.
 
         Args:
             y: counts ``(N, D)``.
@@ -79,9 +83,11 @@ class PoissonMixture(UniqueModule):
         """
         check_observable(self, check_data(y, self.num_observed), constraints.nonnegative_integer)
         counts = first_rows(y, generator).double()
-        rows = random_rows(counts, self.num_components, generator)
-        self.rate = (0.5 * (rows + counts.mean(0))).clamp(min=_RATE_FLOOR).to(self.rate)
-        self.weights = torch.full_like(self.weights, 1 / self.num_components)
+        _, nearest = spread_rows(counts.sqrt(), self.num_components, generator)
+        size = 1 + torch.bincount(nearest, minlength=self.num_components).to(counts)
+        total = counts.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, counts)
+        self.rate = (total / size.unsqueeze(-1)).clamp(min=_RATE_FLOOR).to(self.rate)
+        self.weights = (size / size.sum()).to(self.weights)
         return self
 
     @torch.no_grad()

@@ -77,9 +77,9 @@ def learn(
     the data support fewer, which is what these gain from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth
     of the steps, three standard errors.
 
-    Models of binary causes - those with ``with_latents``, see :class:`~pyro_truncated.training.starts.ResizableModel`: sparse coding,
-    noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are rare there.
-    Afterwards those latents are removed, a third of the surplus at a time, without which the best states lose least (see
+    Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.starts.ResizableModel`:
+    sparse coding, noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are
+    rare there. Afterwards those latents are removed, a third of the surplus at a time, without which the best states lose least (see
     :func:`~pyro_truncated.training.redundancy.losses_without`).
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,36 +15,30 @@ from pyro_truncated.states.space import StateSpace
 
 @torch.no_grad()
 def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
-    r"""What the best states of the data points would lose if a binary latent had to stay off, as far as ``depth`` others make up for it.
+    r"""What the best states of the data points would lose if a latent had to stay off, at zero, as far as ``depth`` others make up for it.
 
     .. math:: L_h = \sum_n \Big( \log p(s^*_n, y_n) - \max_{s} \log p(s, y_n) \Big), \qquad s^*_n = \arg\max_{s \in K_n} \log p(s, y_n),
 
-    where the second maximum is over :math:`s^*_n` without :math:`h`, and with up to ``depth`` further latents that are switched on
-    greedily. A latent that repeats another one, or stands for two that are there as well, loses little; one that nothing else explains
-    loses what it explained.
+    where the second maximum is over :math:`s^*_n` without :math:`h`, and with up to ``depth`` other latents that take values above zero,
+    chosen greedily. A latent that repeats another one, or stands for two that are there as well, loses little; one that nothing else
+    explains loses what it explained.
 
     Args:
-        population: populations of a batch of data points, of binary latents.
+        population: populations of a batch of data points.
         log_joint: scores their states.
         depth: number of latents that may replace one.
 
     Returns:
         The losses in nats, ``(H,)`` in float64.
-
-    Raises:
-        ValueError: if a latent is not binary.
     """
     space = population.space
-    if not space.is_binary:
-        raise ValueError(f"only binary latents can be left out one by one; got {space}")
-    num_latents = space.num_latents
     chosen = population.log_joint.argmax(-1, keepdim=True)
     words, top = population.take(chosen), population.log_joint.gather(1, chosen).double()
     positions, is_on = _active(space, words)
-    single = space.pack(torch.eye(num_latents, device=words.device, dtype=torch.uint8))
-    losses = torch.zeros(num_latents, dtype=torch.float64, device=words.device)
-    for rows in log_joint.row_blocks(positions.shape[1] * num_latents):
-        reached = _replaced(words[rows] & ~single[positions[rows]], positions[rows], single, depth, log_joint, rows)
+    values = _values(space, words.device)
+    losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
+    for rows in log_joint.row_blocks(positions.shape[1] * len(values.words)):
+        reached = _replaced(words[rows] & ~values.field[positions[rows]], positions[rows], values, depth, log_joint, rows)
         missed = torch.where(is_on[rows], (top[rows] - reached).clamp(min=0.0), 0.0)
         losses.scatter_add_(0, positions[rows].flatten(), missed.flatten())
     return losses
@@ -64,14 +59,34 @@ def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> flo
     return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 
-def _replaced(states: Tensor, positions: Tensor, single: Tensor, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
+class _Values(NamedTuple):
+    """All values but zero of all latents: as states of which everything else is zero, whose they are, and the bits of each latent."""
+
+    words: Tensor
+    latent: Tensor
+    field: Tensor
+
+
+def _values(space: StateSpace, device: torch.device) -> _Values:
+    latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(space.cardinality - 1)
+    number = torch.arange(len(latent), device="cpu")
+    value = number - torch.searchsorted(latent, latent) + 1
+    words = space.pack(torch.zeros(len(latent), space.num_latents, dtype=torch.int64, device="cpu").index_put_((number, latent), value))
+    bits = ((1 << space.bits) - 1) << space.shift
+    field = torch.zeros(space.num_latents, space.num_words, dtype=torch.int64, device="cpu")
+    field.scatter_(1, space.word.unsqueeze(-1), bits.unsqueeze(-1))
+    return _Values(*(part.to(device) for part in (words, latent, field)))
+
+
+def _replaced(states: Tensor, positions: Tensor, values: _Values, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
     """Log joints ``(n, A)`` of states without the latents at ``positions (n, A)`` once others have been switched on greedily."""
     reached = log_joint.score(states, rows).double()
+    is_out = positions.unsqueeze(-1) == values.latent
     for _ in range(depth):
-        candidates = states.unsqueeze(2) | single
+        candidates = (states.unsqueeze(2) & ~values.field[values.latent]) | values.words
         scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, candidates.shape[1:3])
-        best, chosen = scores.scatter(2, positions.unsqueeze(-1), -torch.inf).max(-1)
-        improved = states | single[chosen]
+        best, chosen = scores.masked_fill(is_out, -torch.inf).max(-1)
+        improved = (states & ~values.field[values.latent[chosen]]) | values.words[chosen]
         states = torch.where((best > reached).unsqueeze(-1), improved, states)
         reached = torch.maximum(best, reached)
     return reached
@@ -80,5 +95,5 @@ def _replaced(states: Tensor, positions: Tensor, single: Tensor, depth: int, log
 def _active(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor]:
     """Positions ``(N, A)`` of the latents that are on in states ``(N, 1, num_words)``, filled up with others, and which of them are on."""
     levels = space.unpack(words).squeeze(1)
-    value, positions = levels.float().topk(max(1, int(levels.sum(-1).max())), dim=-1)
+    value, positions = levels.float().topk(max(1, int((levels > 0).sum(-1).max())), dim=-1)
     return positions, value > 0

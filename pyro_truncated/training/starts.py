@@ -41,7 +41,7 @@ _SETTLING, _SETTLED = 3, 10
 
 @runtime_checkable
 class ResizableModel(Protocol):
-    """A model of exchangeable binary latents that can have more or fewer of them."""
+    """A model of exchangeable discrete latents, off at zero, that can have more or fewer of them."""
 
     num_latents: int
 
@@ -83,7 +83,7 @@ class Run:
             elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
-            search = settings.search or _default_search(space, settings.num_states)
+            search = settings.search or _default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
 
@@ -123,8 +123,9 @@ def _selection() -> Search:
     return GPSelect(5)
 
 
-def _default_search(space: StateSpace, num_states: int) -> Search:
-    return EvolutionarySearch(crossover=True) if space.is_binary and space.size > num_states else AutomaticSearch()
+def _default_search(model: Any, space: StateSpace, num_states: int) -> Search:
+    is_combined = space.is_binary or isinstance(model, ResizableModel)
+    return EvolutionarySearch(crossover=True) if is_combined and space.size > num_states else AutomaticSearch()
 
 
 # --- one start ---

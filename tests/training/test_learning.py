@@ -61,19 +61,19 @@ def test_temperatures_that_make_no_sense_are_refused(arguments, named):
 
 def complete(model, y):
     """The populations of all states, and their scorer."""
-    guide = AutoTruncated(model, num_states=2**model.num_latents)
+    guide = AutoTruncated(model, num_states=getattr(model, "num_values", 2) ** model.num_latents)
     log_joint = guide.log_joint_of(y)
     return guide.rescored(log_joint), log_joint
 
 
 def exact_losses(population):
-    levels = population.states().bool()
+    levels = population.states() > 0
     best = population.log_joint.amax(-1, keepdim=True)
     without = population.log_joint.unsqueeze(-1).masked_fill(levels, -math.inf).amax(1)
     return (best - without).clamp(min=0.0).sum(0).double()
 
 
-@pytest.mark.parametrize("kind", [BinarySparseCoding, SpikeSlabSparseCoding, NoisyOr])
+@pytest.mark.parametrize("kind", [BinarySparseCoding, SpikeSlabSparseCoding, NoisyOr, DiscreteSparseCoding])
 def test_losses_bound_what_enumeration_finds_and_equal_it_where_latents_do_not_interact(kind):
     torch.manual_seed(0)
     model = kind(6, 4, dtype=torch.float64)
@@ -81,7 +81,7 @@ def test_losses_bound_what_enumeration_finds_and_equal_it_where_latents_do_not_i
     population, log_joint = complete(model, y)
     losses, exact = losses_without(population, log_joint, depth=3), exact_losses(population)
     assert (losses >= exact - 1e-9).all()
-    if kind is BinarySparseCoding:
+    if kind in (BinarySparseCoding, DiscreteSparseCoding):
         model.weight = 2 * torch.eye(6, dtype=torch.float64)[:, :4]
         population, log_joint = complete(model, y)
         torch.testing.assert_close(losses_without(population, log_joint, depth=1), exact_losses(population))
@@ -119,18 +119,24 @@ def test_every_data_point_counts_however_little_memory_there_is():
     assert losses[0][5] > 1000
 
 
-def test_latents_of_other_kinds_cannot_be_left_out():
-    model = DiscreteSparseCoding(5, 3, [-1.0, 0.0, 1.0])
-    guide = AutoTruncated(model, num_states=4)
-    log_joint = guide.log_joint_of(torch.randn(6, 5, generator=generator()))
-    with pytest.raises(ValueError, match="binary"):
-        losses_without(guide.rescored(log_joint), log_joint)
+def test_what_makes_up_for_a_latent_may_take_any_of_its_values():
+    # Two latents share an element: where one has to stay off, the other one takes its value, also where it has another one.
+    model = DiscreteSparseCoding(4, 3, [0.0, 1.0, 2.0], offset=False, dtype=torch.float64)
+    model.weight = torch.tensor([[3.0, 3.0, 0.0]] * 2 + [[0.0, 0.0, 3.0]] * 2, dtype=torch.float64)
+    model.scale = torch.tensor(0.1, dtype=torch.float64)
+    y = torch.tensor([[6.0, 6.0, 0.0, 0.0], [9.0, 9.0, 6.0, 6.0]], dtype=torch.float64)
+    population, log_joint = complete(model, y)
+    losses = losses_without(population, log_joint)
+    torch.testing.assert_close(losses, exact_losses(population))
+    # The second data point needs both of them, three times the element; each of the first four dimensions would be off by 3.
+    assert losses[:2].max() == pytest.approx(2 * 3**2 / 0.02, rel=0.1)
+    assert losses[2] == pytest.approx(2 * 6**2 / 0.02, rel=0.1)
 
 
 # --- more and fewer latents ---
 
 
-@pytest.mark.parametrize("kind", [BinarySparseCoding, MaximalCauses, SpikeSlabSparseCoding, NoisyOr])
+@pytest.mark.parametrize("kind", [BinarySparseCoding, MaximalCauses, SpikeSlabSparseCoding, NoisyOr, DiscreteSparseCoding])
 def test_the_order_of_latents_does_not_matter_and_fewer_are_those_chosen(kind):
     torch.manual_seed(1)
     model = kind(5, 4, shared_prior=False, dtype=torch.float64)
@@ -143,13 +149,17 @@ def test_the_order_of_latents_does_not_matter_and_fewer_are_those_chosen(kind):
     torch.testing.assert_close(permuted.weight, model.weight[:, order])
     fewer = model.with_latents(torch.tensor([3, 1]))
     assert fewer.num_latents == 2
-    assert complete(fewer, y)[0].states().shape == (8, 4, 2)
+    assert complete(fewer, y)[0].states().shape == (8, getattr(model, "num_values", 2) ** 2, 2)
 
 
 def test_a_shared_prior_keeps_the_mean_number_of_active_latents():
     model = BinarySparseCoding(5, 8)
     model.prior = torch.tensor(0.1)
     assert model.with_latents(torch.arange(4)).prior.item() == pytest.approx(0.2)
+    ternary = DiscreteSparseCoding(5, 8)
+    ternary.prior = torch.tensor([0.7, 0.2, 0.1])
+    assert ternary.with_latents(torch.arange(16) % 8).prior.tolist() == pytest.approx([0.85, 0.1, 0.05])
+    assert ternary.with_latents(torch.arange(3)).prior.tolist() == pytest.approx([0.5, 1 / 3, 1 / 6])
 
 
 # --- learning ---
