@@ -108,8 +108,8 @@ class ComponentLowRankNormal(TorchDistribution):
         constant = -log_volume - self.loc.shape[1] * _HALF_LOG_TWO_PI
         return log_densities(rows, row, component, self.loc, whitened, scale, constant).reshape(shape)
 
-    def without_noise(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Posterior means of :math:`x = \mu_z + W_z h` given :math:`y = x + \sigma_z \varepsilon`, and their expected square errors.
+    def without_noise(self, value: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Posterior means of :math:`x = \mu_z + W_z h` given :math:`y = x + \sigma_z \varepsilon`, and the variances of its entries.
 
         .. math:: \langle x \rangle = \mu + W M^{-1} W_O^\top (y - \mu)_O, \quad M = \sigma^2 I + W_O^\top W_O
 
@@ -117,11 +117,11 @@ class ComponentLowRankNormal(TorchDistribution):
             value: :math:`y`, ``(*batch, D)``; of entries that are NaN nothing is known, the others are :math:`O`.
 
         Returns:
-            The means ``(*batch, D)``; the square errors summed over all entries, and over those that are observed, ``(*batch)`` each.
+            The means and the variances, ``(*batch, D)`` both.
         """
         rows, row, component, shape = self._entries(value)
-        means, errors, seen = posterior_means(rows, row, component, self.loc, self.factor, self._scales())
-        return means.reshape(*shape, -1), errors.reshape(shape), seen.reshape(shape)
+        means, variances = posterior_means(rows, row, component, self.loc, self.factor, self._scales())
+        return means.reshape(*shape, -1), variances.reshape(*shape, -1)
 
     def _scales(self) -> Tensor:
         return self.scale.expand(len(self.loc))

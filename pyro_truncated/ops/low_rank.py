@@ -51,10 +51,8 @@ def log_densities(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whi
     return grouped.gather(found)
 
 
-def posterior_means(
-    rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their square errors.
+def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""Means of :math:`x \sim \mathcal N(\mu_k, W_k W_k^\top)` given :math:`y \sim \mathcal N(x, \sigma_k^2 I)`, and their variances.
 
     Args:
         rows: data :math:`y`, ``(N, D)``; entries that are NaN are not observed.
@@ -65,23 +63,23 @@ def posterior_means(
         scale: :math:`\sigma`, ``(K,)``.
 
     Returns:
-        The means ``(E, D)``; expected square errors summed over all entries, and over those that are observed, ``(E,)`` each.
+        The means and the variances, ``(E, D)`` both.
     """
     if bool(rows.isnan().any()):
         return _means_of_what_is_seen(rows, row, component, loc, factor, scale)
     whitened, _ = whiten(factor, scale)
-    error = (scale.square() * whitened.square().sum((1, 2)) * scale.square())[component]
     root = scale[:, None, None] * whitened
+    variances = scale.square().unsqueeze(1) * root.square().sum(2)
     grouped, ranks, means = Grouped.of(component, len(loc)), _ranks(root), []
     for part in grouped.parts(rows.element_size() * (4 * rows.shape[1] + factor.shape[2])):
         center, basis = loc[part.group].unsqueeze(1), _columns(root, ranks, part.group)
         means.append(torch.baddbmm(center, (rows[row[part.entry]] - center) @ basis, basis.mT))
-    return grouped.gather(means), error, error
+    return grouped.gather(means), variances[component]
 
 
 def _means_of_what_is_seen(
     rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:
     """The same where entries are missing: every row has a posterior covariance of its own."""
     size, rank = factor.shape[1:]
     grouped, ranks, found = Grouped.of(component, len(loc)), _ranks(factor), []
@@ -92,13 +90,11 @@ def _means_of_what_is_seen(
         is_seen = (~above.isnan()).to(rows)
         spread = torch.cholesky_inverse(cholesky(_identity(basis) + _weighted_gram(basis, is_seen)))
         mean = (spread @ (above.nan_to_num(0.0) @ basis).unsqueeze(-1)).squeeze(-1) @ basis.mT
-        error = (spread * (basis.mT @ basis).unsqueeze(1)).sum((-2, -1))
-        # Of the entries that are observed: tr(G (I + G)^-1) = R - tr (I + G)^-1.
-        seen = basis.shape[-1] - spread.diagonal(dim1=-2, dim2=-1).sum(-1)
-        noise = noise[:, None]
-        found.append((center + noise.unsqueeze(-1) * mean, noise**2 * error, noise**2 * seen))
-    means, errors, seen = (grouped.gather(list(part)) for part in zip(*found, strict=True))
-    return means, errors, seen
+        variances = spread.flatten(2) @ _pairs(basis).mT
+        noise = noise[:, None, None]
+        found.append((center + noise * mean, noise**2 * variances))
+    means, errors = (grouped.gather(list(part)) for part in zip(*found, strict=True))
+    return means, errors
 
 
 def _ranks(factor: Tensor) -> Tensor | None:
@@ -116,9 +112,13 @@ def _columns(factor: Tensor, ranks: Tensor | None, group: Tensor) -> Tensor:
 
 def _weighted_gram(basis: Tensor, weight: Tensor) -> Tensor:
     """``W' diag(w) W`` for bases ``(B, D, R)`` and weights ``(B, T, D)``, ``(B, T, R, R)``."""
-    pairs = (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
-    gram: Tensor = (weight @ pairs).unflatten(-1, (basis.shape[-1], basis.shape[-1]))
+    gram: Tensor = (weight @ _pairs(basis)).unflatten(-1, (basis.shape[-1], basis.shape[-1]))
     return gram
+
+
+def _pairs(basis: Tensor) -> Tensor:
+    """Products of the columns of bases ``(B, D, R)``, of each with each, ``(B, D, R R)``."""
+    return (basis.unsqueeze(-1) * basis.unsqueeze(-2)).flatten(2)
 
 
 def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_components: int, around: Tensor | None = None) -> Tensor:

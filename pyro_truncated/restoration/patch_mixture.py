@@ -148,23 +148,19 @@ class PatchMixture(torch.nn.Module):
         return values - noise, vectors
 
     @torch.no_grad()
-    def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        r"""Means of :math:`x_n` given :math:`y_n`, ``(N, D)``, and their expected squared errors.
+    def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor]:
+        r"""Means of :math:`x_n` given :math:`y_n`, and the expected squared errors of their entries, ``(N, D)`` both.
 
-        Entries of ``y`` that are NaN are missing. The errors are those within the components.
-
-        Returns:
-            The means; the errors summed over all entries of a patch, and over those that are observed, ``(N,)`` each.
+        Entries of ``y`` that are NaN are missing. The errors are the variances within the components.
         """
         components, weights = _shares(population)
         y = population.rows_of(y)
-        total = torch.zeros_like(y), y.new_zeros(len(y)), y.new_zeros(len(y))
+        total = torch.zeros_like(y), torch.zeros_like(y)
         # One after the other: all of them together are several times the data.
-        for component, weight in zip(components.mT, weights.mT, strict=True):
-            means, errors, seen_errors = self.likelihood(component).without_noise(y)
-            total[0].addcmul_(weight.unsqueeze(1), means)
-            total[1].addcmul_(weight, errors)
-            total[2].addcmul_(weight, seen_errors)
+        for component, weight in zip(components.mT, weights.unsqueeze(-1).unbind(1), strict=True):
+            means, variances = self.likelihood(component).without_noise(y)
+            total[0].addcmul_(weight, means)
+            total[1].addcmul_(weight, variances)
         return total
 
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:

@@ -73,8 +73,8 @@ def denoise(
 
     By default the overlapping patches are a mixture of normal distributions around places of the array, see :class:`.PatchMixture`, whose
     posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
-    restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. The means of the
-    patches that cover an entry are averaged, weighted by the inverse of their expected squared errors; with patches of several sides, so
+    restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. What the patches
+    say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors; with patches of several sides, so
     are the arrays that they give, and those of the last two rounds.
 
     Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
@@ -94,7 +94,7 @@ def denoise(
 
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...; a tensor or a NumPy array.
-        noise: standard deviation of its noise, where learning starts; default: estimated from differences of neighbouring entries.
+        noise: standard deviation of its noise, where learning starts; default: estimated where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
         side: side of a patch; default: by noise and dimensions, several for mixtures.

@@ -24,7 +24,7 @@ _LLOYD_STEPS = 6
 _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
-_LEAST_ERROR = 0.01
+_LEAST_ERROR = 0.03
 _PATCHES_PER_COMPONENT = 150
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
@@ -101,7 +101,7 @@ def _restored_by_mixture(
     the entries that are observed.
 
     Returns:
-        The array, of which each entry is the mean of what the patches say, weighted by the inverse of their expected squared errors; the
+        The array, of which each entry is the mean of what the patches say, weighted by the inverse of its expected squared errors; the
         standard deviation of the noise that maximises the expected log joint; the mixture; and its guide.
     """
     y, x = patches.extract(image), patches.extract(estimate)
@@ -109,8 +109,8 @@ def _restored_by_mixture(
     nearest = _clusters(torch.cat([x, _NEARNESS * noise * places], 1), num_components, generator)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
     guide = _learned(mixture, nearest, (filled, x, places), bar)
-    means, errors, seen_errors = mixture.posterior_means(guide.population(), y)
-    variance = ((y - means).square().nansum() + seen_errors.sum()) / (~y.isnan()).sum()
+    means, errors = mixture.posterior_means(guide.population(), y)
+    variance = ((y - means).square() + errors).nanmean()
     return patches.assemble(means, 1 / (errors + _LEAST_ERROR * noise**2)), math.sqrt(variance), mixture, guide
 
 
