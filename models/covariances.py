@@ -18,6 +18,7 @@ from pyro_truncated.models.mixture import NEVER_USED, Shares
 Parameters = dict[str, Tensor]
 
 _BLOCK = 2**22
+_VARIANCE_FLOOR = 1e-6
 _Normal = checked_later(dist.MultivariateNormal)
 
 
@@ -51,6 +52,10 @@ class Covariances(abc.ABC):
     @abc.abstractmethod
     def features(self, x: Tensor) -> Tensor:
         """What of the squares and products of the data ``(N, D)`` the log densities are linear in, ``(N, F)``."""
+
+    @abc.abstractmethod
+    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
+        """The features summed over the data of every component, ``(K, F)``."""
 
     @abc.abstractmethod
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,6 +95,10 @@ class Diagonal(Covariances):
         """Squares."""
         return x.square()
 
+    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Squares."""
+        return statistics["products"]
+
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of diagonal covariances."""
         scale = parameters["scale"].reshape(len(loc), -1)
@@ -105,6 +114,10 @@ class Spherical(Diagonal):
     def features(self, x: Tensor) -> Tensor:
         """The square length."""
         return x.square().sum(1, keepdim=True)
+
+    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Square lengths."""
+        return statistics["products"].sum(1, keepdim=True)
 
     def _mean(self, variance: Tensor) -> Tensor:
         return variance.mean(-1)
@@ -135,6 +148,10 @@ class Full(Covariances):
     def features(self, x: Tensor) -> Tensor:
         """Products."""
         return (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(1)
+
+    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
+        """Products."""
+        return statistics["products"].flatten(1)
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of full covariances."""
@@ -168,6 +185,10 @@ class Tied(Full):
     def features(self, x: Tensor) -> Tensor:
         """None: products count alike for all components."""
         return x[:, :0]
+
+    def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
+        """None."""
+        return statistics["sums"][:, :0]
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of one covariance."""
@@ -215,6 +236,30 @@ class LowRank(Full):
 
 
 COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
+
+
+def kind_of(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
+    """The kind of that name.
+
+    Raises:
+        ValueError: if there is none, or for a rank that is missing, out of range, or given for another kind.
+    """
+    if covariance not in COVARIANCES:
+        raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
+    if covariance != "low-rank":
+        if rank is not None or shared_noise:
+            raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
+        kind: Covariances = COVARIANCES[covariance]()
+        return kind
+    if rank is None or not 0 < rank < num_observed:
+        raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
+    return LowRank(rank, is_shared=shared_noise)
+
+
+def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
+    """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
+    unit = torch.where(power > 0, power, 1.0)
+    return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
 
 
 def _counts(statistics: dict[str, Tensor]) -> Tensor:

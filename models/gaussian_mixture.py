@@ -8,14 +8,26 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    Population,
+    UniqueModule,
+    check_counts,
+    check_observable,
+    names_arguments,
+    selected_rows,
+    some_rows,
+    takes_arrays,
+)
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
-from pyro_truncated.models.covariances import COVARIANCES, Covariances, LowRank, floored
-from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+from pyro_truncated.models.covariances import floored, kind_of, variance_floor
+from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
+from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import Clusters, Groups, parted
+from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, statistics_of_all
 
-_VARIANCE_FLOOR = 1e-6
 _ROWS_PER_COMPONENT = 5
 _BLOCK = 2**14
 
@@ -80,7 +92,7 @@ class GaussianMixture(UniqueModule):
         super().__init__()
         check_counts(num_observed=num_observed, num_components=num_components)
         self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
-        self._kind = _kind(covariance, num_observed, rank, shared_noise)
+        self._kind = kind_of(covariance, num_observed, rank, shared_noise)
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
@@ -124,7 +136,7 @@ class GaussianMixture(UniqueModule):
         self.center = rows.mean(0)
         clusters = Clusters(rows - self.center, self.num_components, generator)
         variance = (rows - self.center).square().mean()
-        covariance = floored(clusters.covariance, self._floor(variance, rows.square().mean()))
+        covariance = floored(clusters.covariance, variance_floor(variance, rows.square().mean(), self.loc.dtype))
         self.loc = (self.center + parted(clusters.means, covariance, generator)).to(self.loc)
         for name, value in self._kind.start(covariance, self.num_components).items():
             setattr(self, name, value.to(self.loc))
@@ -157,10 +169,71 @@ class GaussianMixture(UniqueModule):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        coefficients = self._coefficients()
-        groups = Groups(coefficients.to(y), self.loc.to(y))
+        groups = Groups(self._components().coefficients().to(y), self.loc.to(y))
         num_states = min(num_states, self.num_components)
         return torch.cat([groups.likeliest(self._features(rows), num_states) for rows in check_data(y, self.num_observed).split(_BLOCK)])
+
+    @names_arguments
+    @torch.no_grad()
+    @takes_arrays
+    def split_and_merge(self, guide: AutoTruncated, y: Tensor, generator: torch.Generator | None = None) -> int:
+        r"""Moves components to where they explain more: of two that explain the same data one goes to a third, whose data need two.
+
+        EM moves no component from one cluster to another. Here the free energy
+        :math:`\mathcal F = \sum_n \log \sum_{k \in K_n} p(k, y_n)` of all data says what is lost where two become one, or one that is
+        hardly used is left out, and what two gain in the place of one, which EM on its data finds. All moves that gain something and do
+        not touch each other are done at once, and offered to the populations. The free energy never falls: where it would, fewer moves
+        are done, or none. After moves :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it after each of the first
+        passes through the data, at the cost of about two, until nothing moves.
+
+        Example:
+            >>> y = torch.cat([torch.randn(200, 2), torch.randn(200, 2) + 9])
+            >>> model = GaussianMixture(2, 2, covariance="spherical").initialize(y)
+            >>> model.loc = torch.zeros(2, 2) + torch.tensor([[0.0], [0.1]])  # both in the first cluster
+            >>> guide = AutoTruncated(model, num_states=2)
+            >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO())
+            >>> losses = [svi.step(y) for _ in range(5)]
+            >>> moved = model.split_and_merge(guide, y)
+
+        Args:
+            guide: the truncated guide of this very model.
+            y: all data ``(N, D)``, those that the guide has the populations of.
+            generator: source of randomness.
+
+        Returns:
+            How many components have moved.
+
+        Raises:
+            ValueError: if the guide is of another model, or the data have another number of dimensions.
+            NotImplementedError: where data are shared out over several processes.
+        """
+        check_data(y, self.num_observed)
+        if guide.model is not self:
+            raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
+        population = guide.refresh_(y)
+        if guide.populations.is_part:
+            raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
+        statistics, before = statistics_of_all(self, population, y), {name: value.clone() for name, value in self.named_parameters()}
+        floor = least_variance(statistics, self.center, self.loc.dtype)
+        moves = Plan(self._components(), population, (y.double() - self.center).to(y), statistics, floor).moves(generator)
+        moves, moved = accepted(moves, lambda some: self._moved(some, guide, y))
+        if moved is None:
+            for name, value in self.named_parameters():
+                value.copy_(before[name])
+            return 0
+        guide.populations.store_(moved.log_joint, None, moved.words)
+        if (driver := ClosedForm.driving(self)) is not None:
+            driver.collect(statistics_of_all(self, moved, y), None, None, len(y))
+            driver(())
+        return len(moves)
+
+    def _moved(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
+        """Moves components; the populations that they are offered to, which are not kept yet."""
+        self._take(moves.after())
+        scorer = guide.log_joint_of(y)
+        population = guide.rescored(scorer)
+        words = moves.candidates(population)
+        return population.merge(Population(population.space, words, scorer.score(words)))
 
     def _spreads(self) -> dict[str, Tensor]:
         """The parameters of the covariances by name."""
@@ -171,12 +244,17 @@ class GaussianMixture(UniqueModule):
         x = y - self.center.to(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
-    def _coefficients(self) -> Tensor:
-        """Coefficients ``(K, F)`` of the features in the log joints, but for what is the same for all components."""
-        loc = self.loc.double() - self.center
-        linear, squares, size = self._kind.precisions(loc, {name: value.double() for name, value in self._spreads().items()})
-        offset = self.weights.double().log() - size - 0.5 * (linear * loc).sum(-1)
-        return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
+    def _components(self) -> Gaussians:
+        """The components in float64, above the center."""
+        spreads = {name: value.detach().double() for name, value in self._spreads().items()}
+        return Gaussians(self._kind, self.weights.detach().double(), self.loc.detach().double() - self.center, spreads)
+
+    def _take(self, components: Gaussians) -> None:
+        """Takes parameters over."""
+        for name, value in components.spreads.items():
+            setattr(self, name, value.to(self.loc))
+        self.loc = (components.loc + self.center).to(self.loc)
+        self.weights = components.weights.to(self.weights)
 
     @torch.no_grad()
     @takes_arrays
@@ -192,9 +270,7 @@ class GaussianMixture(UniqueModule):
             ``(K, D)`` if the covariances are diagonal or spherical. All can be added and scaled.
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
-        shares = Shares(population, self.num_components, temperature)
-        products = self._kind.products(shares, rows)
-        return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": products}
+        return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:
@@ -204,20 +280,7 @@ class GaussianMixture(UniqueModule):
         weighted covariance around it, averaged over dimensions if spherical and over components if tied. A component without data keeps
         its mean and covariance.
         """
-        counts, sums = statistics["counts"], statistics["sums"]
-        is_used = counts > NEVER_USED
-        loc = torch.where(is_used.unsqueeze(-1), sums / counts.unsqueeze(-1), self.loc.double() - self.center)
-        total = counts.sum()
-        shift = sums.sum(0) / total
-        variance = statistics["squares"] / total - shift.square()
-        floor = self._floor(variance.mean().clamp(min=0.0), (variance + (self.center + shift).square()).mean())
-        for name, best in self._kind.best(statistics, loc, floor).items():
-            old = getattr(self, name)
-            is_own = self._kind.is_own and best.dim() > 0
-            keeps = ~is_used.reshape(-1, *(1,) * (best.dim() - 1)) if is_own else is_used.new_zeros(())
-            setattr(self, name, torch.where(keeps, old, best.to(old)))
-        self.loc = (loc + self.center).to(self.loc)
-        self.weights = best_weights(counts).to(self.weights)
+        self._take(self._components().best(statistics, least_variance(statistics, self.center, self.loc.dtype)))
 
     @torch.no_grad()
     @takes_arrays
@@ -235,21 +298,3 @@ class GaussianMixture(UniqueModule):
         parameters = {name: value.double() for name, value in self._spreads().items()}
         mean: Tensor = self._kind.without_noise(population, y, self.loc.double(), parameters)
         return mean.to(y.dtype)
-
-    def _floor(self, variance: Tensor, power: Tensor) -> Tensor:
-        """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
-        unit = torch.where(power > 0, power, 1.0)
-        return _VARIANCE_FLOOR * variance.maximum(torch.finfo(self.loc.dtype).eps * unit)
-
-
-def _kind(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
-    if covariance not in COVARIANCES:
-        raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
-    if covariance != "low-rank":
-        if rank is not None or shared_noise:
-            raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
-        kind: Covariances = COVARIANCES[covariance]()
-        return kind
-    if rank is None or not 0 < rank < num_observed:
-        raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
-    return LowRank(rank, is_shared=shared_noise)

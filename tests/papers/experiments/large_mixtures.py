@@ -89,11 +89,19 @@ def density_of(model: GaussianMixture, y: Tensor) -> float:
 
 
 def ours(
-    y: Tensor, test: Tensor, num_components: int, covariance: str, seed: int, passes: int, known: dict[str, Tensor] | None = None
+    y: Tensor,
+    test: Tensor,
+    num_components: int,
+    covariance: str,
+    seed: int,
+    passes: int,
+    known: dict[str, Tensor] | None = None,
+    moves: bool = True,
 ) -> Iterator[Result]:
     """Truncated EM on minibatches of at least twenty data points per component; yields after the start and every pass.
 
-    Parameters that are known begin with these values: what the others reach tells what a better start would be worth.
+    Parameters that are known begin with these values: what the others reach tells what a better start would be worth. Moves of components
+    follow the passes until a pass that none follows.
     """
     pyro.clear_param_store()
     pyro.set_rng_seed(seed)
@@ -110,9 +118,12 @@ def ours(
         began = time.process_time() if done else began
         for _ in range(len(y) // batch_size if done else 0):
             svi.step(y, batch_size)
+        moved = model.split_and_merge(guide, y) if done and moves else 0
+        moves = moves and (not done or moved > 0)
         last = time.process_time() - began
         spent += last
-        yield {"passes": done, "cpu": spent, "seeding": seeded, "us_per_point": 1e6 * last / len(y), "log_density": density_of(model, test)}
+        found = {"passes": done, "moved": moved, "cpu": spent, "seeding": seeded, "us_per_point": 1e6 * last / len(y)}
+        yield {**found, "log_density": density_of(model, test)}
 
 
 def of_clusters(y: Tensor, test: Tensor, num_components: int, means: Any, labels: Any) -> tuple[float, float]:
@@ -161,6 +172,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=6)
     parser.add_argument("--methods", nargs="+", choices=["ours", "kmeans", "sklearn"], default=["ours", "kmeans"])
     parser.add_argument("--known", nargs="*", default=[], help="parameters of our mixture that begin as those that the data are from")
+    parser.add_argument("--no-moves", action="store_true", help="leave components where EM takes them")
     args = parser.parse_args()
     y, test, truth = mixture_data(args.components, args.data, args.covariance, args.seed)
 
@@ -171,7 +183,7 @@ def main() -> None:
     show("truth", log_density=density_of(truth, test))
     known = {name: getattr(truth, name) for name in args.known}
     runs: dict[str, Callable[[], Any]] = {
-        "ours": lambda: ours(y, test, args.components, args.covariance, args.seed, args.passes, known),
+        "ours": lambda: ours(y, test, args.components, args.covariance, args.seed, args.passes, known, not args.no_moves),
         "kmeans": lambda: [kmeans(y, test, args.components, args.seed)],
         "sklearn": lambda: [sklearn_mixture(y, test, args.components, args.covariance, args.seed, args.passes)],
     }

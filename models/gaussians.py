@@ -1,0 +1,103 @@
+"""Weighted normal components as a value: what their log densities are linear in, and the M-step that makes others of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.models.covariances import Covariances, Parameters, variance_floor
+from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
+
+Statistics = dict[str, Tensor]
+
+
+def collected(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
+    """What M-steps need of data ``(N, D)`` and components' shares in them, see :meth:`GaussianMixture.sufficient_statistics`."""
+    return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": kind.products(shares, rows)}
+
+
+def least_variance(statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:
+    """Least variance of a component of the data that statistics are of, which are of the given type."""
+    total = statistics["counts"].sum()
+    shift = statistics["sums"].sum(0) / total
+    variance = statistics["squares"] / total - shift.square()
+    floor: Tensor = variance_floor(variance.mean().clamp(min=0.0), (variance + (center + shift).square()).mean(), dtype)
+    return floor
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaussians:
+    r"""Components :math:`\pi_k \mathcal N(\mu_k, \Sigma_k)` of one kind, whose weights need not sum to one.
+
+    Attributes:
+        kind: the kind of covariances.
+        weights: :math:`\pi`, ``(K,)``.
+        loc: means above a center that data and statistics are relative to, too, ``(K, D)``.
+        spreads: the parameters of the covariances by name.
+    """
+
+    kind: Covariances
+    weights: Tensor
+    loc: Tensor
+    spreads: Parameters
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def coefficients(self) -> Tensor:
+        """Coefficients ``(K, F)`` of the features in the log joints: one, the data, and the squares and products of the kind."""
+        linear, squares, size = self.kind.precisions(self.loc, self.spreads)
+        offset = self.weights.log() - size - 0.5 * (linear * self.loc).sum(-1)
+        return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
+
+    def expected(self, statistics: Statistics) -> Tensor:
+        r""":math:`\sum_n r_{nk} \log \pi_k \mathcal N(y_n; \mu_k, \Sigma_k)`, ``(K,)``, but for what is the same for all components."""
+        features = [statistics["counts"].unsqueeze(-1), statistics["sums"], self.kind.summed_features(statistics)]
+        return (self.coefficients() * torch.cat(features, 1)).sum(-1)
+
+    def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
+        """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``, in the type of the data."""
+        spreads = {name: value.to(x) for name, value in self.spreads.items()}
+        log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
+        return log_density.mT + self.weights.log().to(x)[z]
+
+    def best(self, statistics: Statistics, floor: Tensor) -> Gaussians:
+        """The components that maximise the expected log joint; those without data keep their means and covariances."""
+        loc = self._best_means(statistics)
+        return self._with(statistics, loc, self.kind.best(statistics, loc, floor))
+
+    def best_on_their_own(self, statistics: Statistics, floor: Tensor) -> Gaussians:
+        """The same, but what all components share stays."""
+        loc = self._best_means(statistics)
+        found = self.kind.best(statistics, loc, floor) if self.kind.is_own else self.spreads
+        return self._with(statistics, loc, {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()})
+
+    def _best_means(self, statistics: Statistics) -> Tensor:
+        counts = statistics["counts"].unsqueeze(-1)
+        return torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.loc)
+
+    def _with(self, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:
+        """Such components where there are data, these ones elsewhere."""
+        is_used, found = statistics["counts"] > NEVER_USED, {}
+        for name, value in spreads.items():
+            keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if self._is_own(value) else is_used.new_zeros(())
+            found[name] = torch.where(keeps, self.spreads[name], value)
+        return Gaussians(self.kind, best_weights(statistics["counts"]), loc, found)
+
+    def of(self, index: Tensor) -> Gaussians:
+        """Copies of some of these components."""
+        spreads = {name: value[index] if self._is_own(value) else value for name, value in self.spreads.items()}
+        return Gaussians(self.kind, self.weights[index], self.loc[index], spreads)
+
+    def with_others(self, index: Tensor, others: Gaussians) -> Gaussians:
+        """The same with others in the places of some; what all components share stays."""
+        pairs = {name: (value, others.spreads[name]) for name, value in self.spreads.items()}
+        spreads = {name: old.index_copy(0, index, new) if self._is_own(old) else old for name, (old, new) in pairs.items()}
+        weights, loc = self.weights.index_copy(0, index, others.weights), self.loc.index_copy(0, index, others.loc)
+        return Gaussians(self.kind, weights, loc, spreads)
+
+    def _is_own(self, value: Tensor) -> bool:
+        """Whether a parameter is of every component."""
+        return self.kind.is_own and value.dim() > 0

@@ -1,0 +1,261 @@
+"""Components that move: two that explain the same data become one, and in the place of a third there are two."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ClosedFormModel, Population, StateSpace
+from pyro_truncated.models.gaussians import Gaussians, Statistics, collected
+from pyro_truncated.models.mixture import Shares
+
+# Chosen on data of other seeds than those of the tables.
+_STEPS = 8
+_PARTNERS = 3
+_FEWEST = 3
+# Responsibilities of so many of a data point's components overlap; the others are small.
+_OVERLAPPING = 4
+_ROWS, _PAIRS = 2**16, 2**12
+
+
+def added(parts: Iterable[Statistics]) -> Statistics:
+    """The sums of statistics."""
+    total: Statistics = {}
+    for part in parts:
+        total = {name: total[name] + value for name, value in part.items()} if total else part
+    return total
+
+
+def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
+    """The statistics of a population, one block of data points after the other."""
+    return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS))
+
+
+@dataclasses.dataclass(frozen=True)
+class Moves:
+    r"""Disjoint moves of components: one of two that become one goes to a third, which has two in its place then.
+
+    Attributes:
+        components: all as they are before.
+        kept: which components take over the data of another one, ``(M,)``.
+        moved: which ones move, ``(M,)``; where it is the one that is kept, its data are left to all others.
+        split: where they move to, ``(M,)``.
+        merged: what the kept ones become.
+        halves: what those that are split become, and those that move, two and two, ``2 M`` components.
+    """
+
+    components: Gaussians
+    kept: Tensor
+    moved: Tensor
+    split: Tensor
+    merged: Gaussians
+    halves: Gaussians
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+    def first(self, number: int) -> Moves:
+        """The first ones."""
+        some = torch.arange(number, device=self.kept.device)
+        halves = self.halves.of(torch.arange(2 * number, device=self.kept.device))
+        return Moves(self.components, self.kept[some], self.moved[some], self.split[some], self.merged.of(some), halves)
+
+    def after(self) -> Gaussians:
+        """All components after these moves."""
+        even = 2 * torch.arange(len(self), device=self.kept.device)
+        after = self.components.with_others(self.kept, self.merged)
+        after = after.with_others(self.split, self.halves.of(even)).with_others(self.moved, self.halves.of(even + 1))
+        return dataclasses.replace(after, weights=after.weights / after.weights.sum())
+
+    def candidates(self, population: Population) -> Tensor:
+        """What else the populations should look at: packed states ``(N, S, 1)``, those that have not moved included."""
+        other = torch.arange(population.space.size, device=self.kept.device)
+        other[self.moved], other[self.split] = self.kept, self.moved
+        return population.space.pack(other[population.states(torch.int64)])
+
+
+class Plan:
+    r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
+
+    Two components that become one take the sums of their responsibilities and of their statistics. What that costs, the change of the
+    expected log joints and of the entropy, needs no look at the data. What two components in the place of one would gain is found by EM
+    with two for each of them, on the data that it explains best. Both hardly depend on what becomes of other components, so that
+    the cheapest of the ones are done together with the best of the others.
+
+    Args:
+        components: as they are; the moves begin from the ones that an M-step makes of them.
+        population: the truncated posteriors of all data points under them.
+        x: data above the center, ``(N, D)``.
+        statistics: of these data and posteriors.
+        floor: least variance.
+
+    Reference:
+        Ueda, Nakano, Ghahramani and Hinton, "SMEM algorithm for mixture models", Neural Computation 12, 2000. There one move is tried
+        after the other, each by EM to the end.
+    """
+
+    def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, floor: Tensor) -> None:
+        self.components, self.statistics, self.floor, self.x = components.best(statistics, floor), statistics, floor, x
+        best = population.log_joint.topk(min(_OVERLAPPING, population.num_states)).indices
+        self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
+        self.losses_without = self._losses_without(population.log_joint.double(), weight)
+        self.near, self.weight = self.component.gather(1, best), weight.gather(1, best)
+
+    def moves(self, generator: torch.Generator | None = None) -> Moves:
+        """The best disjoint moves that gain something, the best first."""
+        pairs = self.pairs()
+        losses = torch.cat([self.losses(some) for some in pairs.split(_PAIRS) if len(some)] + [self.losses_without])
+        pairs = torch.cat([pairs, torch.arange(len(self.components), device=pairs.device).unsqueeze(1).expand(-1, 2)])
+        gains, halves = self.halves(generator)
+        chosen, split = matched(pairs, losses, gains)
+        kept, moved = pairs[chosen].unbind(1)
+        two = torch.stack([2 * split, 2 * split + 1], 1).flatten()
+        return Moves(self.components, kept, moved, split, self.merged(pairs[chosen]), halves.of(two))
+
+    # --- two that become one ---
+
+    def _losses_without(self, log_joint: Tensor, weight: Tensor) -> Tensor:
+        """What the free energy loses without each component, ``(K,)``."""
+        best = log_joint.argmax(1, keepdim=True)
+        rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)
+        loss = (-torch.log1p(-weight)).scatter(1, best, log_joint.logsumexp(1, keepdim=True) - rest)
+        return loss.new_zeros(len(self.components)).index_add_(0, self.component.flatten(), loss.flatten())
+
+    def pairs(self) -> Tensor:
+        """Pairs ``(M, 2)`` of a component and those that are most often second where it is the best."""
+        number = len(self.components)
+        if self.near.shape[1] < 2:
+            return self.near.new_zeros(0, 2)
+        code, times = (self.near[:, 0] * number + self.near[:, 1]).unique(return_counts=True)
+        order = times.argsort(descending=True, stable=True)
+        code = code[order[(code[order] // number).argsort(stable=True)]]
+        best = code // number
+        rank = torch.arange(len(code), device=code.device) - torch.searchsorted(best, best)
+        pairs: Tensor = torch.stack([best, code % number], 1)[rank < _PARTNERS].sort(1).values.unique(dim=0)
+        return pairs
+
+    def losses(self, pairs: Tensor) -> Tensor:
+        """What the free energy loses where the two of a pair are one, ``(M,)``."""
+        apart, together = self.components.expected(self.statistics)[pairs].sum(1), self.merged(pairs).expected(self._statistics(pairs))
+        losses: Tensor = apart - together - self._entropies(pairs)
+        return losses
+
+    def merged(self, pairs: Tensor) -> Gaussians:
+        """The components that pairs become."""
+        found = self.components.of(pairs[:, 0])
+        if len(pairs):
+            found = found.best_on_their_own(self._statistics(pairs), self.floor)
+        return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
+
+    def _statistics(self, pairs: Tensor) -> Statistics:
+        own = self.statistics if self.components.kind.is_own else {name: self.statistics[name] for name in ("counts", "sums")}
+        return {**self.statistics, **{name: value[pairs].sum(1) for name, value in own.items() if name != "squares"}}
+
+    def _entropies(self, pairs: Tensor) -> Tensor:
+        """How much less the entropy is where the two of a pair are one, ``(M,)``: negative where both explain a data point."""
+        number = len(self.components)
+        known, change = pairs[:, 0] * number + pairs[:, 1], self.weight.new_zeros(len(pairs))
+        for i, j in itertools.combinations(range(self.near.shape[1]), 2):
+            one, other, weight = self.near[:, i], self.near[:, j], self.weight[:, [i, j]]
+            code = one.minimum(other) * number + one.maximum(other)
+            place = torch.searchsorted(known, code).clamp(max=len(known) - 1)
+            entropy = torch.special.entr(weight.sum(1)) - torch.special.entr(weight).sum(1)
+            change.index_add_(0, place, torch.where(known[place] == code, entropy, 0.0))
+        return change
+
+    # --- two in the place of one ---
+
+    def halves(self, generator: torch.Generator | None) -> tuple[Tensor, Gaussians]:
+        """What is gained with two in the place of each component, ``(K,)``, and these, components ``2k`` and ``2k + 1``."""
+        number, order = len(self.components), self.near[:, 0].argsort(stable=True)
+        owner, x = self.near[order, 0], self.x[order]
+        space = StateSpace([2 * number])
+        blocks = list(zip(x.split(_ROWS), torch.stack([2 * owner, 2 * owner + 1], 1).split(_ROWS), strict=True))
+        halves = self.components.of(torch.arange(2 * number, device=owner.device) // 2)
+        log_joints = _sides(x, owner, number, generator).split(_ROWS)
+        for _ in range(_STEPS):
+            populations = (
+                Population(space, space.pack(z.unsqueeze(-1)), log_joint) for (_, z), log_joint in zip(blocks, log_joints, strict=True)
+            )
+            shares = (Shares(population, 2 * number) for population in populations)
+            statistics = added(collected(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True))
+            halves = self._shared_out(halves.best_on_their_own(statistics, self.floor))
+            log_joints = [halves.log_joint(rows, z) for rows, z in blocks]
+        whole = torch.cat([self.components.log_joint(rows, z[:, :1] // 2) for rows, z in blocks]).double()
+        ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
+        weight = self.weight[order, 0]
+        each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
+        gains = each.new_zeros(number).index_add_(0, owner, each)
+        too_few = statistics["counts"].reshape(-1, 2).amin(1) < _FEWEST
+        return gains.masked_fill(too_few, -math.inf), halves
+
+    def _shared_out(self, halves: Gaussians) -> Gaussians:
+        """Halves with the weight of the component that they are of."""
+        weights = halves.weights.reshape(-1, 2)
+        share = weights / weights.sum(1, keepdim=True) * self.components.weights.unsqueeze(1)
+        return dataclasses.replace(halves, weights=share.flatten())
+
+
+def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
+    """On which side of its component's mean each data point is, along a line through two of them: log weights ``(N, 2)`` of the halves."""
+    size = torch.bincount(owner, minlength=number)
+    device = None if generator is None else generator.device
+    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device).to(x.device)
+    drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
+    mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
+    side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0
+    return x.new_zeros(len(x), 2).masked_fill(torch.stack([side, ~side], 1), -math.inf)
+
+
+def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tensor]:
+    """The cheapest pairs beside the components that gain most, as long as something is gained and no component is in two of them.
+
+    Args:
+        pairs: components that could become one, ``(P, 2)``.
+        losses: what that costs, ``(P,)``.
+        gains: what two in the place of each component would gain, ``(K,)``.
+
+    Returns:
+        Positions of the chosen pairs, and the component that each goes with, ``(M,)``, what gains most first.
+    """
+    order, best = losses.argsort(stable=True).tolist(), iter(gains.argsort(descending=True, stable=True).tolist())
+    both, cost, gain = pairs.tolist(), losses.tolist(), gains.tolist()
+    taken: set[int] = set()
+    chosen: list[tuple[int, int]] = []
+    for pair in order:
+        if not taken.isdisjoint(both[pair]):
+            continue
+        # What is passed over here is taken, or will be with this pair.
+        split = next((k for k in best if k not in taken and k not in both[pair]), None)
+        if split is None or not gain[split] > cost[pair]:
+            break
+        taken.update((*both[pair], split))
+        chosen.append((pair, split))
+    found = torch.tensor(chosen, dtype=torch.int64, device=pairs.device).reshape(-1, 2)
+    return found[:, 0], found[:, 1]
+
+
+def accepted(moves: Moves, tried: Callable[[Moves], Population]) -> tuple[Moves, Population | None]:
+    """All moves, or the first half of them, or of these, until the free energy is not below what it is without any.
+
+    Args:
+        moves: the best first.
+        tried: what the populations are after moves.
+
+    Returns:
+        The moves, and the populations after them; none where none are done.
+    """
+    if not len(moves):
+        return moves, None
+    least = tried(moves.first(0)).free_energy().sum()
+    while len(moves):
+        population = tried(moves)
+        if bool(population.free_energy().sum() >= least):
+            return moves, population
+        moves = moves.first(len(moves) // 2)
+    return moves, None
