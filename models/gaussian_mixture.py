@@ -245,9 +245,8 @@ class GaussianMixture(UniqueModule):
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
     def _components(self) -> Gaussians:
-        """The components in float64, above the center."""
-        spreads = {name: value.detach().double() for name, value in self._spreads().items()}
-        return Gaussians(self._kind, self.weights.detach().double(), self.loc.detach().double() - self.center, spreads)
+        """The components, above the center."""
+        return Gaussians(self._kind, self.weights.double(), self.loc.double() - self.center, self._spreads())
 
     def _take(self, components: Gaussians) -> None:
         """Takes parameters over."""

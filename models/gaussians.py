@@ -35,7 +35,7 @@ class Gaussians:
         kind: the kind of covariances.
         weights: :math:`\pi`, ``(K,)``.
         loc: means above a center that data and statistics are relative to, too, ``(K, D)``.
-        spreads: the parameters of the covariances by name.
+        spreads: the parameters of the covariances by name, in any type; the others are in float64.
     """
 
     kind: Covariances
@@ -48,7 +48,7 @@ class Gaussians:
 
     def coefficients(self) -> Tensor:
         """Coefficients ``(K, F)`` of the features in the log joints: one, the data, and the squares and products of the kind."""
-        linear, squares, size = self.kind.precisions(self.loc, self.spreads)
+        linear, squares, size = self.kind.precisions(self.loc, {name: value.double() for name, value in self.spreads.items()})
         offset = self.weights.log() - size - 0.5 * (linear * self.loc).sum(-1)
         return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
 
@@ -83,7 +83,7 @@ class Gaussians:
         is_used, found = statistics["counts"] > NEVER_USED, {}
         for name, value in spreads.items():
             keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if self._is_own(value) else is_used.new_zeros(())
-            found[name] = torch.where(keeps, self.spreads[name], value)
+            found[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))
         return Gaussians(self.kind, best_weights(statistics["counts"]), loc, found)
 
     def of(self, index: Tensor) -> Gaussians:
