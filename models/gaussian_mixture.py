@@ -169,7 +169,7 @@ class GaussianMixture(UniqueModule):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        groups = Groups(self._components().coefficients().to(y), self.loc.to(y))
+        groups = Groups(self._components(self.weights).coefficients().to(y), self.loc.to(y))
         num_states = min(num_states, self.num_components)
         return torch.cat([groups.likeliest(self._features(rows), num_states) for rows in check_data(y, self.num_observed).split(_BLOCK)])
 
@@ -215,7 +215,7 @@ class GaussianMixture(UniqueModule):
             raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
         statistics, before = statistics_of_all(self, population, y), {name: value.clone() for name, value in self.named_parameters()}
         floor = least_variance(statistics, self.center, self.loc.dtype)
-        moves = Plan(self._components(), population, (y.double() - self.center).to(y), statistics, floor).moves(generator)
+        moves = Plan(self._components(self.weights), population, (y.double() - self.center).to(y), statistics, floor).moves(generator)
         moves, moved = accepted(moves, lambda some: self._moved(some, guide, y))
         if moved is None:
             for name, value in self.named_parameters():
@@ -244,9 +244,9 @@ class GaussianMixture(UniqueModule):
         x = y - self.center.to(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
-    def _components(self) -> Gaussians:
-        """The components, above the center."""
-        return Gaussians(self._kind, self.weights.double(), self.loc.double() - self.center, self._spreads())
+    def _components(self, weights: Tensor) -> Gaussians:
+        """The components with such weights, above the center."""
+        return Gaussians(self._kind, weights.double(), self.loc.double() - self.center, self._spreads())
 
     def _take(self, components: Gaussians) -> None:
         """Takes parameters over."""
@@ -279,7 +279,8 @@ class GaussianMixture(UniqueModule):
         weighted covariance around it, averaged over dimensions if spherical and over components if tied. A component without data keeps
         its mean and covariance.
         """
-        self._take(self._components().best(statistics, least_variance(statistics, self.center, self.loc.dtype)))
+        # Any weights will do: the best ones do not depend on them.
+        self._take(self._components(statistics["counts"]).best(statistics, least_variance(statistics, self.center, self.loc.dtype)))
 
     @torch.no_grad()
     @takes_arrays

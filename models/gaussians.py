@@ -65,22 +65,25 @@ class Gaussians:
 
     def best(self, statistics: Statistics, floor: Tensor) -> Gaussians:
         """The components that maximise the expected log joint; those without data keep their means and covariances."""
-        loc = self._best_means(statistics)
-        return self._with(statistics, loc, self.kind.best(statistics, loc, floor))
+        is_used, loc = self._best_means(statistics)
+        return self._where(is_used, statistics, loc, self.kind.best(statistics, loc, floor))
 
     def best_on_their_own(self, statistics: Statistics, floor: Tensor) -> Gaussians:
         """The same, but what all components share stays."""
-        loc = self._best_means(statistics)
+        is_used, loc = self._best_means(statistics)
         found = self.kind.best(statistics, loc, floor) if self.kind.is_own else self.spreads
-        return self._with(statistics, loc, {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()})
+        found = {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()}
+        return self._where(is_used, statistics, loc, found)
 
-    def _best_means(self, statistics: Statistics) -> Tensor:
-        counts = statistics["counts"].unsqueeze(-1)
-        return torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.loc)
+    def _best_means(self, statistics: Statistics) -> tuple[Tensor, Tensor]:
+        """Which components have data, ``(K,)``, and the likeliest means, ``(K, D)``."""
+        counts = statistics["counts"]
+        is_used = counts > NEVER_USED
+        return is_used, torch.where(is_used.unsqueeze(-1), statistics["sums"] / counts.unsqueeze(-1), self.loc)
 
-    def _with(self, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:
+    def _where(self, is_used: Tensor, statistics: Statistics, loc: Tensor, spreads: Parameters) -> Gaussians:
         """Such components where there are data, these ones elsewhere."""
-        is_used, found = statistics["counts"] > NEVER_USED, {}
+        found = {}
         for name, value in spreads.items():
             keeps = ~is_used.reshape(-1, *(1,) * (value.dim() - 1)) if self._is_own(value) else is_used.new_zeros(())
             found[name] = torch.where(keeps, self.spreads[name], value.to(self.spreads[name]))

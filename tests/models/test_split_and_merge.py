@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pyro
@@ -11,12 +12,13 @@ import torch
 from pyro.infer import SVI
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, Population, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.gaussians import Gaussians
 from pyro_truncated.models.split_and_merge import Plan, matched
 from pyro_truncated.search import NeighbourSearch
 from tests.models.mixture import full_population
+from tests.pretended_device import DEVICE, PretendedDevice, here, there
 
 D64 = torch.float64
 D, K, N = 3, 5, 300
@@ -209,6 +211,27 @@ def test_matches_are_disjoint_gain_and_leave_nothing(seed: int) -> None:
     free = set(range(12)).difference(*touched)
     left = [(i, k) for i in range(30) for k in free if set(pairs[i].tolist()) <= free - {k}]
     assert all(gains[k] <= losses[i] for i, k in left)
+
+
+@pytest.mark.parametrize("kind", ["diag", "low-rank"])
+def test_moves_are_the_same_on_a_device(kind: str) -> None:
+    def moved(move: Callable[[Any], Any]) -> tuple[int, Tensor]:
+        pyro.clear_param_store()
+        pyro.set_rng_seed(0)
+        y = clusters(4, 60)
+        model, y = move(badly_started(kind, y, 4)), move(y)
+        guide = AutoTruncated(model, num_states=2)
+        svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(ExhaustiveSearch()))
+        svi.step(y)
+        number = model.split_and_merge(guide, y, torch.Generator().manual_seed(0))
+        return number, model.loc.detach()
+
+    number, expected = moved(lambda thing: thing)
+    with PretendedDevice():
+        there_number, found = moved(there)
+        assert found.device == DEVICE
+    assert there_number == number >= 1
+    torch.testing.assert_close(here(found), expected)
 
 
 def test_refuses_guides_of_other_models_and_other_data() -> None:
