@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +25,6 @@ from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 _SHORT_DATA = 1000
-_LAST_RATE = 0.1
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
@@ -82,14 +80,20 @@ def learn(
     rare there. Afterwards those latents are removed, a third of the surplus at a time, without which the best states lose least (see
     :func:`~pyro_truncated.training.redundancy.losses_without`).
 
+    Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
+    :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
+    the program is asked. A start takes over those latents of another one that raise its free energy (see
+    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps. Starts of odd and of even numbers do
+    not exchange any: the two have to agree.
+
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
     :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, without annealing.
 
     Args:
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
-            itself where a start may lie. Others start where they are, then in turn where the best start has ended and where they were,
-            with noise as large as what their parameters have reached, as often as ``starts`` says.
+            itself where a start may lie. Others start where they are, then where they were with noise as large as what their parameters
+            have reached; in turn with where the best start has ended, if they cannot exchange latents; as often as ``starts`` says.
         y: data, ``(N, ...)``, the model's argument.
         search: fills the populations; default: exhaustive where a population holds all states, evolutionary with crossover for binary
             latents, otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
@@ -108,10 +112,12 @@ def learn(
 
     Returns:
         The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
-        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached.
+        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, with what
+        it took over from others.
 
     Warns:
-        DisagreeingStartsWarning: if no two starts agree; of those that began where another one had ended none counts.
+        DisagreeingStartsWarning: if no two starts agree; of those that began where another one had ended, or have exchanged latents, only
+            one counts.
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
@@ -136,7 +142,7 @@ def learn(
         found.make(bar)
         put_back(model, part, found.best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
-        run = Run(model, y, dataclasses.replace(settings, lrd=_LAST_RATE ** (1 / steps)))
+        run = Run(model, y, settings.slowing(steps))
         if found.best.states is not None and is_all:
             offer(run, y, own_rows(found.best.states, y))
         for _ in range(steps):

@@ -26,6 +26,11 @@ def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
     return {name: _unconstrained(node["value"]) for name, node in nodes.items() if node["type"] == "param"}
 
 
+def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """Those of them that gradients change, by name: buffers of modules are none."""
+    return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
+
+
 def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
     """What a model has learned, by name, apart from the model."""
     return {name: value.clone() for name, value in tensors_of(model, y).items()}
@@ -48,8 +53,7 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
         reached: what its parameters were elsewhere: where these are larger, their root mean square counts.
         generator: source of randomness.
     """
-    named = dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
-    for name, value in named.items():
+    for name, value in parameters_of(model, y).items():
         size = max(_size(value), _size(reached[name]))
         noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=None if generator is None else generator.device)
         value.add_((size or 1.0) * noise.to(value.device))

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
+from pyro_truncated.training.families import Families
 from pyro_truncated.training.model_parameters import copies, disturb, put_back
-from pyro_truncated.training.starts import Settings, Start, start
+from pyro_truncated.training.recombination import Member
+from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, start
 from pyro_truncated.utils.progress import ProgressBar
 
 
@@ -40,7 +43,7 @@ class SeveralStarts:
 
     Attributes:
         best: the one with the highest free energy.
-        energies: the free energy per data point of each, in order.
+        energies: the free energy per data point of each, in order; where starts exchange latents, once it has.
     """
 
     def __init__(self, model: Any, y: Tensor, settings: Settings, plan: Plan) -> None:
@@ -50,30 +53,59 @@ class SeveralStarts:
         # Starts from one place agree in bad optima, too: only those count that began apart.
         self._apart: list[Reached] = []
         self._first = None if hasattr(model, "initialize") else copies(model, y)
+        self._families: Families | None = None
 
     def make(self, bar: ProgressBar) -> None:
-        """Makes starts until two agree; those of models that do not say where one may start come back too often to end it."""
+        """Makes starts until two agree; those that may begin where another one has ended come back too often to end it."""
         for number in range(self._plan.starts):
             bar.set_description(f"start {number + 1}")
-            self._make_one(number)
+            self._begin(number)
+            self._end(number, start(self._model, self._y, self._settings, self._plan.temperature, self._plan.steps, self._plan.generator))
             bar.update(self._plan.steps)
-            if self._first is None and have_agreed(self._apart, self._plan.tolerance):
-                break
+            if (self._first is None or self._families is not None) and self.have_agreed():
+                return
+        if self._families is not None and self._plan.starts > 1:
+            self._keep(self._families.united())
 
     def have_agreed(self) -> bool:
         """Whether two starts that began apart have reached the same free energy, and none has reached more."""
-        tolerance = self._plan.tolerance
-        return have_agreed(self._apart, tolerance) and max(self.energies) <= max(one.free_energy for one in self._apart) + tolerance
+        most = max((one.free_energy for one in self._apart), default=-math.inf)
+        return have_agreed(self._apart, self._plan.tolerance) and self.best.reached.free_energy <= most + self._plan.tolerance
 
-    def _make_one(self, number: int) -> None:
-        model, y, plan = self._model, self._y, self._plan
-        is_odd = number % 2 == 1
-        if self._first is not None and number > 0:
-            # Half of them begin near the best one's end.
-            put_back(model, y, self.best.parameters if is_odd else self._first)
-            disturb(model, y, self.best.parameters, plan.generator)
-        found = start(model, y, self._settings, plan.temperature, plan.steps, plan.generator)
-        self.energies.append(found.reached.free_energy)
-        if self._first is None or not is_odd:
+    def _begin(self, number: int) -> None:
+        """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""
+        if self._first is None or number == 0:
+            return
+        if number == 1:
+            self._families = self._founded(self._first)
+        is_near_best = number % 2 == 1 and self._families is None
+        self._disturb(self.best.parameters if is_near_best else self._first)
+
+    def _disturb(self, parameters: dict[str, Tensor]) -> None:
+        put_back(self._model, self._y, parameters)
+        disturb(self._model, self._y, self.best.parameters, self._plan.generator)
+
+    def _founded(self, first: dict[str, Tensor]) -> Families | None:
+        """The families of starts that exchange latents, if these are exchangeable, which random parameters show."""
+        self._disturb(first)
+        recombination = recombination_of(self._model, self._y, self._settings, self._plan.tolerance)
+        if recombination is None:
+            return None
+        families = Families(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)))
+        families.join(0, self.best)
+        return families
+
+    def _settled(self, member: Member, steps: int) -> Start:
+        return settled(self._model, self._y, self._settings, member, steps)
+
+    def _end(self, number: int, found: Start) -> None:
+        if self._families is not None:
+            found = self._families.join(number, found)
+            self._apart = self._families.reached
+        elif self._first is None or number % 2 == 0:
             self._apart.append(found.reached)
+        self.energies.append(found.reached.free_energy)
+        self._keep(found)
+
+    def _keep(self, found: Start) -> None:
         self.best = max(self.best, found, key=lambda one: one.reached.free_energy)

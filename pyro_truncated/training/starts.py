@@ -28,7 +28,9 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.model_parameters import copies, forgetting_guides, rate_of, tensors_of
+from pyro_truncated.training.exchangeable import exchangeable_latents
+from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back, rate_of, tensors_of
+from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -37,6 +39,7 @@ from pyro_truncated.utils.own_store import empty_store
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
 _SETTLING, _SETTLED = 3, 10
+_LAST_RATE = 0.1
 
 
 @runtime_checkable
@@ -64,6 +67,10 @@ class Settings:
     num_states: int
     lr: float = 0.1
     lrd: float = 1.0
+
+    def slowing(self, steps: int) -> Settings:
+        """The same with a learning rate that falls to a tenth in so many steps."""
+        return dataclasses.replace(self, lrd=_LAST_RATE ** (1 / steps))
 
 
 class Run:
@@ -158,6 +165,30 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
     with forgetting_guides(model, y):
         reached = trained(Run(model, y, settings, temperature), y, steps)
     return Start(reached, copies(model, y), None)
+
+
+def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    """A short run from parameters and populations that are nearly where they should be, in ever smaller steps."""
+    put_back(model, y, member.parameters)
+    with forgetting_guides(model, y):
+        run = Run(model, y, settings.slowing(steps))
+        offer(run, y, member.population.states())
+        reached = trained(run, y, steps)
+    return Start(reached, copies(model, y), None)
+
+
+def recombination_of(model: Any, y: Tensor, settings: Settings, tolerance: float) -> Recombination | None:
+    """How models with other parameters may exchange latents, if these are exchangeable as the parameters are now."""
+    num_states = max(1, settings.num_states // 2)  # free energies are compared roughly, and often
+    guide = AutoTruncated(model, num_states=num_states)
+    with spare_random_numbers():
+        guide.setup(y)
+    latents = exchangeable_latents(model, y, guide)
+    if latents is None:
+        return None
+    search = settings.search or _default_search(model, guide.space, num_states)
+    search.forget()
+    return Recombination(model, y, guide, search, latents, tolerance)
 
 
 def _grown_and_shrunk(

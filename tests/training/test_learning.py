@@ -347,13 +347,13 @@ def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
     assert len(search.regression.variance) == 8
 
 
-def own(y):
+def own(y, rates=(0.5, 0.5, 0.5)):
     """A user's own model, a function, of parameters in three places."""
     loc = pyro.param("own.loc", lambda: 50.0 * torch.ones(3))
     pyro.param("own.zero", torch.zeros(2))
     scale = pyro.param("own.scale", torch.tensor(9.0), constraint=dist.constraints.positive)
     with pyro.plate("data", len(y)):
-        z = pyro.sample("z", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        z = pyro.sample("z", dist.Bernoulli(torch.tensor(rates)).to_event(1))
         pyro.sample("y", dist.Normal((z * loc).sum(-1), scale), obs=y)
 
 
@@ -365,8 +365,13 @@ def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 
 
-def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch):
+@pytest.mark.parametrize(("rates", "centre"), [((0.4, 0.5, 0.6), 3050.0), ((0.5, 0.5, 0.5), 50.0)])
+def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, rates, centre):
+    """Where latents are not alike, so that starts cannot exchange what they have found, every other one begins near the best one's end."""
     begun = []
+
+    def model(y):
+        own(y, rates)
 
     def start(model, y, *args):
         begun.append(pyro.param("own.loc").detach().clone())
@@ -376,10 +381,10 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch):
 
     monkeypatch.setattr(several_starts, "start", start)
     with pytest.warns(DisagreeingStartsWarning):
-        learn(own, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
-    # Where it was; near the best, which is 3000 away; near where it was, by noise as large as what was reached.
+        learn(model, 50 * torch.rand(20, generator=generator()), starts=3, steps=1, progress=False)
+    # Where it was; near the best, which is 3000 away, or near where it was; near where it was; by noise as large as what was reached.
     assert torch.equal(begun[0], torch.full((3,), 50.0))
-    centres = [torch.full((3,), value) for value in (3050.0, 50.0)]
+    centres = [torch.full((3,), value) for value in (centre, 50.0)]
     noise = [loc - centre for loc, centre in zip(begun[1:], centres, strict=True)]
     assert all(300.0 < float(one.square().mean().sqrt()) < 9000.0 for one in noise)
     assert not torch.equal(noise[0], noise[1])

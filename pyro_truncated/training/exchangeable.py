@@ -1,0 +1,130 @@
+"""Exchangeable latents: which parameters of a program belong to which of them, as the program itself shows."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.training.model_parameters import copies, parameters_of, put_back
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+_NUM_STATES = 4
+_MOST_TRIED = 64
+_RELATIVE, _ABSOLUTE = 1e-4, 1e-3
+
+
+class Exchangeable(NamedTuple):
+    """The latents of a site that may change places, if their parameters do.
+
+    Attributes:
+        latents: positions of theirs among the latents of a data point.
+        axes: the axis along which the latents lie, by name of the parameters that have one.
+    """
+
+    latents: slice
+    axes: dict[str, int]
+
+    def replaced(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
+        """Parameters in which the latents ``here`` have those that the latents ``there`` have in ``other``."""
+        moved = {name: state[name].index_copy(axis, here, other[name].index_select(axis, there)) for name, axis in self.axes.items()}
+        return {**state, **moved}
+
+    def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
+        """How far the parameters of each latent, ``(H,)``, are from those of latents ``there`` in ``other``.
+
+        A root mean square in units of that of the whole parameter, of the parameter that differs most.
+        """
+        differences = []
+        for name, axis in self.axes.items():
+            value = one[name].movedim(axis, 0).reshape(len(there), -1)
+            unit = value.square().mean().clamp(min=torch.finfo(value.dtype).tiny).sqrt()
+            difference = value - other[name].movedim(axis, 0).reshape(value.shape)[there]
+            differences.append(difference.square().mean(1).sqrt() / unit)
+        return torch.stack([value.double() for value in differences]).amax(0)
+
+
+def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> Exchangeable | None:
+    r"""Finds the latents that a program treats alike.
+
+    They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`, which move the latents of
+    the states and the entries of the parameters along one axis each. That is tried, with random states and the parameters as they are, for
+    two permutations that generate all others, and for the axes that are as long as there are latents.
+
+    Args:
+        model: the model; its parameters must differ between latents, or anything seems exchangeable.
+        y: its data.
+        guide: has seen them; its populations stay as they are.
+
+    Returns:
+        The largest such group of latents, or ``None`` where there is none with parameters of its own.
+    """
+    with torch.no_grad(), spare_random_numbers():
+        if guide.layout.other_latents or guide.log_joint_of(y).num_data < guide.layout.num_data:
+            return None
+        groups = (_exchangeable(model, y, guide, latents) for latents in _alike(guide))
+        return next((group for group in groups if group is not None), None)
+
+
+def _alike(guide: AutoTruncated) -> list[slice]:
+    """The latents of sites that are vectors of one cardinality, the longest first."""
+    start, found = 0, []
+    for site in guide.layout.sites.values():
+        latents = slice(start, start + site.num_latents)
+        start = latents.stop
+        if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
+            found.append(latents)
+    return sorted(found, key=lambda one: one.start - one.stop)
+
+
+def _exchangeable(model: Any, y: Tensor, guide: AutoTruncated, latents: slice) -> Exchangeable | None:
+    state, levels = copies(model, y), _random_levels(guide)
+    expected = _scores(guide, y, levels)
+    if not bool(expected.isfinite().all()):
+        return None
+
+    def is_same(group: Exchangeable, order: Tensor) -> bool:
+        """Whether log joints are the same once latents and parameters have been permuted."""
+        put_back(model, y, group.replaced(state, torch.arange(len(order)), state, order))
+        moved = levels.clone()
+        moved[..., latents] = levels[..., latents][..., order]
+        return torch.allclose(_scores(guide, y, moved), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+
+    number = latents.stop - latents.start
+    learned = {name: state[name] for name in parameters_of(model, y)}
+    groups = (Exchangeable(latents, axes) for axes in _possible_axes(learned, number))
+    try:
+        return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
+    finally:
+        put_back(model, y, state)
+
+
+def _possible_axes(parameters: dict[str, Tensor], num_latents: int) -> Iterator[dict[str, int]]:
+    """Axes by name, as many as possible first; at most some dozens of combinations."""
+    choices = [[axis for axis, size in enumerate(value.shape) if size == num_latents] + [None] for value in parameters.values()]
+    for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
+        axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
+        if axes:
+            yield axes
+
+
+def _orders(num_latents: int) -> list[Tensor]:
+    """A cycle of all and an exchange of two: all permutations are products of them."""
+    positions = torch.arange(num_latents)
+    return [positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])]
+
+
+def _random_levels(guide: AutoTruncated) -> Tensor:
+    """Unpacked states ``(N, C, L)`` of all data points."""
+    generator = torch.Generator().manual_seed(0)
+    cardinality = guide.space.cardinality
+    uniform = torch.rand(guide.layout.num_data, _NUM_STATES, len(cardinality), generator=generator)
+    return (uniform * cardinality).long()
+
+
+def _scores(guide: AutoTruncated, y: Tensor, levels: Tensor) -> Tensor:
+    return guide.log_joint_of(y).score(guide.space.pack(levels).to(guide.words.device))

@@ -1,0 +1,118 @@
+"""Recombination: of two trained models, what each has found."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from scipy.sparse.csgraph import connected_components
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.exchangeable import Exchangeable
+from pyro_truncated.training.model_parameters import put_back
+
+# Search steps that fill populations, and those that adapt them to parameters which have changed a little.
+_FILLING, _ADAPTING = 8, 2
+# Correlations above which latents explain the same; those of parts of one code are small, those of latents that replace each other large.
+_CORRELATIONS = 0.15, 0.3, 0.5, 0.7
+# Latents whose parameters differ by less than a fifth of their size are the same.
+_SAME = 0.2
+
+
+class Member(NamedTuple):
+    """Parameters, and populations under them."""
+
+    parameters: dict[str, Tensor]
+    population: Population
+
+    @property
+    def free_energy(self) -> float:
+        """The free energy per data point."""
+        return float(self.population.free_energy().mean())
+
+
+class Recombination:
+    r"""Exchanges latents between models that were trained from different starts.
+
+    In a local optimum most latents are as in the best one, and a few share what they should divide; which ones differs between starts. The
+    latents of two models are matched, by the correlation of their posterior probabilities over the data points. Pairs that explain the
+    same data points (whose latents correlate across the pairs) form blocks, from single pairs to nearly all as the least correlation
+    falls. Every block of the better model is replaced by that of the other one, the populations are adapted, and the blocks are taken
+    over in the order of what the free energy gains, as long as it gains: the crossover by partition of Whitley, Hains and Howe (2009).
+
+    Args:
+        model: the model; its parameters are changed.
+        y: its data.
+        guide: has seen them; its populations are changed.
+        search: fills the populations.
+        latents: which latents may change places, see :func:`~pyro_truncated.training.exchangeable.exchangeable_latents`.
+        tolerance: least gain in free energy per data point.
+    """
+
+    def __init__(self, model: Any, y: Tensor, guide: AutoTruncated, search: Search, latents: Exchangeable, tolerance: float) -> None:
+        self._model, self._y, self._guide, self._search = model, y, guide, search
+        self._latents, self._tolerance = latents, tolerance
+        self._first_words = guide.words.clone()
+
+    def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
+        """A model with populations of its own, which begin with those of another one that is near if it is given."""
+        if near is None:
+            return self._adapted(parameters, self._first_words, _FILLING)
+        return self._adapted(parameters, near.population.words, _ADAPTING)
+
+    def cross(self, one: Member, other: Member) -> Member:
+        """The better of two models with the latents of the other one that raise its free energy; itself if none does."""
+        better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
+        correlation = _correlation(self._marginals(better), self._marginals(other))
+        partner = torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
+        differs = self._latents.distances(better.parameters, other.parameters, partner) > _SAME
+        gains = {}
+        for block in _blocks(correlation[:, partner]):
+            if bool(differs[list(block)].any()):
+                gains[block] = self._exchanged(better, other, block, partner).free_energy - better.free_energy
+        best = better
+        for block in sorted(gains, key=lambda one: gains[one], reverse=True):
+            if gains[block] > self._tolerance:
+                changed = self._exchanged(best, other, block, partner)
+                best = changed if changed.free_energy > best.free_energy + self._tolerance else best
+        return best
+
+    def _marginals(self, member: Member) -> Tensor:
+        return member.population.marginals()[:, self._latents.latents].double().cpu()
+
+    def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
+        here = torch.tensor(block)
+        return self.member(self._latents.replaced(member.parameters, here, other.parameters, partner[here]), near=member)
+
+    @torch.no_grad()
+    def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int) -> Member:
+        put_back(self._model, self._y, parameters)
+        scorer = self._guide.log_joint_of(self._y)
+        log_joint = scorer.score(words)
+        if bool((log_joint.amax(-1) == -torch.inf).any()):
+            # What either of them explains the two together may not.
+            return Member(parameters, Population(self._guide.space, words, log_joint))
+        self._guide.populations.store_(log_joint, None, words)
+        population = self._guide.search_(self._search, scorer, steps)
+        return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()))
+
+
+def _correlation(one: Tensor, other: Tensor) -> Tensor:
+    """Absolute correlations ``(H, H)`` of probabilities ``(N, H)``; of such that are the same everywhere 0."""
+    parts = [torch.nn.functional.normalize(value - value.mean(0), dim=0) for value in (one, other)]
+    return (parts[0].mT @ parts[1]).abs()
+
+
+def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
+    """Pairs that correlate with each other ``(H, H)``: the connected components at several least correlations, and single pairs."""
+    linked = torch.maximum(correlation, correlation.mT)
+    found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
+    for least in _CORRELATIONS:
+        number, labels = connected_components((linked > least).numpy(), directed=False)
+        for label in range(number):
+            found[tuple((labels == label).nonzero()[0].tolist())] = None
+    return [block for block in found if len(block) < len(linked)]

@@ -1,0 +1,218 @@
+"""Latents that may change places, and what two models find together."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from pyro.nn import PyroModule, PyroParam
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
+from pyro_truncated.datasets import linear_bars, matched_bars
+from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
+from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training.recombination import Recombination
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_parameter(name: str, *shape: int, **constraint: Any) -> Any:
+    return pyro.param(name, lambda: torch.rand(shape, generator=generator(len(name))), **constraint)
+
+
+def square(y: Tensor) -> None:
+    """As many latents as dimensions, and a bias of the dimensions."""
+    weight, bias, rate = random_parameter("weight", 4, 4), random_parameter("bias", 4), pyro.param("logit", lambda: torch.arange(4.0))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(logits=rate).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT + bias, 0.5).to_event(1), obs=y)
+
+
+def rows(y: Tensor) -> None:
+    """Latents of three values each, along the first axis."""
+    weight, scale = random_parameter("weight", 3, 4), random_parameter("scale", 1, constraint=dist.constraints.positive)
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Categorical(torch.tensor([0.5, 0.3, 0.2])).expand([3]).to_event(1))
+        pyro.sample("y", dist.Normal(s.to(y.dtype) @ weight, scale).to_event(1), obs=y)
+
+
+def two_sites(y: Tensor) -> None:
+    """Sites of the same length with parameters of their own, of which the first has constants that differ."""
+    fixed, first, second = torch.tensor([0.1, 0.2, 0.3]), random_parameter("first", 4, 3), random_parameter("second", 4, 3)
+    with pyro.plate("data", len(y)):
+        a = pyro.sample("a", dist.Bernoulli(fixed).to_event(1))
+        b = pyro.sample("b", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(a @ first.mT + b @ second.mT, 0.5).to_event(1), obs=y)
+
+
+def chain(y: Tensor) -> None:
+    """Latents that come one after the other."""
+    weight, coupling = random_parameter("weight", 4, 3), random_parameter("coupling", 1)
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        pyro.factor("chain", coupling * (s[..., 1:] * s[..., :-1]).sum(-1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
+
+
+def ring(y: Tensor) -> None:
+    """Latents that may be turned round, but not exchanged."""
+    weight = random_parameter("weight", 4, 4)
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.5)).to_event(1))
+        pyro.factor("ring", (s * s.roll(1, -1)).sum(-1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
+
+
+def without_parameters_of_their_own(y: Tensor) -> None:
+    strength = random_parameter("strength", 1)
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        pyro.sample("y", dist.Normal(strength * s.sum(-1, keepdim=True), 0.5).expand([*s.shape[:-1], 4]).to_event(1), obs=y)
+
+
+def in_minibatches(y: Tensor) -> None:
+    weight = random_parameter("weight", 4, 3)
+    with pyro.plate("data", len(y), subsample_size=5) as i:
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y[i])
+
+
+def beside_continuous(y: Tensor) -> None:
+    weight = random_parameter("weight", 4, 3)
+    scale = pyro.sample("scale", dist.LogNormal(0.0, 0.1))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((3,), 0.5)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, scale).to_event(1), obs=y)
+
+
+class Constants(PyroModule):
+    """What is learned belongs to latents that differ by constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = PyroParam(torch.rand(4, 3, generator=generator()))
+        self.register_buffer("logits", torch.arange(3.0))
+
+    def forward(self, y: Tensor) -> None:
+        weight = self.weight
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(logits=self.logits).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
+
+
+def found(model: Any) -> Exchangeable | None:
+    y = torch.rand(20, 4, generator=generator())
+    guide = AutoTruncated(model, num_states=4)
+    guide.setup(y)
+    before, random = copies(model, y), torch.get_rng_state()
+    group = exchangeable_latents(model, y, guide)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = copies(model, y)
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+    return group
+
+
+@pytest.mark.parametrize(
+    ("model", "latents", "axes"),
+    [
+        (square, slice(0, 4), {"weight": 1, "logit": 0}),
+        (rows, slice(0, 3), {"weight": 0}),
+        (two_sites, slice(3, 6), {"second": 1}),
+    ],
+)
+def test_the_program_shows_which_parameters_belong_to_which_latent(model: Any, latents: slice, axes: dict[str, int]) -> None:
+    assert found(model) == Exchangeable(latents, axes)
+
+
+@pytest.mark.parametrize("model", [chain, ring, without_parameters_of_their_own, in_minibatches, beside_continuous, Constants()])
+def test_latents_that_are_not_alike_or_have_no_parameters_are_left_alone(model: Any) -> None:
+    assert found(model) is None
+
+
+# --- recombination ---
+
+
+def bars_model(y: Tensor) -> None:
+    weight, logit = pyro.param("weight", torch.zeros(9, 6)), pyro.param("rate", torch.zeros(6))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(logits=logit).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
+
+
+def exact(parameters: dict[str, Tensor], y: Tensor) -> float:
+    """Mean log evidence, by enumeration."""
+    states = torch.tensor(list(itertools.product([0.0, 1.0], repeat=6)), dtype=torch.float64)
+    weight, logit = parameters["weight"].double(), parameters["rate"].double()
+    prior = dist.Bernoulli(logits=logit).log_prob(states).sum(-1)
+    likelihood = dist.Normal(states @ weight.mT, 1.0).log_prob(y.double().unsqueeze(1)).sum(-1)
+    return float((prior + likelihood).logsumexp(-1).mean())
+
+
+def recombination(y: Tensor) -> Recombination:
+    guide = AutoTruncated(bars_model, num_states=64)
+    guide.setup(y)
+    return Recombination(bars_model, y, guide, EvolutionarySearch(), Exchangeable(slice(0, 6), {"weight": 1, "rate": 0}), 0.01)
+
+
+def test_two_models_find_together_what_each_of_them_lacks() -> None:
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    whole = {"weight": bars.components, "rate": torch.full((6,), -0.7) + 0.01 * torch.arange(6)}
+    # Latents that show a bar only beside another one; a code of three differences for three bars. In another order, too.
+    one, other = whole["weight"].clone(), whole["weight"].clone()
+    one[:, 0] -= one[:, 1]
+    code = torch.tensor([[-0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0.5, 0.5, -0.5]])
+    other[:, 3:] = other[:, 3:] @ code
+    order = torch.tensor([4, 2, 0, 5, 1, 3])
+    lacking = {"weight": one, "rate": whole["rate"]}
+    coded = {"weight": other[:, order], "rate": whole["rate"][order]}
+    crossing = recombination(bars.data)
+    first, second = crossing.member(lacking), crossing.member(coded)
+    assert first.free_energy == pytest.approx(exact(lacking, bars.data), rel=1e-5)
+    assert second.free_energy == pytest.approx(exact(coded, bars.data), rel=1e-5)
+    for pair in ((first, second), (second, first)):
+        child = crossing.cross(*pair)
+        assert child.free_energy == pytest.approx(exact(child.parameters, bars.data), rel=1e-5)
+        assert child.free_energy == pytest.approx(exact(whole, bars.data), rel=1e-5)
+        assert matched_bars(child.parameters["weight"], bars.components) == 6
+        # Each latent has come with its own rate.
+        for latent in range(6):
+            source = int((child.parameters["weight"][:, latent : latent + 1] - whole["weight"]).abs().sum(0).argmin())
+            assert child.parameters["rate"][latent] == whole["rate"][source]
+
+
+def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
+    bars = linear_bars(200, 3, mean_active=2.0, noise=1.0, generator=generator())
+    crossing = recombination(bars.data)
+    whole = crossing.member({"weight": bars.components, "rate": torch.full((6,), -0.7)})
+    broken = crossing.member({"weight": bars.components.roll(1, 0).contiguous(), "rate": torch.zeros(6)})
+    assert crossing.cross(whole, broken) is whole
+    assert crossing.cross(broken, whole) is whole
+
+
+# --- in learn ---
+
+
+def six_bars(y: Tensor) -> None:
+    weight = pyro.param("weight", lambda: y[:6].mT.clone())
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 2.0).to_event(1), obs=y)
+
+
+@pytest.mark.slow
+def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() -> None:
+    bars = linear_bars(100, 3, mean_active=2.0, generator=generator(4))
+    pyro.set_rng_seed(4)
+    with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
+        guide = learn(six_bars, bars.data, num_states=16, short_steps=40, steps=5, progress=False)
+    assert len(guide.starts) < 8
+    assert matched_bars(pyro.param("weight").detach(), bars.components) == 6
