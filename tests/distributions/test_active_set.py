@@ -328,7 +328,7 @@ def test_bad_sizes_are_refused():
         ActiveSetGaussianProcess(z, kernel, 0.1, 5, 3)
     with pytest.raises(ValueError, match="none stands for the other 6"):
         ActiveSetGaussianProcess(z, kernel, 0.1, 4, 3, num_data=10)
-    with pytest.raises(ValueError, match="latents must have shape"):
+    with pytest.raises(ValueError, match="latents must be real and have shape"):
         ActiveSetGaussianProcess(z[0], kernel, 0.1, 1, 3)
     with pytest.raises(ValueError, match="must agree"):
         ActiveSet(z, torch.zeros(3, 2), kernel, torch.tensor(0.1))

@@ -147,6 +147,14 @@ enter("spectrum", gp.spectrum, strings=["abc", "bcd"], length=2, shorter=False)
 enter(
     "CountKernel", lambda **k: gp.CountKernel(**k).diag(), features=gp.spectrum(["abc", "bcd"], 2), normalization="tanimoto", variance=1.0
 )
+enter(
+    "matrix of counts",
+    lambda new, **k: gp.CountKernel(**k).cross(new, torch.arange(2)),
+    features=uniform(N, 3).mul(4).round(),
+    normalization="inner",
+    variance=1.0,
+    new=uniform(2, 3).mul(4).round(),
+)
 enter("MinMaxKernel", lambda **k: gp.MinMaxKernel(**k).diag(), features=gp.spectrum(["abc", "bcd"], 2), variance=1.0)
 enter("growing", lambda **k: gp.growing(**k)(1), start=2, stop=5, epochs=3)
 enter("UniformSplits", lambda **k: list(gp.UniformSplits(**k).epoch(0)), num_data=N, batch_size=6, num_active=3, generator=None)

@@ -17,6 +17,7 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.missing import or_missing
 
 
@@ -66,7 +67,8 @@ class ActiveSetGaussianProcess(TorchDistribution):
         validate_args: whether to check parameters and values.
 
     Raises:
-        ValueError: if the sizes do not fit, the noise is not a scalar, or a minibatch has no point beside the active set.
+        ValueError: if the sizes do not fit, latents are complex, the noise is not a scalar, or a minibatch has no point beside the
+            active set.
 
     Warns:
         ActiveSetScaleWarning: if it is made without ``num_data`` in a plate that subsamples and nothing corrects the plate's scale, or
@@ -98,8 +100,9 @@ class ActiveSetGaussianProcess(TorchDistribution):
         num_data: int | None = None,
         validate_args: bool | None = None,
     ) -> None:
-        if latents.dim() < 2:
-            raise ValueError(f"latents must have shape (*batch, B, Q); got {tuple(latents.shape)}")
+        if latents.dim() < 2 or latents.is_complex():
+            raise ValueError(f"latents must be real and have shape (*batch, B, Q); got {latents.dtype} of shape {tuple(latents.shape)}")
+        num_data = None if num_data is None else check_count("num_data", num_data)
         if max(kernel.active_dims) >= latents.shape[-1]:
             raise ValueError(f"the kernel looks at dimension {max(kernel.active_dims)} of latents; got shape {tuple(latents.shape)}")
         self.latents, self.kernel = latents, kernel

@@ -60,6 +60,8 @@ class CountKernel(FixedKernel):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
         self.normalization, self._num_features = normalization, width
         vocabulary, norms = features.keys.unique(), features.squared_norms
+        if not bool(norms.sum().isfinite()):
+            raise ValueError("features must be counts whose squares have a finite sum")
         start = torch.searchsorted(features.rows, torch.arange(len(features) + 1, device=features.rows.device))
         parts = {"_vocabulary": vocabulary, "_norms": norms, "_matrix": features.matrix(vocabulary), "_start": start}
         for name, tensor in {**parts, "_scale": norms.mean().clamp(min=1e-30)}.items():

@@ -94,21 +94,21 @@ class HashedCounts:
         return HashedCounts.of(num, rows, mix(indices.long()), data)
 
     @staticmethod
-    def from_matrix(counts: Tensor) -> HashedCounts:
+    def from_matrix(features: Tensor) -> HashedCounts:
         """Counts from a matrix ``(n, F)``, one row per object: the same as of its compressed sparse rows.
 
         Raises:
             TypeError: if it is no matrix of real numbers.
             ValueError: if a count is negative or not finite.
         """
-        counts = as_tensors(counts)
-        if not isinstance(counts, Tensor) or counts.dim() != 2 or counts.is_complex():
-            told = f"{counts.dtype} of shape {tuple(counts.shape)}" if isinstance(counts, Tensor) else type(counts).__name__
-            raise TypeError(f"counts must be a matrix (n, F) of real numbers; got {told}")
-        if not bool((counts >= 0).all()) or not bool(counts.isfinite().all()):
-            raise ValueError("counts must be finite and not negative")
-        rows, columns = counts.nonzero(as_tuple=True)
-        return HashedCounts.of(len(counts), rows, mix(columns), counts[rows, columns])
+        features = as_tensors(features)
+        if not isinstance(features, Tensor) or features.dim() != 2 or features.is_complex():
+            told = f"{features.dtype} of shape {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
+            raise TypeError(f"features must be a matrix (n, F) of real counts; got {told}")
+        if not bool((features >= 0).all()) or not bool(features.isfinite().all()):
+            raise ValueError("features must be counts, finite and not negative")
+        rows, columns = features.nonzero(as_tuple=True)
+        return HashedCounts.of(len(features), rows, mix(columns), features[rows, columns])
 
     def __getitem__(self, index: Tensor) -> HashedCounts:
         """The objects at positions ``index`` ``(b,)``, none of them twice, in that order."""
@@ -142,8 +142,8 @@ class HashedCounts:
 
     def matrix(self, vocabulary: Tensor) -> Tensor:
         """Sparse matrix ``(num, V)`` of the counts of the features in a sorted vocabulary ``(V,)``; others are left out."""
-        column = torch.searchsorted(vocabulary, self.keys).clamp(max=len(vocabulary) - 1)
-        known = vocabulary[column] == self.keys
+        column = torch.searchsorted(vocabulary, self.keys)
+        known = (column < len(vocabulary)) & (torch.cat([vocabulary, vocabulary.new_zeros(1)])[column] == self.keys)
         index = torch.stack([self.rows[known], column[known]])
         # Entries are sorted by object and key, which is what a coalesced matrix needs.
         return torch.sparse_coo_tensor(index, self.counts[known], (self.num, len(vocabulary)), is_coalesced=True, check_invariants=False)

@@ -398,9 +398,10 @@ def test_gpytorch_adapter_is_duck_typed():
         (lambda: SumKernel([IdentityKernel(3), IdentityKernel(4)]), ValueError, "kernels on the same data"),
         (lambda: CountKernel(hashed(counts(3, 0)), "jaccard"), ValueError, "normalization must be"),
         (lambda: CountKernel(["CCO"]), TypeError, "features must be HashedCounts or a matrix"),
-        (lambda: CountKernel(-torch.ones(3, 2)), ValueError, "counts must be finite and not negative"),
-        (lambda: CountKernel(torch.full((3, 2), math.nan)), ValueError, "counts must be finite and not negative"),
-        (lambda: CountKernel(torch.ones(3, 2) + 0j), TypeError, "counts must be a matrix"),
+        (lambda: CountKernel(-torch.ones(3, 2)), ValueError, "features must be counts, finite and not negative"),
+        (lambda: CountKernel(torch.full((3, 2), math.nan)), ValueError, "features must be counts, finite and not negative"),
+        (lambda: CountKernel(torch.full((3, 2), 1e300, dtype=torch.float64)), ValueError, "features must be counts whose squares"),
+        (lambda: CountKernel(torch.ones(3, 2) + 0j), TypeError, "features must be a matrix"),
         (lambda: CountKernel(torch.ones(3, 2)).cross(torch.ones(3, 4), INDEX), ValueError, "features must have 2 columns"),
         (lambda: HistogramIntersectionKernel(-torch.ones(3, 2)), ValueError, "histograms must be finite, not negative"),
         (lambda: FunctionKernel(3, [1]), TypeError, "function must be callable"),
@@ -414,3 +415,10 @@ def test_gpytorch_adapter_is_duck_typed():
 def test_bad_input(make, error, message):
     with pytest.raises(error, match=message):
         make()
+
+
+def test_training_inputs_without_any_feature_have_nothing_in_common_with_new_ones():
+    kernel = CountKernel(torch.zeros(3, 2))
+    torch.testing.assert_close(
+        kernel.cross(torch.tensor([[0, 2], [0, 0]]), torch.arange(2)).detach(), torch.tensor([[0.0, 0.0], [1.0, 1.0]]).double()
+    )
