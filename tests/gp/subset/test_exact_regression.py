@@ -84,19 +84,17 @@ def test_inputs_may_be_anything_and_what_was_learned_is_kept() -> None:
 
 def test_a_line_says_what_is_taken(data: tuple[Tensor, Tensor], caplog: pytest.LogCaptureFixture) -> None:
     note_once.cache_clear()
-    large = torch.rand(3001, 1, dtype=torch.float64)
+    many, more = torch.rand(5000, 1, dtype=torch.float64), torch.rand(5001, 1, dtype=torch.float64)
     with caplog.at_level(logging.INFO):
-        SubsetGPRegression(smooth_rbf(data[0]), data[1])
-        assert SubsetGPRegression(smooth_rbf(large), large).num_inducing == 512
-        SubsetGPRegression(smooth_rbf(large), large, num_inducing=20)
+        assert SubsetGPRegression(smooth_rbf(many), many).is_exact
+        assert SubsetGPRegression(smooth_rbf(more), more).num_inducing == 512
+        SubsetGPRegression(smooth_rbf(more), more, num_inducing=20)
     exact, sparse = caplog.messages
-    assert "is exact on up to 3000" in exact
+    assert "is exact on up to 5000" in exact
     assert "takes 512 inducing inputs" in sparse
-    assert "num_inducing=3001 makes it exact" in sparse
-    assert SubsetGPRegression(smooth_rbf(large), large, num_inducing=3001).is_exact
-    assert not SubsetGPRegression(smooth_rbf(large), large, num_inducing=3000).is_exact
-    larger = torch.rand(5001, 1, dtype=torch.float64)
-    assert not SubsetGPRegression(smooth_rbf(larger), larger, num_inducing=5001).is_exact
+    assert SubsetGPRegression(smooth_rbf(data[0]), data[1], num_inducing=N).is_exact
+    assert not SubsetGPRegression(smooth_rbf(many), many, num_inducing=4999).is_exact
+    assert not SubsetGPRegression(smooth_rbf(more), more, num_inducing=5001).is_exact
 
 
 def test_as_many_inducing_inputs_as_data_are_an_exact_regression(data: tuple[Tensor, Tensor]) -> None:
