@@ -58,7 +58,7 @@ class SubsetGPRegression(SavedRegression):
         kernel: a kernel of :mod:`pyro.contrib.gp.kernels` or of GPyTorch, or a function that makes a :class:`DataKernel` of the inputs,
             such as :class:`CountKernel`; default: :func:`smooth_rbf`. Its parameters are learned in place, further in float64.
         num_inducing: number of inducing inputs ``m``. Default: none, an exact regression, up to 5000 data points; else 512. Exact fits
-            of 3000 and 4000 data points of eight inputs took 32 and 58 CPU seconds; 5000 take 5 for each of some 20 evaluations, 1.1 GiB.
+            of 3000, 4000 and 5000 data points of eight inputs took 32, 58 and 108 CPU seconds, the last of a process of 1.1 GiB.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
         algorithm: ``"exchange"``, ``"cholqr"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
