@@ -25,7 +25,7 @@ _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
 _LEAST_ERROR = 0.03
-_PATCHES_PER_COMPONENT = 150
+_PATCHES_PER_COMPONENT = 120
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
 
