@@ -92,8 +92,9 @@ def learn(
 
     Args:
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
-            itself where a start may lie. Others start where they are, then where they were with noise as large as what their parameters
-            have reached; in turn with where the best start has ended, if they cannot exchange latents; as often as ``starts`` says.
+            itself where a start may lie. Others start where they are (where ``initialize(y)`` takes them, if they have it), then there with
+            noise as large as what their parameters have reached; in turn with where the best start has ended, if they cannot exchange
+            latents; as often as ``starts`` says.
         y: data, ``(N, ...)``, the model's argument.
         search: fills the populations; default: exhaustive where a population holds all states, evolutionary with crossover for binary
             latents, otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pyro
 import pyro.poutine as poutine
 import torch
+from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
 from pyro_truncated.utils.isolation import spare_random_numbers
@@ -59,9 +61,17 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
         value.add_((size or 1.0) * noise.to(value.device))
 
 
+def draws_starts(model: Any) -> bool:
+    """Whether a model says where a start may lie, by ``initialize(y, generator)``: what it makes of the data alone is one place only."""
+    initialize = getattr(model, "initialize", None)
+    return initialize is not None and len(inspect.signature(initialize).parameters) > 1
+
+
 def rate_of(lr: float, lrd: float, name: str) -> dict[str, float]:
     """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number."""
-    value: Any = pyro.get_param_store()[name]
+    store = pyro.get_param_store()
+    # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
+    value: Any = store[next(key for key in store if normalize_param_name(key) == name)]
     free = _unconstrained(value)
     # Others move on logarithmic scales or alike, which know no units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0

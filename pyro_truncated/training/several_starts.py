@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.families import Families
-from pyro_truncated.training.model_parameters import copies, disturb, put_back
+from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, start
 from pyro_truncated.utils.progress import ProgressBar
@@ -52,7 +52,7 @@ class SeveralStarts:
         self._model, self._y, self._settings, self._plan = model, y, settings, plan
         # Starts from one place agree in bad optima, too: only those count that began apart.
         self._apart: list[Reached] = []
-        self._first = None if hasattr(model, "initialize") else copies(model, y)
+        self._first = None if draws_starts(model) else _first_place(model, y)
         self._families: Families | None = None
 
     def make(self, bar: ProgressBar) -> None:
@@ -109,3 +109,10 @@ class SeveralStarts:
 
     def _keep(self, found: Start) -> None:
         self.best = max(self.best, found, key=lambda one: one.reached.free_energy)
+
+
+def _first_place(model: Any, y: Tensor) -> dict[str, Tensor]:
+    """Where the first start of a model begins that draws none: where it is, or where it goes with these data."""
+    if hasattr(model, "initialize"):
+        model.initialize(y)
+    return copies(model, y)

@@ -29,7 +29,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.exchangeable import exchangeable_latents
-from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back, rate_of, tensors_of
+from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, put_back, rate_of, tensors_of
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.utils.annealing import Temperature
@@ -160,7 +160,7 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
     if isinstance(model, ResizableModel) and not isinstance(model, GibbsModel):
         with empty_store():
             return _grown_and_shrunk(model, y, settings, temperature, steps, generator)
-    if hasattr(model, "initialize"):
+    if draws_starts(model):
         model.initialize(y, generator)
     with forgetting_guides(model, y):
         reached = trained(Run(model, y, settings, temperature), y, steps)

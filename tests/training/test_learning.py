@@ -17,6 +17,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, GibbsGuide, GPSele
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import (
     BinarySparseCoding,
+    BinaryVAE,
     DiscreteSparseCoding,
     GaussianMixture,
     MaximalCauses,
@@ -388,6 +389,18 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
     noise = [loc - centre for loc, centre in zip(begun[1:], centres, strict=True)]
     assert all(300.0 < float(one.square().mean().sqrt()) < 9000.0 for one in noise)
     assert not torch.equal(noise[0], noise[1])
+
+
+def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts():
+    pyro.set_rng_seed(0)
+    y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data + 100.0
+    model = BinaryVAE(9, 4, hidden=(5,))
+    guide = learn(model, y, **QUICK)
+    assert guide.model is model
+    assert len(set(guide.starts)) == 2
+    # Both have begun from the mean and the deviation of the data.
+    torch.testing.assert_close(model.center, y.mean(0))
+    assert min(guide.starts) > -100.0
 
 
 class Sums(PyroModule):
