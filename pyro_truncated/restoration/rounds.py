@@ -101,8 +101,9 @@ def _restored_by_mixture(
     the entries that are observed.
 
     Returns:
-        The array, of which each entry is the mean of what the patches say, weighted by the inverse of its expected squared errors; the
-        standard deviation of the noise that maximises the expected log joint; the mixture; and its guide.
+        The array, of which each entry is the mean of what the patches say, weighted by the inverse of its expected squared errors, or of
+        those of whole patches where entries are missing; the standard deviation of the noise that maximises the expected log joint; the
+        mixture; and its guide.
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
@@ -111,6 +112,9 @@ def _restored_by_mixture(
     guide = _learned(mixture, nearest, (filled, x, places), bar)
     means, errors = mixture.posterior_means(guide.population(), y)
     variance = ((y - means).square() + errors).nanmean()
+    if bool(y.isnan().any()):
+        # What is expected of single entries that were not seen says less than what is expected of their patch.
+        errors = errors.mean(1, keepdim=True)
     return patches.assemble(means, 1 / (errors + _LEAST_ERROR * noise**2)), math.sqrt(variance), mixture, guide
 
 

@@ -158,7 +158,8 @@ def test_entries_are_averaged_by_the_inverse_of_their_expected_squared_errors(sh
     y = patches.extract(damaged - mean)
     means, errors = mixture.posterior_means(restored.guide.population(), y)
     assert float(errors.std(1).mean()) > 0.1 * float(errors.mean())  # the entries of a patch differ
-    expected = patches.assemble(means, 1 / (errors + 0.03 * mixture.scale.square())) + mean
+    weighed = errors.mean(1, keepdim=True) if share_missing else errors
+    expected = patches.assemble(means, 1 / (weighed + 0.03 * mixture.scale.square())) + mean
     torch.testing.assert_close(restored.image, expected)
     seen = ~y.isnan()
     assert restored.noise**2 == pytest.approx(float(((y - means).square() + errors)[seen].mean()))
