@@ -100,7 +100,7 @@ def denoise(
         side: side of a patch; default: by noise and dimensions, several for mixtures.
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
-        num_components: components of the mixture; default: one for 120 patches, twice as many after the first round.
+        num_components: components of the mixture; default: one for 120 patches (of channels 180), twice as many after the first round.
         rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
         passes: passes of another model through all patches; fewer if the free energy stops growing.
         num_states: states per patch of another model.

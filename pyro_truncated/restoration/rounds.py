@@ -25,7 +25,8 @@ _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
 _LEAST_ERROR = 0.03
-_PATCHES_PER_COMPONENT = 120
+# Patches of several channels have more entries, and more parameters a component.
+_PATCHES_PER_COMPONENT, _PATCHES_OF_CHANNELS = 120, 180
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
 
@@ -61,8 +62,8 @@ def restored_by_mixtures(
         for number in range(rounds):
             found = []
             for windows in patches:
-                per_component = _PATCHES_PER_COMPONENT if number == 0 else _PATCHES_PER_COMPONENT / 2
-                wanted = min(num_components or math.ceil(len(windows) / per_component), len(windows))
+                per_component = _PATCHES_PER_COMPONENT if windows.channels is None else _PATCHES_OF_CHANNELS
+                wanted = min(num_components or math.ceil((1 if number == 0 else 2) * len(windows) / per_component), len(windows))
                 found.append(_restored_by_mixture(image, arrays[-1], windows, wanted, noise, generator, bar))
             arrays.append(torch.stack([array for array, *_ in found]).mean(0))
             _, learned_noise, mixture, guide = found[-1]
