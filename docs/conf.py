@@ -14,7 +14,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "extensions"))
 
 matplotlib.use("Agg")
-warnings.filterwarnings("ignore", message=".*ArviZ is undergoing a major refactor.*")
+warnings.filterwarnings("ignore", message=r"\s*ArviZ is undergoing a major refactor")
 
 from inventories import inventories  # noqa: E402
 
