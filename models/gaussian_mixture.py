@@ -213,13 +213,11 @@ class GaussianMixture(UniqueModule):
         population = guide.refresh_(y)
         if guide.populations.is_part:
             raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
-        statistics, before = statistics_of_all(self, population, y), {name: value.clone() for name, value in self.named_parameters()}
+        statistics = statistics_of_all(self, population, y)
         floor = least_variance(statistics, self.center, self.loc.dtype)
         moves = Plan(self._components(self.weights), population, (y.double() - self.center).to(y), statistics, floor).moves(generator)
-        moves, moved = accepted(moves, lambda some: self._moved(some, guide, y))
+        moves, moved = accepted(moves, lambda some: self._moved(some, guide, y), self)
         if moved is None:
-            for name, value in self.named_parameters():
-                value.copy_(before[name])
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
         if (driver := ClosedForm.driving(self)) is not None:

@@ -240,16 +240,29 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
     return found[:, 0], found[:, 1]
 
 
-def accepted(moves: Moves, tried: Callable[[Moves], Population]) -> tuple[Moves, Population | None]:
+@torch.no_grad()
+def accepted(moves: Moves, tried: Callable[[Moves], Population], model: torch.nn.Module) -> tuple[Moves, Population | None]:
     """All moves, or the first half of them, or of these, until the free energy is not below what it is without any.
 
     Args:
         moves: the best first.
-        tried: what the populations are after moves.
+        tried: does moves; the populations after them.
+        model: whose parameters are put back if none is done, or something fails.
 
     Returns:
         The moves, and the populations after them; none where none are done.
     """
+    before, population = [value.clone() for value in model.parameters()], None
+    try:
+        moves, population = _accepted(moves, tried)
+    finally:
+        if population is None:
+            for value, old in zip(model.parameters(), before, strict=True):
+                value.copy_(old)
+    return moves, population
+
+
+def _accepted(moves: Moves, tried: Callable[[Moves], Population]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
     least = tried(moves.first(0)).free_energy().sum()

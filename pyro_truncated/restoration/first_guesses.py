@@ -14,6 +14,8 @@ _ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
 # Windows of nothing but noise that are taken for such, as a quantile of the normal distribution: 99 %.
 _ALMOST_ALL = 2.33
 _STEPS = 8
+# Of larger arrays every second window or less is looked at, along all dimensions.
+_MOST_WINDOWS = 2**19
 # Differences of which the median says something.
 _ENOUGH = 100
 
@@ -33,12 +35,12 @@ def noise_level(image: Tensor, num_dims: int) -> float:
 
 
 def _whole_windows(image: Tensor, num_dims: int) -> Tensor:
-    """All windows of an array, of each channel by itself, that have no missing entry: ``(N, *sides)``."""
+    """Windows of an array, of each channel by itself, that have no missing entry, all of them if they are not too many: ``(N, *sides)``."""
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
-    side = round(_ENTRIES ** (1 / num_dims))
+    side, stride = round(_ENTRIES ** (1 / num_dims)), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
     for dim in range(1, num_dims + 1):
-        windows = windows.unfold(dim, min(side, windows.shape[dim]), 1)
+        windows = windows.unfold(dim, min(side, windows.shape[dim]), stride)
     windows = windows.flatten(0, num_dims)
     return windows[~windows.flatten(1).isnan().any(1)]
 

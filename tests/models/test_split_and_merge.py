@@ -242,3 +242,20 @@ def test_refuses_guides_of_other_models_and_other_data() -> None:
         model.split_and_merge(guide, y)
     with pytest.raises(ValueError, match=r"y must have shape \(N, 3\)"):
         other.split_and_merge(guide, y[:, :2])
+
+
+def test_an_error_leaves_the_parameters_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    y = clusters()
+    model = badly_started("diag", y)
+    guide, _ = trained(model, y, 3)
+    before = [value.clone() for value in model.parameters()]
+    take = model._take
+
+    def taken(components: Gaussians) -> None:
+        take(components)
+        raise MemoryError("in the middle")
+
+    monkeypatch.setattr(model, "_take", taken)
+    with pytest.raises(MemoryError):
+        model.split_and_merge(guide, y, torch.Generator().manual_seed(0))
+    assert all(torch.equal(value, old) for value, old in zip(model.parameters(), before, strict=True))

@@ -129,7 +129,7 @@ def test_what_makes_up_for_a_latent_may_take_any_of_its_values():
     population, log_joint = complete(model, y)
     losses = losses_without(population, log_joint)
     torch.testing.assert_close(losses, exact_losses(population))
-    # The second data point needs both of them, three times the element; each of the first four dimensions would be off by 3.
+    # The second data point needs both of them, three times the element; either of the first two dimensions would be off by 3.
     assert losses[:2].max() == pytest.approx(2 * 3**2 / 0.02, rel=0.1)
     assert losses[2] == pytest.approx(2 * 6**2 / 0.02, rel=0.1)
 
