@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.moves import Moves, moves_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 
@@ -35,10 +35,10 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
     chosen = population.log_joint.argmax(-1, keepdim=True)
     words, top = population.take(chosen), population.log_joint.gather(1, chosen).double()
     positions, is_on = _active(space, words)
-    values = _values(space, words.device)
+    moves = moves_of(space, words.device)
     losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
-    for rows in log_joint.row_blocks(positions.shape[1] * len(values.words)):
-        reached = _replaced(words[rows] & ~values.field[positions[rows]], positions[rows], values, depth, log_joint, rows)
+    for rows in log_joint.row_blocks(positions.shape[1] * moves.count):
+        reached = _replaced(_without(space, words[rows], positions[rows]), positions[rows], moves, depth, log_joint, rows)
         missed = torch.where(is_on[rows], (top[rows] - reached).clamp(min=0.0), 0.0)
         losses.scatter_add_(0, positions[rows].flatten(), missed.flatten())
     return losses
@@ -59,36 +59,23 @@ def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> flo
     return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 
-class _Values(NamedTuple):
-    """All values but zero of all latents: as states of which everything else is zero, whose they are, and the bits of each latent."""
-
-    words: Tensor
-    latent: Tensor
-    field: Tensor
+def _without(space: StateSpace, words: Tensor, positions: Tensor) -> Tensor:
+    """States ``(n, 1, W)``, each without one of the latents at ``positions (n, A)``: ``(n, A, W)``."""
+    levels = space.unpack(words).repeat(1, positions.shape[1], 1)
+    return space.pack(levels.scatter_(2, positions.unsqueeze(-1), 0))
 
 
-def _values(space: StateSpace, device: torch.device) -> _Values:
-    latent = torch.arange(space.num_latents, device="cpu").repeat_interleave(space.cardinality - 1)
-    number = torch.arange(len(latent), device="cpu")
-    value = number - torch.searchsorted(latent, latent) + 1
-    words = space.pack(torch.zeros(len(latent), space.num_latents, dtype=torch.int64, device="cpu").index_put_((number, latent), value))
-    bits = ((1 << space.bits) - 1) << space.shift
-    field = torch.zeros(space.num_latents, space.num_words, dtype=torch.int64, device="cpu")
-    field.scatter_(1, space.word.unsqueeze(-1), bits.unsqueeze(-1))
-    return _Values(*(part.to(device) for part in (words, latent, field)))
-
-
-def _replaced(states: Tensor, positions: Tensor, values: _Values, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
+def _replaced(states: Tensor, positions: Tensor, moves: Moves, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
     """Log joints ``(n, A)`` of states without the latents at ``positions (n, A)`` once others have been switched on greedily."""
     reached = log_joint.score(states, rows).double()
-    is_out = positions.unsqueeze(-1) == values.latent
+    is_out, every = positions.unsqueeze(-1) == moves.latent, torch.arange(moves.count, device=states.device)
     for _ in range(depth):
-        candidates = (states.unsqueeze(2) & ~values.field[values.latent]) | values.words
+        candidates, value = moves.apply(states, every.expand(*states.shape[:2], -1))
         scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, candidates.shape[1:3])
-        best, chosen = scores.masked_fill(is_out, -torch.inf).max(-1)
-        improved = (states & ~values.field[values.latent[chosen]]) | values.words[chosen]
-        states = torch.where((best > reached).unsqueeze(-1), improved, states)
-        reached = torch.maximum(best, reached)
+        best, chosen = scores.masked_fill(is_out | (value == 0), -torch.inf).max(-1, keepdim=True)
+        improved = torch.take_along_dim(candidates, chosen.unsqueeze(-1), 2).squeeze(2)
+        states = torch.where(best > reached.unsqueeze(-1), improved, states)
+        reached = torch.maximum(best.squeeze(-1), reached)
     return reached
 
 
