@@ -34,6 +34,10 @@ class Exchangeable(NamedTuple):
         moved = {name: state[name].index_copy(axis, here, other[name].index_select(axis, there)) for name, axis in self.axes.items()}
         return {**state, **moved}
 
+    def num_parameters(self, state: dict[str, Tensor]) -> int:
+        """How many parameters each of the latents has."""
+        return sum(state[name].numel() // state[name].shape[axis] for name, axis in self.axes.items())
+
     def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
         """How far the parameters of each latent, ``(H,)``, are from those of latents ``there`` in ``other``.
 

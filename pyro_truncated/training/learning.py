@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +32,7 @@ _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 
 
 class DisagreeingStartsWarning(UserWarning):
-    """No two starts reached the same free energy: the best one may be a local optimum.
+    """No two starts reached the same optimum, or found the same latents: the best one may be a local optimum.
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
@@ -82,9 +81,10 @@ def learn(
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
-    the program is asked. A start takes over those latents of another one that raise its free energy (see
-    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps. Starts of odd and of even numbers do
-    not exchange any: the two have to agree.
+    the program is asked. The best start takes over those latents of all others that raise its free energy (see
+    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
+    its latents: on for the same data points (correlations above .9). Those that are spare need not be found twice, but all starts are made
+    then. Starts without ``initialize`` have half the states.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
@@ -113,12 +113,12 @@ def learn(
 
     Returns:
         The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
-        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, with what
-        it took over from others.
+        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached; where starts
+        exchange latents, what all of them had found together when it ended.
 
     Warns:
-        DisagreeingStartsWarning: if no two starts agree; of those that began where another one had ended, or have exchanged latents, only
-            one counts.
+        DisagreeingStartsWarning: if no two starts agree - of those that began where another one had ended only one counts - or, where they
+            exchange latents, one of them alone has found a latent of the best that is not spare.
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
@@ -141,6 +141,7 @@ def learn(
     with undriven(model), progress_bar(progress, total=starts * short_steps + steps) as bar:
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)
+        doubts = found.doubts()
         put_back(model, part, found.best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
         run = Run(model, y, settings.slowing(steps))
@@ -150,8 +151,8 @@ def learn(
             bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
             bar.update()
         run.end()
-    if starts > 1 and not found.have_agreed():
-        _warn(found.energies)
+    if doubts is not None:
+        _warn(doubts)
     run.guide.starts = found.energies
     return run.guide
 
@@ -170,11 +171,9 @@ def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
     return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS
 
 
-def _warn(energies: Sequence[float]) -> None:
-    ordered = ", ".join(f"{value:.2f}" for value in sorted(energies, reverse=True))
+def _warn(doubts: str) -> None:
     warnings.warn(
-        f"no two of {len(energies)} starts reached the same free energy per data point ({ordered}): the best one may be a local optimum. "
-        "Try more starts, more short_steps, or a higher temperature.",
+        f"{doubts}: the best may be a local optimum. Try more starts, more short_steps, or a higher temperature.",
         DisagreeingStartsWarning,
         stacklevel=4,
     )

@@ -14,6 +14,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import Exchangeable
 from pyro_truncated.training.model_parameters import put_back
+from pyro_truncated.training.redundancy import is_spare, losses_without
 
 # Search steps that fill populations, and those that adapt them to parameters which have changed a little.
 _FILLING, _ADAPTING = 8, 2
@@ -21,6 +22,8 @@ _FILLING, _ADAPTING = 8, 2
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 # Latents whose parameters differ by less than a fifth of their size are the same.
 _SAME = 0.2
+# The correlation above which two models have found the same latent, and that below which a latent has no counterpart at all.
+_SHARED, _COUNTERPART = 0.9, 0.5
 
 
 class Member(NamedTuple):
@@ -41,8 +44,10 @@ class Recombination:
     In a local optimum most latents are as in the best one, and a few share what they should divide; which ones differs between starts. The
     latents of two models are matched, by the correlation of their posterior probabilities over the data points. Pairs that explain the
     same data points (whose latents correlate across the pairs) form blocks, from single pairs to nearly all as the least correlation
-    falls. Every block of the better model is replaced by that of the other one, the populations are adapted, and the blocks are taken
-    over in the order of what the free energy gains, as long as it gains: the crossover by partition of Whitley, Hains and Howe (2009).
+    falls. Of latents without a counterpart those that are missed least in one model are paired with those that are missed most in the
+    other, see :func:`~pyro_truncated.training.redundancy.losses_without`. Every block of the better model is replaced by that of the other
+    one, the populations are adapted, and the blocks are taken over in the order of what the free energy gains, as long as it gains: the
+    crossover by partition of Whitley, Hains and Howe (2009).
 
     Args:
         model: the model; its parameters are changed.
@@ -67,8 +72,8 @@ class Recombination:
     def cross(self, one: Member, other: Member) -> Member:
         """The better of two models with the latents of the other one that raise its free energy; itself if none does."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
-        correlation = _correlation(self._marginals(better), self._marginals(other))
-        partner = torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
+        correlation, partner = self._matched(better, other)
+        partner = self._with_the_least_needed_first(better, other, correlation, partner)
         differs = self._latents.distances(better.parameters, other.parameters, partner) > _SAME
         gains = {}
         for block in _blocks(correlation[:, partner]):
@@ -80,6 +85,32 @@ class Recombination:
                 changed = self._exchanged(best, other, block, partner)
                 best = changed if changed.free_energy > best.free_energy + self._tolerance else best
         return best
+
+    def are_shared(self, one: Member, other: Member) -> Tensor:
+        """Whether each latent of a model has a partner in the other one that is on for the same data points, or off, ``(H,)``."""
+        correlation, partner = self._matched(one, other)
+        return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > _SHARED
+
+    def are_spare(self, member: Member) -> Tensor:
+        """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
+        return is_spare(self._losses(member), self._latents.num_parameters(member.parameters), self._guide.layout.num_data)
+
+    def _losses(self, member: Member) -> Tensor:
+        """What the data would lose without each latent, ``(H,)``."""
+        put_back(self._model, self._y, member.parameters)
+        return losses_without(member.population, self._guide.log_joint_of(self._y))[self._latents.latents]
+
+    def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
+        """Correlations ``(H, H)`` of the latents of two models, and the partner of each latent of the first."""
+        correlation = _correlation(self._marginals(one), self._marginals(other))
+        return correlation, torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
+
+    def _with_the_least_needed_first(self, one: Member, other: Member, correlation: Tensor, partner: Tensor) -> Tensor:
+        """Pairs anew what has no counterpart: the latent that is missed least in one model with that which is missed most in the other."""
+        is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
+        here, there = is_left.nonzero().squeeze(1), partner[is_left]
+        needed, needed_there = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
+        return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
 
     def _marginals(self, member: Member) -> Tensor:
         return member.population.marginals()[:, self._latents.latents].double().cpu()

@@ -44,18 +44,30 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
     return losses
 
 
-def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> float:
-    """What spare latents may have gained where there is nothing to explain: half a nat per parameter, in nats per data point.
+def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
+    """Which latents are spare, ``(H,)``: those missed by less than twice what the Bayesian information criterion asks for their parameters.
 
-    Spare are those that are missed by less than twice what the Bayesian information criterion asks for their parameters: of two that share
-    a component the one that stays would move half of the way to the other. For the same reason half of them count.
+    Twice, because of two that share a component the one that stays would move half of the way to the other.
 
     Args:
         losses: what the data would lose without each latent, ``(H,)``, see :func:`losses_without`.
         num_parameters: how many parameters a latent has.
         num_data: number of data points.
     """
-    num_spare = int((losses < num_parameters * math.log(num_data)).sum())
+    return losses < num_parameters * math.log(num_data)
+
+
+def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> float:
+    """What spare latents may have gained where there is nothing to explain: half a nat per parameter, in nats per data point.
+
+    Of two spare latents that share a component one has such parameters: half of them count.
+
+    Args:
+        losses: what the data would lose without each latent, ``(H,)``, see :func:`losses_without`.
+        num_parameters: how many parameters a latent has.
+        num_data: number of data points.
+    """
+    num_spare = int(is_spare(losses, num_parameters, num_data).sum())
     return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
-from pyro_truncated.training.families import Families
+from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, start
@@ -49,11 +49,12 @@ class SeveralStarts:
     def __init__(self, model: Any, y: Tensor, settings: Settings, plan: Plan) -> None:
         self.best = Start(Reached(-math.inf), {}, None)
         self.energies: list[float] = []
-        self._model, self._y, self._settings, self._plan = model, y, settings, plan
+        self._model, self._y, self._plan = model, y, plan
         # Starts from one place agree in bad optima, too: only those count that began apart.
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
-        self._families: Families | None = None
+        self._settings = settings if self._first is None else settings.halved()
+        self._assembly: Assembly | None = None
 
     def make(self, bar: ProgressBar) -> None:
         """Makes starts until two agree; those that may begin where another one has ended come back too often to end it."""
@@ -62,12 +63,28 @@ class SeveralStarts:
             self._begin(number)
             self._end(number, start(self._model, self._y, self._settings, self._plan.temperature, self._plan.steps, self._plan.generator))
             bar.update(self._plan.steps)
-            if (self._first is None or self._families is not None) and self.have_agreed():
+            if self._is_enough():
                 return
-        if self._families is not None and self._plan.starts > 1:
-            self._keep(self._families.united())
 
-    def have_agreed(self) -> bool:
+    def doubts(self) -> str | None:
+        """Why the best start may be a local optimum, if it may."""
+        number = len(self.energies)
+        if number == 1:
+            return None
+        if self._assembly is not None:
+            lonely = self._assembly.num_lonely
+            return f"{lonely} latents of the best of {number} starts were found by one of them only" if lonely else None
+        if self._have_agreed():
+            return None
+        ordered = ", ".join(f"{value:.2f}" for value in sorted(self.energies, reverse=True))
+        return f"no two of {number} starts reached the same free energy per data point ({ordered})"
+
+    def _is_enough(self) -> bool:
+        if self._assembly is not None:
+            return self._assembly.is_complete()
+        return self._first is None and self._have_agreed()
+
+    def _have_agreed(self) -> bool:
         """Whether two starts that began apart have reached the same free energy, and none has reached more."""
         most = max((one.free_energy for one in self._apart), default=-math.inf)
         return have_agreed(self._apart, self._plan.tolerance) and self.best.reached.free_energy <= most + self._plan.tolerance
@@ -77,37 +94,34 @@ class SeveralStarts:
         if self._first is None or number == 0:
             return
         if number == 1:
-            self._families = self._founded(self._first)
-        is_near_best = number % 2 == 1 and self._families is None
+            self._assembly = self._assembled(self._first)
+        is_near_best = number % 2 == 1 and self._assembly is None
         self._disturb(self.best.parameters if is_near_best else self._first)
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
         put_back(self._model, self._y, parameters)
         disturb(self._model, self._y, self.best.parameters, self._plan.generator)
 
-    def _founded(self, first: dict[str, Tensor]) -> Families | None:
-        """The families of starts that exchange latents, if these are exchangeable, which random parameters show."""
+    def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
+        """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
         self._disturb(first)
         recombination = recombination_of(self._model, self._y, self._settings, self._plan.tolerance)
         if recombination is None:
             return None
-        families = Families(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)))
-        families.join(0, self.best)
-        return families
+        assembly = Assembly(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)))
+        assembly.join(self.best)
+        return assembly
 
     def _settled(self, member: Member, steps: int) -> Start:
         return settled(self._model, self._y, self._settings, member, steps)
 
     def _end(self, number: int, found: Start) -> None:
-        if self._families is not None:
-            found = self._families.join(number, found)
-            self._apart = self._families.reached
+        if self._assembly is not None:
+            self._assembly.join(found)
+            found = self._assembly.best
         elif self._first is None or number % 2 == 0:
             self._apart.append(found.reached)
         self.energies.append(found.reached.free_energy)
-        self._keep(found)
-
-    def _keep(self, found: Start) -> None:
         self.best = max(self.best, found, key=lambda one: one.reached.free_energy)
 
 

@@ -72,6 +72,10 @@ class Settings:
         """The same with a learning rate that falls to a tenth in so many steps."""
         return dataclasses.replace(self, lrd=_LAST_RATE ** (1 / steps))
 
+    def halved(self) -> Settings:
+        """The same with half the states, enough to tell starts apart."""
+        return dataclasses.replace(self, num_states=max(1, self.num_states // 2))
+
 
 class Run:
     """A model with its guide, and the SVI that trains them in the way that the model allows.
@@ -179,14 +183,13 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
 
 def recombination_of(model: Any, y: Tensor, settings: Settings, tolerance: float) -> Recombination | None:
     """How models with other parameters may exchange latents, if these are exchangeable as the parameters are now."""
-    num_states = max(1, settings.num_states // 2)  # free energies are compared roughly, and often
-    guide = AutoTruncated(model, num_states=num_states)
+    guide = AutoTruncated(model, num_states=settings.num_states)
     with spare_random_numbers():
         guide.setup(y)
     latents = exchangeable_latents(model, y, guide)
     if latents is None:
         return None
-    search = settings.search or _default_search(model, guide.space, num_states)
+    search = settings.search or _default_search(model, guide.space, settings.num_states)
     search.forget()
     return Recombination(model, y, guide, search, latents, tolerance)
 

@@ -14,11 +14,14 @@ from pyro.nn import PyroModule, PyroParam
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
-from pyro_truncated.datasets import linear_bars, matched_bars
+from pyro_truncated.datasets import Bars, linear_bars, matched_bars
 from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.model_parameters import copies
-from pyro_truncated.training.recombination import Recombination
+from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.starts import Start
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -148,13 +151,22 @@ def bars_model(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
 
 
-def exact(parameters: dict[str, Tensor], y: Tensor) -> float:
-    """Mean log evidence, by enumeration."""
+def every_joint(parameters: dict[str, Tensor], y: Tensor) -> tuple[Tensor, Tensor]:
+    """All states, and their log joints ``(N, 64)``."""
     states = torch.tensor(list(itertools.product([0.0, 1.0], repeat=6)), dtype=torch.float64)
     weight, logit = parameters["weight"].double(), parameters["rate"].double()
     prior = dist.Bernoulli(logits=logit).log_prob(states).sum(-1)
-    likelihood = dist.Normal(states @ weight.mT, 1.0).log_prob(y.double().unsqueeze(1)).sum(-1)
-    return float((prior + likelihood).logsumexp(-1).mean())
+    return states, prior + dist.Normal(states @ weight.mT, 1.0).log_prob(y.double().unsqueeze(1)).sum(-1)
+
+
+def exact(parameters: dict[str, Tensor], y: Tensor) -> float:
+    """Mean log evidence, by enumeration."""
+    return float(every_joint(parameters, y)[1].logsumexp(-1).mean())
+
+
+def exact_marginals(parameters: dict[str, Tensor], y: Tensor) -> Tensor:
+    states, log_joint = every_joint(parameters, y)
+    return log_joint.softmax(-1) @ states
 
 
 def recombination(y: Tensor) -> Recombination:
@@ -198,6 +210,85 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     assert crossing.cross(broken, whole) is whole
 
 
+# --- what several starts have found ---
+
+
+def whole(bars: Bars) -> dict[str, Tensor]:
+    return {"weight": bars.components, "rate": torch.full((6,), -0.7)}
+
+
+def without(bars: Bars, *lost: int) -> dict[str, Tensor]:
+    """A model in which some latents show nothing."""
+    parameters = whole(bars)
+    return {**parameters, "weight": parameters["weight"].index_fill(1, torch.tensor(lost), 0.0)}
+
+
+def repeating(bars: Bars) -> dict[str, Tensor]:
+    """A model in which two latents show the same bar, and none the last one."""
+    parameters = whole(bars)
+    return {**parameters, "weight": bars.components[:, [0, 1, 2, 3, 4, 4]]}
+
+
+def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> Assembly:
+    """Starts that have ended with these parameters, which are left as they are."""
+    assembly = Assembly(recombination(bars.data), as_start)
+    for value in parameters:
+        assembly.join(Start(Reached(0.0), value, None))
+    return assembly
+
+
+def as_start(member: Member) -> Start:
+    return Start(Reached(member.free_energy), member.parameters, None)
+
+
+def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None:
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    starts = [without(bars, 1, 5), without(bars, 3), without(bars, 5)]
+    together = exact_marginals(whole(bars), bars.data)
+    counts = torch.zeros(6)
+    assembly = assembly_of(bars)
+    for number, parameters in enumerate(starts):
+        assembly.join(Start(Reached(0.0), parameters, None))
+        if number == 0:
+            continue  # the best lacks bars as yet
+        each = [exact_marginals(start, bars.data) for start in starts[: number + 1]]
+        counts = sum((torch.corrcoef(torch.cat([together, one], 1).mT)[:6, 6:].diagonal().nan_to_num() > 0.9).int() for one in each)
+        assert assembly.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+        assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
+        assert assembly.num_lonely == int((counts < 2).sum()) > 0
+        assert not assembly.is_complete()
+    assembly.join(Start(Reached(0.0), whole(bars), None))
+    assembly.join(Start(Reached(0.0), whole(bars), None))
+    assert (assembly.num_lonely, assembly.is_complete()) == (0, True)
+
+
+def test_a_latent_that_two_starts_repeat_ends_nothing_and_is_not_missed() -> None:
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    alike = assembly_of(bars, repeating(bars), repeating(bars))
+    assert alike.num_lonely == 0
+    assert not alike.is_complete()
+
+
+def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
+    """Whatever the order is in which the starts have their latents."""
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    lost = without(bars, 0, 2, 4)
+    for seed in range(3):
+        order = torch.randperm(6, generator=generator(seed))
+        together = assembly_of(bars, repeating(bars), {name: value[..., order] for name, value in lost.items()})
+        assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+
+
+def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
+    """In a code of three bars no single latent of another start is of use: the code has to be replaced first."""
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    coded = without(bars, 1)
+    code = torch.tensor([[-0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0.5, 0.5, -0.5]])
+    coded["weight"] = torch.cat([coded["weight"][:, :3], bars.components[:, 3:] @ code], 1)
+    together = assembly_of(bars, coded, without(bars, 1), without(bars, 3))
+    assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+
+
 # --- in learn ---
 
 
@@ -216,3 +307,11 @@ def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() ->
         guide = learn(six_bars, bars.data, num_states=16, short_steps=40, steps=5, progress=False)
     assert len(guide.starts) < 8
     assert matched_bars(pyro.param("weight").detach(), bars.components) == 6
+
+
+def test_latents_that_one_start_has_found_alone_are_told() -> None:
+    bars = linear_bars(60, 3, mean_active=2.0, generator=generator(4))
+    pyro.set_rng_seed(4)
+    with pytest.warns(DisagreeingStartsWarning, match=r"latents of the best of 2 starts were found by one of them only: the best may be"):
+        guide = learn(six_bars, bars.data, num_states=16, starts=2, short_steps=10, steps=2, progress=False)
+    assert len(guide.starts) == 2

@@ -1,0 +1,76 @@
+"""What several starts have found together, and what of it more than one of them has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.starts import Start
+
+
+class Assembly:
+    """The best of all starts, with the latents of the others that raise its free energy.
+
+    Starts know nothing of each other: a latent that two of them have found is hardly an accident of where they began. Once each latent of
+    the best has been found twice, little is left to be found: the number of kinds that a sample has missed grows with the square of the
+    number of those that it has seen only once (Chao, 1987).
+
+    Args:
+        recombination: exchanges latents between two members.
+        settle: trains the model a little, in ever smaller steps, from where a member is.
+    """
+
+    def __init__(self, recombination: Recombination, settle: Callable[[Member], Start]) -> None:
+        self._recombination, self._settle = recombination, settle
+        self._starts: list[Member] = []
+        self._best: Member | None = None
+
+    @property
+    def best(self) -> Start:
+        """What all starts have found together."""
+        assert self._best is not None
+        return Start(Reached(self._best.free_energy, each=self._best.population.free_energy()), self._best.parameters, None)
+
+    def join(self, found: Start) -> None:
+        """Takes over what the start that has just ended has found, and if that was something, what others can add to it now."""
+        self._starts.append(self._recombination.member(found.parameters))
+        waiting = [self._starts[-1]]
+        while waiting:
+            other = waiting.pop()
+            if self._take(other):
+                waiting = [start for start in self._starts if start is not other]
+
+    def is_complete(self) -> bool:
+        """Whether two starts have found each latent of the best, none of which is spare: of two that are the same one may be elsewhere."""
+        return not bool(self._are_lonely().any()) and not bool(self._are_spare().any())
+
+    @property
+    def num_lonely(self) -> int:
+        """How many latents of the best are needed, and were found by a single start."""
+        lonely = self._are_lonely()
+        return int((lonely & ~self._are_spare()).sum()) if bool(lonely.any()) else 0
+
+    def _take(self, other: Member) -> bool:
+        """Whether the best has become better by what another one has found."""
+        if self._best is None:
+            self._best = other
+            return False
+        child = self._recombination.cross(self._best, other)
+        if child is self._best:
+            return False
+        settled = self._recombination.member(self._settle(child).parameters, near=child)
+        self._best = max(child, settled, key=lambda member: member.free_energy)
+        return True
+
+    def _are_lonely(self) -> Tensor:
+        assert self._best is not None
+        counts = torch.stack([self._recombination.are_shared(self._best, start) for start in self._starts]).sum(0)
+        return counts < 2
+
+    def _are_spare(self) -> Tensor:
+        assert self._best is not None
+        return self._recombination.are_spare(self._best)

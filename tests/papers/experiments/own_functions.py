@@ -1,0 +1,221 @@
+"""What ``learn(model, y)`` makes of small programs of several kinds: ``python -m tests.papers.experiments.own_functions``.
+
+Data come from each program with parameters that are known. The free energy per data point that ``learn`` has reached is compared with
+what its last steps reach from those parameters: less by no more than the tolerance is "recovered".
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pyro
+import pyro.distributions as dist
+import torch
+from pyro import poutine
+from pyro.infer import SVI
+from pyro.ops.indexing import Vindex
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn.functional import softplus
+
+from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated.training import DisagreeingStartsWarning
+from pyro_truncated.training.starts import Run, Settings
+
+NUM_DATA, STEPS, NUM_LOSSES = 500, 100, 20
+Program = Callable[[Tensor], None]
+
+
+class Kind(NamedTuple):
+    """Makes a program, whose parameters begin anywhere, and draws those of the data, as far as they are not the program's own."""
+
+    program: Callable[[], Program]
+    true: Callable[[], dict[str, Tensor]]
+    num_observed: int
+    tolerance: float = 0.05
+
+
+def rates(number: int) -> Tensor:
+    """The probability of each latent; two are on, on average."""
+    return torch.full((number,), 2 / number)
+
+
+# --- noisy-OR ---
+
+
+def noisy_or() -> Program:
+    def program(y: Tensor) -> None:
+        weight = pyro.param("weight", lambda: 0.1 + 0.5 * torch.rand(25, 8), constraint=constraints.unit_interval)
+        leak = pyro.param("leak", torch.tensor(0.1), constraint=constraints.unit_interval)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            off = (1 - leak) * (s @ torch.log1p(-weight).mT).exp()
+            pyro.sample("y", dist.Bernoulli(1 - off).to_event(1), obs=y)
+
+    return program
+
+
+def true_noisy_or() -> dict[str, Tensor]:
+    return {"weight": torch.where(torch.rand(25, 8) < 0.3, 0.9, 0.02), "leak": torch.tensor(0.02)}
+
+
+# --- a mixture of Gaussians ---
+
+
+def mixture() -> Program:
+    def program(y: Tensor) -> None:
+        loc = pyro.param("loc", lambda: torch.randn(8, 5))
+        scale = pyro.param("scale", torch.ones(8), constraint=constraints.positive)
+        share = pyro.param("share", torch.full((8,), 1 / 8), constraint=constraints.simplex)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(share))
+            pyro.sample("y", dist.Normal(Vindex(loc)[z], Vindex(scale)[z].unsqueeze(-1)).to_event(1), obs=y)
+
+    return program
+
+
+def true_mixture() -> dict[str, Tensor]:
+    return {"loc": 5 * torch.randn(8, 5), "scale": 0.5 + torch.rand(8)}
+
+
+# --- a network between the latents and the data ---
+
+
+def decoder() -> Program:
+    network = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 25))
+    torch.nn.init.normal_(network[0].weight, std=1.0)
+    torch.nn.init.normal_(network[2].weight, std=1.0)
+
+    def program(y: Tensor) -> None:
+        net = pyro.module("net", network)
+        noise = pyro.param("noise", torch.tensor(1.0), constraint=constraints.positive)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            pyro.sample("y", dist.Normal(net(s), noise).to_event(1), obs=y)
+
+    return program
+
+
+def true_decoder() -> dict[str, Tensor]:
+    return {"noise": torch.tensor(0.5)}
+
+
+# --- a type and factors ---
+
+
+def types() -> Program:
+    def program(y: Tensor) -> None:
+        loc, weight = pyro.param("loc", lambda: torch.randn(3, 25)), pyro.param("weight", lambda: torch.randn(25, 8))
+        noise = pyro.param("noise", torch.tensor(2.0), constraint=constraints.positive)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            pyro.sample("y", dist.Normal(Vindex(loc)[z] + s @ weight.mT, noise).to_event(1), obs=y)
+
+    return program
+
+
+def true_types() -> dict[str, Tensor]:
+    return {"loc": 3 * torch.randn(3, 25), "weight": 3 * torch.randn(25, 8), "noise": torch.tensor(1.0)}
+
+
+# --- factors and a contrast of every data point ---
+
+
+def contrasts() -> Program:
+    def program(y: Tensor) -> None:
+        weight = pyro.param("weight", lambda: torch.randn(25, 8))
+        noise = pyro.param("noise", torch.tensor(2.0), constraint=constraints.positive)
+        with pyro.plate("data", len(y)):
+            contrast = pyro.sample("contrast", dist.LogNormal(0.0, 0.3))
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            pyro.sample("y", dist.Normal(contrast.unsqueeze(-1) * (s @ weight.mT), noise).to_event(1), obs=y)
+
+    return program
+
+
+def true_contrasts() -> dict[str, Tensor]:
+    return {"weight": 3 * torch.randn(25, 8), "noise": torch.tensor(1.0)}
+
+
+# --- counts ---
+
+
+def counts() -> Program:
+    def program(y: Tensor) -> None:
+        weight, base = pyro.param("weight", lambda: torch.randn(25, 8)), pyro.param("base", lambda: torch.zeros(25))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            pyro.sample("y", dist.Poisson(softplus(base) + s @ softplus(weight).mT).to_event(1), obs=y)
+
+    return program
+
+
+def true_counts() -> dict[str, Tensor]:
+    return {"weight": torch.where(torch.rand(25, 8) < 0.3, 6.0, -3.0), "base": torch.full((25,), -1.0)}
+
+
+KINDS = {
+    "noisy-OR": Kind(noisy_or, true_noisy_or, 25),
+    "mixture": Kind(mixture, true_mixture, 5, tolerance=0.01),
+    "decoder": Kind(decoder, true_decoder, 25),
+    "types": Kind(types, true_types, 25),
+    "contrasts": Kind(contrasts, true_contrasts, 25),
+    "counts": Kind(counts, true_counts, 25),
+}
+
+
+def drawn(kind: Kind) -> tuple[Tensor, float]:
+    """Data, and the free energy per data point where learning begins with the parameters that these were drawn with."""
+    program, nothing = kind.program(), torch.zeros(NUM_DATA, kind.num_observed)
+    program(nothing)
+    for name, value in kind.true().items():
+        pyro.get_param_store()[name] = value
+    with torch.no_grad():
+        y = poutine.trace(poutine.uncondition(program)).get_trace(nothing).nodes["y"]["value"]
+    run = Run(program, y, Settings(None, 64).slowing(STEPS))
+    values = [run.step(y) for _ in range(STEPS)]
+    return y, sum(values[-NUM_LOSSES:]) / NUM_LOSSES
+
+
+def learned(kind: Kind, y: Tensor) -> tuple[float, int, bool]:
+    """The free energy per data point that ``learn`` has reached, in how many starts, and whether it has warned."""
+    program = kind.program()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", DisagreeingStartsWarning)
+        guide: Any = learn(program, y, progress=False)
+    svi = SVI(program, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO())
+    return -sum(svi.evaluate_loss(y) for _ in range(NUM_LOSSES)) / NUM_LOSSES / len(y), len(guide.starts), bool(told)
+
+
+def found(name: str, seed: int) -> str:
+    """What a run has reached beside what it should, in words."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(seed)
+    kind = KINDS[name]
+    y, best = drawn(kind)
+    pyro.clear_param_store()
+    start = time.process_time()
+    reached, starts, warned = learned(kind, y)
+    seconds = time.process_time() - start
+    verdict = "recovered" if reached > best - kind.tolerance else "not recovered"
+    told = "warned" if warned else "silent"
+    return f"{name}, seed {seed}: {reached:.2f} ({best:.2f} from the truth), {verdict}, {starts} starts, {told}, {seconds:.0f} CPU s"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[601, 602, 603])
+    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+    args = parser.parse_args()
+    for name in args.kinds:
+        for seed in args.seeds:
+            print(found(name, seed), flush=True)
+
+
+if __name__ == "__main__":
+    main()
