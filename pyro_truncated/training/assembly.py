@@ -50,9 +50,13 @@ class Assembly:
 
     @property
     def num_lonely(self) -> int:
-        """How many latents of the best are needed, and were found by a single start."""
+        """How many latents of the best were found by a single start; spare ones do not count, unless they are most of what there is."""
         lonely = self._are_lonely()
-        return int((lonely & ~self._are_spare()).sum()) if bool(lonely.any()) else 0
+        if not bool(lonely.any()):
+            return 0
+        spare = self._are_spare()
+        is_excused = int(spare.sum()) <= int((~lonely & ~spare).sum())
+        return int((lonely & ~spare if is_excused else lonely).sum())
 
     def _take(self, other: Member) -> bool:
         """Whether the best has become better by what another one has found."""

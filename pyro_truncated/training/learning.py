@@ -83,8 +83,8 @@ def learn(
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
     the program is asked. The best start takes over those latents of all others that raise its free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
-    its latents: on for the same data points (correlations above .9). Those that are spare need not be found twice, but all starts are made
-    then. Starts without ``initialize`` have half the states.
+    its latents: on for the same data points (correlations above .9). Those that are spare need not be found twice, as long as they are no
+    more than those that are, but all starts are made then. Starts without ``initialize`` have half the states.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an

@@ -8,6 +8,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
@@ -24,6 +25,8 @@ _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 _SAME = 0.2
 # The correlation above which two models have found the same latent, and that below which a latent has no counterpart at all.
 _SHARED, _COUNTERPART = 0.9, 0.5
+# The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
+_ROUNDING = 1e-4
 
 
 class Member(NamedTuple):
@@ -133,8 +136,11 @@ class Recombination:
 
 
 def _correlation(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute correlations ``(H, H)`` of probabilities ``(N, H)``; of such that are the same everywhere 0."""
-    parts = [torch.nn.functional.normalize(value - value.mean(0), dim=0) for value in (one, other)]
+    """Absolute correlations ``(H, H)`` of probabilities ``(N, H)``; of such that are the same everywhere, but for rounding, 0."""
+    parts = []
+    for value in (one, other):
+        deviation = value - value.mean(0)
+        parts.append(normalize(deviation.where(deviation.square().mean(0).sqrt() > _ROUNDING, 0.0), dim=0))
     return (parts[0].mT @ parts[1]).abs()
 
 

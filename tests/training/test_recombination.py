@@ -269,6 +269,14 @@ def test_a_latent_that_two_starts_repeat_ends_nothing_and_is_not_missed() -> Non
     assert not alike.is_complete()
 
 
+def test_spare_latents_are_excused_while_there_are_no_more_of_them_than_of_others() -> None:
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    few, many = without(bars, 5), without(bars, 0, 1, 2, 3)
+    assert assembly_of(bars, few, few).num_lonely == 0
+    assert not assembly_of(bars, few, few).is_complete()
+    assert assembly_of(bars, many, many).num_lonely == 4
+
+
 def test_what_has_no_counterpart_replaces_what_is_needed_least() -> None:
     """Whatever the order is in which the starts have their latents."""
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
