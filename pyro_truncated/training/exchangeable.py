@@ -1,4 +1,4 @@
-"""Exchangeable latents: which parameters of a program belong to which of them, as the program itself shows."""
+"""Exchangeable latents, or values of one latent: which parameters of a program belong to which of them, as the program itself shows."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.states.population import Population
 from pyro_truncated.training.model_parameters import copies, parameters_of, put_back
 from pyro_truncated.utils.isolation import spare_random_numbers
 
@@ -19,20 +20,35 @@ _RELATIVE, _ABSOLUTE = 1e-4, 1e-3
 
 
 class Exchangeable(NamedTuple):
-    """The latents of a site that may change places, if their parameters do.
+    """The latents of a site that may change places, if their parameters do; or the values of a single latent, the components of a mixture.
 
     Attributes:
         latents: positions of theirs among the latents of a data point.
         axes: the axis along which the latents lie, by name of the parameters that have one.
+        num_values: how many values the latent has, if these are what is exchanged, else zero.
     """
 
     latents: slice
     axes: dict[str, int]
+    num_values: int = 0
 
     def replaced(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
         """Parameters in which the latents ``here`` have those that the latents ``there`` have in ``other``."""
         moved = {name: state[name].index_copy(axis, here, other[name].index_select(axis, there)) for name, axis in self.axes.items()}
         return {**state, **moved}
+
+    def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
+        """Unpacked states ``(..., L)`` with the latents, or values, at ``order`` in the place of each."""
+        moved = levels.clone()
+        chosen = levels[..., self.latents]
+        moved[..., self.latents] = order.argsort()[chosen] if self.num_values else chosen[..., order]
+        return moved
+
+    def probabilities(self, population: Population) -> Tensor:
+        """Posterior probabilities that each of the latents is on, or that the latent has each of the values, ``(N, H)``."""
+        if self.num_values:
+            return population.value_probabilities()[:, self.latents.start, : self.num_values]
+        return population.marginals()[:, self.latents]
 
     def num_parameters(self, state: dict[str, Tensor]) -> int:
         """How many parameters each of the latents has."""
@@ -57,7 +73,8 @@ def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> Exchang
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`, which move the latents of
     the states and the entries of the parameters along one axis each. That is tried, with random states and the parameters as they are, for
-    two permutations that generate all others, and for the axes that are as long as there are latents.
+    two permutations that generate all others, and for the axes that are as long as there are latents. The same is tried with the values of
+    latents that are alone in their site.
 
     Args:
         model: the model; its parameters must differ between latents, or anything seems exchangeable.
@@ -65,27 +82,29 @@ def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> Exchang
         guide: has seen them; its populations stay as they are.
 
     Returns:
-        The largest such group of latents, or ``None`` where there is none with parameters of its own.
+        The largest such group of latents or values, or ``None`` where there is none with parameters of its own.
     """
     with torch.no_grad(), spare_random_numbers():
         if guide.layout.other_latents or guide.log_joint_of(y).num_data < guide.layout.num_data:
             return None
-        groups = (_exchangeable(model, y, guide, latents) for latents in _alike(guide))
+        groups = (_exchangeable(model, y, guide, *alike) for alike in _alike(guide))
         return next((group for group in groups if group is not None), None)
 
 
-def _alike(guide: AutoTruncated) -> list[slice]:
-    """The latents of sites that are vectors of one cardinality, the longest first."""
+def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:
+    """The latents of sites that are vectors of one cardinality, and single latents with their number of values; what is longest first."""
     start, found = 0, []
     for site in guide.layout.sites.values():
         latents = slice(start, start + site.num_latents)
         start = latents.stop
         if len(site.shape) == 1 and site.num_latents > 1 and len(set(site.cardinalities)) == 1:
-            found.append(latents)
-    return sorted(found, key=lambda one: one.start - one.stop)
+            found.append((latents, 0))
+        if site.num_latents == 1 and site.cardinalities[0] > 2:
+            found.append((latents, site.cardinalities[0]))
+    return sorted(found, key=lambda one: -max(one[0].stop - one[0].start, one[1]))
 
 
-def _exchangeable(model: Any, y: Tensor, guide: AutoTruncated, latents: slice) -> Exchangeable | None:
+def _exchangeable(model: Any, y: Tensor, guide: AutoTruncated, latents: slice, num_values: int) -> Exchangeable | None:
     state, levels = copies(model, y), _random_levels(guide)
     expected = _scores(guide, y, levels)
     if not bool(expected.isfinite().all()):
@@ -94,22 +113,20 @@ def _exchangeable(model: Any, y: Tensor, guide: AutoTruncated, latents: slice) -
     def is_same(group: Exchangeable, order: Tensor) -> bool:
         """Whether log joints are the same once latents and parameters have been permuted."""
         put_back(model, y, group.replaced(state, torch.arange(len(order)), state, order))
-        moved = levels.clone()
-        moved[..., latents] = levels[..., latents][..., order]
-        return torch.allclose(_scores(guide, y, moved), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+        return torch.allclose(_scores(guide, y, group.permuted(levels, order)), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
 
-    number = latents.stop - latents.start
+    number = num_values or latents.stop - latents.start
     learned = {name: state[name] for name in parameters_of(model, y)}
-    groups = (Exchangeable(latents, axes) for axes in _possible_axes(learned, number))
+    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned, number))
     try:
         return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
     finally:
         put_back(model, y, state)
 
 
-def _possible_axes(parameters: dict[str, Tensor], num_latents: int) -> Iterator[dict[str, int]]:
+def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
     """Axes by name, as many as possible first; at most some dozens of combinations."""
-    choices = [[axis for axis, size in enumerate(value.shape) if size == num_latents] + [None] for value in parameters.values()]
+    choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
     for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
         axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
         if axes:

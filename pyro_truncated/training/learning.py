@@ -81,10 +81,11 @@ def learn(
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
-    the program is asked. The best start takes over those latents of all others that raise its free energy (see
-    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
-    its latents: on for the same data points (correlations above .9). Those that are spare need not be found twice, as long as they are no
-    more than those that are, but all starts are made then. Starts without ``initialize`` have half the states.
+    the program is asked; of mixtures, whose one latent is the component, its values. The best start takes over those latents of all others
+    that raise its free energy (see :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until
+    two starts have found each of its latents: on for the same data points (correlations above .9). Those that are spare need not be found
+    twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half
+    the states.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
@@ -113,8 +114,7 @@ def learn(
 
     Returns:
         The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
-        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached; where starts
-        exchange latents, what all of them had found together when it ended.
+        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange.
 
     Warns:
         DisagreeingStartsWarning: if no two starts agree - of those that began where another one had ended only one counts - or, where they

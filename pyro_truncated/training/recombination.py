@@ -15,7 +15,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import Exchangeable
 from pyro_truncated.training.model_parameters import put_back
-from pyro_truncated.training.redundancy import is_spare, losses_without
+from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
 # Search steps that fill populations, and those that adapt them to parameters which have changed a little.
 _FILLING, _ADAPTING = 8, 2
@@ -101,6 +101,8 @@ class Recombination:
     def _losses(self, member: Member) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
         put_back(self._model, self._y, member.parameters)
+        if self._latents.num_values:
+            return losses_without_values(member.population, self._latents.latents.start, self._latents.num_values)
         return losses_without(member.population, self._guide.log_joint_of(self._y))[self._latents.latents]
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
@@ -116,7 +118,7 @@ class Recombination:
         return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
 
     def _marginals(self, member: Member) -> Tensor:
-        return member.population.marginals()[:, self._latents.latents].double().cpu()
+        return self._latents.probabilities(member.population).double().cpu()
 
     def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
         here = torch.tensor(block)

@@ -44,6 +44,22 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
     return losses
 
 
+def losses_without_values(population: Population, latent: int, num_values: int) -> Tensor:
+    """What the best states of the data points would lose if a latent could not have each of its values, ``(V,)`` in float64.
+
+    Other states are those of the populations; of a data point that holds none without the value the loss is infinite.
+
+    Args:
+        population: populations of a batch of data points.
+        latent: position of the latent.
+        num_values: how many values it has.
+    """
+    levels, log_joint = population.states()[..., latent].long(), population.log_joint.double()
+    has_value = torch.nn.functional.one_hot(levels, num_values).bool()
+    without = log_joint.unsqueeze(-1).masked_fill(has_value, -torch.inf).amax(1)
+    return (log_joint.amax(1, keepdim=True) - without).sum(0)
+
+
 def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
     """Which latents are spare, ``(H,)``: those missed by less than twice what the Bayesian information criterion asks for their parameters.
 

@@ -42,8 +42,8 @@ class SeveralStarts:
     """What the starts of a model have reached.
 
     Attributes:
-        best: the one with the highest free energy.
-        energies: the free energy per data point of each, in order; where starts exchange latents, once it has.
+        best: the one with the highest free energy, with what others have added to it.
+        energies: the free energy per data point of each, in order.
     """
 
     def __init__(self, model: Any, y: Tensor, settings: Settings, plan: Plan) -> None:
@@ -116,12 +116,12 @@ class SeveralStarts:
         return settled(self._model, self._y, self._settings, member, steps)
 
     def _end(self, number: int, found: Start) -> None:
+        self.energies.append(found.reached.free_energy)
         if self._assembly is not None:
             self._assembly.join(found)
             found = self._assembly.best
         elif self._first is None or number % 2 == 0:
             self._apart.append(found.reached)
-        self.energies.append(found.reached.free_energy)
         self.best = max(self.best, found, key=lambda one: one.reached.free_energy)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from typing import Any
 
@@ -11,16 +12,19 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.nn import PyroModule, PyroParam
+from pyro.ops.indexing import Vindex
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, learn
 from pyro_truncated.datasets import Bars, linear_bars, matched_bars
+from pyro_truncated.states.population import Population
 from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.redundancy import losses_without_values
 from pyro_truncated.training.starts import Start
 
 
@@ -55,6 +59,23 @@ def two_sites(y: Tensor) -> None:
         a = pyro.sample("a", dist.Bernoulli(fixed).to_event(1))
         b = pyro.sample("b", dist.Bernoulli(torch.full((3,), 0.3)).to_event(1))
         pyro.sample("y", dist.Normal(a @ first.mT + b @ second.mT, 0.5).to_event(1), obs=y)
+
+
+def mixture(y: Tensor) -> None:
+    """Five components with shares, and a scale of all."""
+    loc, scale = random_parameter("loc", 5, 4), random_parameter("scale", 1, constraint=dist.constraints.positive)
+    share = pyro.param("share", torch.tensor([0.1, 0.15, 0.2, 0.25, 0.3]), constraint=dist.constraints.simplex)
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(share))
+        pyro.sample("y", dist.Normal(Vindex(loc)[z], scale).to_event(1), obs=y)
+
+
+def ordered(y: Tensor) -> None:
+    """Values of which each is as much as its number says."""
+    loc = random_parameter("loc", 5, 4)
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(5) / 5))
+        pyro.sample("y", dist.Normal(Vindex(loc)[z] + z.unsqueeze(-1), 0.5).to_event(1), obs=y)
 
 
 def chain(y: Tensor) -> None:
@@ -125,18 +146,19 @@ def found(model: Any) -> Exchangeable | None:
 
 
 @pytest.mark.parametrize(
-    ("model", "latents", "axes"),
+    ("model", "group"),
     [
-        (square, slice(0, 4), {"weight": 1, "logit": 0}),
-        (rows, slice(0, 3), {"weight": 0}),
-        (two_sites, slice(3, 6), {"second": 1}),
+        (square, Exchangeable(slice(0, 4), {"weight": 1, "logit": 0})),
+        (rows, Exchangeable(slice(0, 3), {"weight": 0})),
+        (two_sites, Exchangeable(slice(3, 6), {"second": 1})),
+        (mixture, Exchangeable(slice(0, 1), {"loc": 0, "share": 0}, num_values=5)),
     ],
 )
-def test_the_program_shows_which_parameters_belong_to_which_latent(model: Any, latents: slice, axes: dict[str, int]) -> None:
-    assert found(model) == Exchangeable(latents, axes)
+def test_the_program_shows_which_parameters_belong_to_which_latent_or_value(model: Any, group: Exchangeable) -> None:
+    assert found(model) == group
 
 
-@pytest.mark.parametrize("model", [chain, ring, without_parameters_of_their_own, in_minibatches, beside_continuous, Constants()])
+@pytest.mark.parametrize("model", [chain, ring, ordered, without_parameters_of_their_own, in_minibatches, beside_continuous, Constants()])
 def test_latents_that_are_not_alike_or_have_no_parameters_are_left_alone(model: Any) -> None:
     assert found(model) is None
 
@@ -295,6 +317,63 @@ def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
     coded["weight"] = torch.cat([coded["weight"][:, :3], bars.components[:, 3:] @ code], 1)
     together = assembly_of(bars, coded, without(bars, 1), without(bars, 3))
     assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
+
+
+# --- components of a mixture ---
+
+
+def clusters(y: Tensor) -> None:
+    loc, share = pyro.param("loc", torch.zeros(4, 2)), pyro.param("share", torch.ones(4) / 4, constraint=dist.constraints.simplex)
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(share))
+        pyro.sample("y", dist.Normal(Vindex(loc)[z], 1.0).to_event(1), obs=y)
+
+
+CENTRES = 6 * torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
+
+
+def in_clusters(number: int = 200) -> Tensor:
+    return CENTRES[torch.arange(number) % 4] + torch.randn(number, 2, generator=generator())
+
+
+def component_joint(loc: Tensor, y: Tensor) -> Tensor:
+    """Log joints ``(N, 4)`` of components with the same share."""
+    return dist.Normal(loc, 1.0).to_event(1).log_prob(y.unsqueeze(1)).double() - math.log(4)
+
+
+def crossing_of_clusters(y: Tensor) -> Recombination:
+    guide = AutoTruncated(clusters, num_states=4)
+    guide.setup(y)
+    return Recombination(clusters, y, guide, EvolutionarySearch(), Exchangeable(slice(0, 1), {"loc": 0, "share": 0}, 4), 0.01)
+
+
+def test_mixtures_exchange_components() -> None:
+    y = in_clusters()
+    # The first has two clusters in one component, and a component twice; the second, in another order, has lost another one.
+    one = CENTRES[[0, 1, 2, 2]]
+    other = CENTRES[[3, 3, 1, 0]]
+    crossing = crossing_of_clusters(y)
+    first, second = (crossing.member({"loc": loc, "share": torch.zeros(4)}) for loc in (one, other))
+    assert first.free_energy == pytest.approx(float(component_joint(one, y).logsumexp(-1).mean()), rel=1e-5)
+    child = crossing.cross(first, second)
+    assert child.free_energy == pytest.approx(float(component_joint(CENTRES, y).logsumexp(-1).mean()), rel=1e-5)
+    exact_shares = [component_joint(loc, y).softmax(-1) for loc in (CENTRES, one)]
+    correlation = torch.corrcoef(torch.cat(exact_shares, 1).mT)[:4, 4:]
+    assert crossing.are_shared(child, first).sum() == (correlation > 0.9).any(1).sum() > 0
+    assert crossing.are_spare(first).tolist() == [False, False, True, True]
+    assert not crossing.are_spare(child).any()
+
+
+def test_a_value_is_worth_what_the_best_states_lose_without_it() -> None:
+    y, loc = in_clusters(40), CENTRES[[0, 1, 2, 2]]
+    member = crossing_of_clusters(y).member({"loc": loc, "share": torch.zeros(4)})
+    joint = component_joint(loc, y)
+    expected = [(joint.amax(1) - joint[:, [k for k in range(4) if k != value]].amax(1)).sum() for value in range(4)]
+    torch.testing.assert_close(losses_without_values(member.population, 0, 4), torch.stack(expected), rtol=1e-4, atol=1e-3)
+    # Two of four components are in these populations: what nothing else in them can replace is missed without end.
+    narrow = Population(member.population.space, member.population.words[:, :2], member.population.log_joint[:, :2])
+    has_value = (narrow.states()[..., :1] == torch.arange(4)).all(1).any(0)
+    assert torch.equal(losses_without_values(narrow, 0, 4).isinf(), has_value)
 
 
 # --- in learn ---
