@@ -117,7 +117,7 @@ def learn(
         is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange.
 
     Warns:
-        DisagreeingStartsWarning: if no two starts agree - of those that began where another one had ended only one counts - or, where they
+        DisagreeingStartsWarning: if no two starts agree - of those that began where another one had ended only one counts - and, where they
             exchange latents, one of them alone has found a latent of the best that is not spare.
 
     Raises:

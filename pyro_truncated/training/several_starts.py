@@ -69,19 +69,17 @@ class SeveralStarts:
     def doubts(self) -> str | None:
         """Why the best start may be a local optimum, if it may."""
         number = len(self.energies)
-        if number == 1:
+        if number == 1 or self._have_agreed():
             return None
         if self._assembly is not None:
             lonely = self._assembly.num_lonely
             return f"{lonely} latents of the best of {number} starts were found by one of them only" if lonely else None
-        if self._have_agreed():
-            return None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(self.energies, reverse=True))
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 
     def _is_enough(self) -> bool:
         if self._assembly is not None:
-            return self._assembly.is_complete()
+            return self._have_agreed() or self._assembly.is_complete()
         return self._first is None and self._have_agreed()
 
     def _have_agreed(self) -> bool:
@@ -117,11 +115,11 @@ class SeveralStarts:
 
     def _end(self, number: int, found: Start) -> None:
         self.energies.append(found.reached.free_energy)
+        if self._first is None or self._assembly is not None or number % 2 == 0:
+            self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)
             found = self._assembly.best
-        elif self._first is None or number % 2 == 0:
-            self._apart.append(found.reached)
         self.best = max(self.best, found, key=lambda one: one.reached.free_energy)
 
 
