@@ -1,55 +1,222 @@
-"""Where learning of objects starts from: windows of images that show one of them alone."""
+"""Where learning of objects starts from: averages of windows that show the same object alone."""
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+from torch.nn.functional import conv2d, pad
 
 from pyro_truncated.distributions import Canvas
+from pyro_truncated.models.binary_causes import random_rows
 
-_MOST_WINDOWS = 500
-_ALIKE = 0.94
-
-
-def windows_alone(images: Tensor, contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
-    """One window ``(N, T, F)`` of each image, its contrast to the background ``(N, T)``, and how much it lies alone, ``(N,)``."""
-    (height, width), margin = (canvas.template_height, canvas.template_width), 2
-    row, column = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
-    # What lies around a window counts against it, and a little what lies off its centre, so that small objects are centred.
-    inner = 1 - 0.2 * ((row[:, None] / height).square() + (column / width).square())
-    kernel = torch.nn.functional.pad(inner, (margin,) * 4, value=-2.0)
-    kernels = torch.stack([kernel, torch.ones_like(kernel)]).unsqueeze(1).to(contrast)
-    # Around the canvas, more than once where template and margin together are larger.
-    around_rows = torch.arange(-margin, canvas.height + height + margin - 1, device=images.device) % canvas.height
-    around_columns = torch.arange(-margin, canvas.width + width + margin - 1, device=images.device) % canvas.width
-    surround = contrast[:, around_rows][:, :, around_columns].unsqueeze(1)
-    score, around = torch.nn.functional.conv2d(surround, kernels)[..., : canvas.grid[0], : canvas.grid[1]].flatten(2).unbind(1)
-    best = score.argmax(1, keepdim=True)
-    under = canvas.pixels_on(images.device)[best.squeeze(1)]
-    rows = torch.arange(len(images), device=images.device).unsqueeze(-1)
-    brightness = contrast.flatten(1)[rows, under]
-    total = brightness.sum(1)
-    alone = total / around.gather(1, best).squeeze(1).clamp(min=1e-12)
-    # A few bright pixels of noise in an empty image lie alone, too.
-    return images.flatten(1, 2)[rows, under], brightness, torch.where(total > 0.1 * total.median(), alone, 0.0)
+_MARGIN = 2  # pixels around a window that shall show background
+_WINDOWS_PER_IMAGE = 4
+_WINDOWS_PER_OBJECT, _MOST_WINDOWS = 60, 2000
+_CANDIDATES_PER_OBJECT, _MOST_CANDIDATES = 20, 500
+_CLUSTERS_PER_OBJECT, _STEPS = 2, 4
+_ALIKE = 0.3  # less of a window's energy is missing in an object that it shows
+_MOST_PIXELS = 20_000
+_BLOCK = 100  # windows that are compared at once
 
 
-def typical_windows(windows: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
-    """Positions of windows ``(N, t, u, F)``, each of which resembles the most windows that none before resembles.
+class Windows(NamedTuple):
+    """Windows of images less their background, with what lies around them.
 
-    Windows resemble each other if their cosine at some shift of up to half a window is large enough.
+    Attributes:
+        pixels: ``(n, F, t + 4 p, u + 4 q)`` float32: objects of ``t x u`` pixels may lie up to ``p`` rows and ``q`` columns off the centre.
+        energy: squared length of the ``t x u`` pixels at the centre, less that of the noise, ``(n,)``.
+        reach: ``p`` and ``q``.
+        noise: variance of the noise.
+    """
+
+    pixels: Tensor
+    energy: Tensor
+    reach: tuple[int, int]
+    noise: Tensor
+
+    def within(self, times: int) -> Tensor:
+        """The centres with so many times ``p`` and ``q`` pixels around them."""
+        rows, columns = ((2 - times) * reach for reach in self.reach)
+        return self.pixels[..., rows : self.pixels.shape[-2] - rows, columns : self.pixels.shape[-1] - columns]
+
+
+class Clusters(NamedTuple):
+    """What windows show in common.
+
+    Attributes:
+        objects: ``(K, F, t, u)``, less the background.
+        size: how many windows each is the average of, ``(K,)``.
+        energy: squared length, less that of the noise that is left in the average, ``(K,)``.
+    """
+
+    objects: Tensor
+    size: Tensor
+    energy: Tensor
+
+    def take(self, index: Tensor) -> Clusters:
+        """Some of them."""
+        return Clusters(*(value[index] for value in self))
+
+    def stand_out(self, noise: Tensor) -> Tensor:
+        """Which pixels differ from the background by more than noise that averages leave, ``(K, t, u)``."""
+        left_over = self.objects.shape[1] * noise / self.size
+        return self.objects.square().sum(1) > 4 * left_over[:, None, None]
+
+
+def background_of(pixels: Tensor, generator: torch.Generator | None, steps: int = 30) -> tuple[Tensor, Tensor]:
+    """Colour ``(F,)`` and variance of the background among pixels ``(P, F)``.
+
+    It is the narrow part of a mixture of two normal distributions, fitted by EM; what the wide part covers are the objects.
+    """
+    some = random_rows(pixels, min(len(pixels), _MOST_PIXELS), generator)
+    least = (1e-6 * some.square().mean()).clamp(min=1e-12)
+    colour, (mean, wide) = some.median(0).values, _moments(some, torch.ones_like(some[:, 0]))
+    variance, wide = (some - colour).square().mean(1).quantile(0.25).clamp(min=least), wide.clamp(min=least)
+    share = torch.full_like(variance, 0.5)
+    for _ in range(steps):
+        behind = share.log() - 0.5 * ((some - colour).square() / variance + variance.log()).sum(1)
+        before = (1 - share).log() - 0.5 * ((some - mean).square() / wide + wide.log()).sum(1)
+        is_behind = (behind - before).sigmoid()
+        share = is_behind.mean().clamp(0.05, 0.99)
+        colour, spread = _moments(some, is_behind)
+        mean, wide = _moments(some, 1 - is_behind)
+        variance, wide = spread.mean().clamp(min=least), wide.clamp(min=least)
+    return colour, variance
+
+
+def _moments(points: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted means and variances ``(F,)`` of points ``(P, F)``."""
+    weights = (weights / weights.sum().clamp(min=1e-12)).unsqueeze(1)
+    mean = (weights * points).sum(0)
+    return mean, (weights * (points - mean).square()).sum(0)
+
+
+def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int) -> Windows:
+    """The windows of images ``(N, height, width, F)``, less their background, around which least is to be seen."""
+    num_channels = images.shape[-1]
+    alone, energy, place = _brightest_windows(images.square().sum(-1) - num_channels * noise, canvas)
+    # What noise alone would show does not stand out.
+    stands_out = energy > 4 * noise * math.sqrt(2 * canvas.num_entries * num_channels)
+    alone = torch.where(stands_out, alone / energy.clamp(min=1e-12), -torch.inf).flatten()
+    number = min(_WINDOWS_PER_OBJECT * num_objects, _MOST_WINDOWS, max(1, int(alone.isfinite().sum())))
+    best = alone.topk(number).indices
+    row, place = best // place.shape[1], place.flatten()[best]
+    height, width = canvas.template_height, canvas.template_width
+    rows, columns = height // 2, width // 2
+    top, left = place // canvas.grid[1] - 2 * rows, place % canvas.grid[1] - 2 * columns
+    pixels = _cut(images[row].movedim(-1, 1), top, left, height + 4 * rows, width + 4 * columns, canvas.wrap)
+    return Windows(pixels.float().contiguous(), energy.flatten()[best].float(), (rows, columns), noise.float())
+
+
+def typical_objects(windows: Windows, number: int, generator: torch.Generator | None) -> Clusters:
+    """Averages of windows that show the same object: the objects that most of the windows show.
+
+    Some of the windows are the first objects. Those that the others make up for best go, until there are twice as many as asked for. Every
+    window then belongs to the object that it resembles most, at the shift where it does, and the object becomes the mean of its windows,
+    which is repeated. Of these, in which there is hardly any noise, again those go that the others make up for best.
     """
     device = "cpu" if generator is None else generator.device
-    drawn = torch.randperm(len(windows), generator=generator, device=device)[:_MOST_WINDOWS].to(windows.device)
-    unit = torch.nn.functional.normalize(windows[drawn].flatten(1), dim=1).reshape(len(drawn), *windows.shape[1:]).movedim(-1, 1).float()
-    reach = windows.shape[1] // 2, windows.shape[2] // 2
-    alike = torch.cat([torch.nn.functional.conv2d(unit, part, padding=reach).flatten(2).amax(2) for part in unit.split(64)], 1)
-    resembles = (alike > _ALIKE).mT
-    is_left = torch.ones(len(drawn), dtype=torch.bool, device=windows.device)
-    chosen: list[Tensor] = []
-    for _ in range(number):
-        best = (resembles & is_left).sum(1).argmax()
-        chosen.append(best)
-        is_left = is_left & ~resembles[best]
-        is_left = is_left if bool(is_left.any()) else torch.ones_like(is_left)
-    return drawn[torch.stack(chosen)]
+    count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
+    drawn = torch.randperm(len(windows.energy), generator=generator, device=device)[:count].to(windows.energy.device)
+    found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
+    found = found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number))
+    for _ in range(_STEPS):
+        found = _averaged(windows, found)
+    return found.take(most_missed(missing_energy(windows, found)[0], number))
+
+
+def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:
+    """Share of the energy of windows that is missing in objects at their best shift, and that shift, both ``(n, K)``."""
+    products = [conv2d(part, found.objects).flatten(2).max(2) for part in windows.within(1).split(_BLOCK)]
+    product, shift = (torch.cat([getattr(part, name) for part in products]) for name in ("values", "indices"))
+    energy = windows.energy.unsqueeze(1)
+    return (energy + found.energy - 2 * product).clamp(min=0.0) / energy.clamp(min=1e-12), shift
+
+
+def most_missed(missing: Tensor, number: int) -> Tensor:
+    """Positions of so many objects, once those are gone, one after the other, that the others make up for best; too few repeat."""
+    explained = (_ALIKE - missing).clamp(min=0.0)
+    kept = torch.arange(explained.shape[1], device=missing.device)
+    while len(kept) > number:
+        best = explained[:, kept].topk(2, 1)
+        losses = torch.zeros_like(missing[0, kept]).index_add_(0, best.indices[:, 0], best.values[:, 0] - best.values[:, 1])
+        kept = torch.cat([kept[: losses.argmin()], kept[losses.argmin() + 1 :]])
+    return kept[torch.arange(number, device=kept.device) % len(kept)]
+
+
+def _averaged(windows: Windows, found: Clusters) -> Clusters:
+    """Objects as the means of the windows that resemble them most; those of a single window stay as they are."""
+    missing, shift = missing_energy(windows, found)
+    nearest = missing.min(1)
+    is_alike, owner = nearest.values < _ALIKE, nearest.indices
+    best = shift.gather(1, owner.unsqueeze(1)).squeeze(1)
+    (height, width), (rows, columns) = found.objects.shape[-2:], windows.reach
+    aligned = _cut(windows.pixels, best // (2 * columns + 1), best % (2 * columns + 1), height + 2 * rows, width + 2 * columns, True)
+    size = torch.zeros_like(found.size).index_add_(0, owner, is_alike.to(found.size))
+    total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
+    mean = total / size.clamp(min=1)[:, None, None, None]
+    # Where most of it is seen: the first window may have cut something off.
+    seen = conv2d(mean.square().sum(1, keepdim=True), _centred(height, width).to(mean)[None, None]).flatten(1).argmax(1)
+    objects = _cut(mean, seen // (2 * columns + 1), seen % (2 * columns + 1), height, width, True)
+    energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
+    several = size > 1
+    return Clusters(
+        torch.where(several[:, None, None, None], objects, found.objects),
+        torch.where(several, size, found.size),
+        torch.where(several, energy, found.energy),
+    )
+
+
+def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor, Tensor]:
+    """Windows of contrasts ``(N, height, width)`` in which most is seen and around which least is, several of each that do not overlap.
+
+    Returns:
+        What is seen inside less what is seen around, what is seen inside, and the places, all ``(N, P)``.
+    """
+    height, width = canvas.template_height, canvas.template_width
+    inner = _centred(height, width).to(contrast)
+    kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
+    corner = torch.full((len(contrast),), -_MARGIN, device=contrast.device)
+    rows, columns = (cells - 1 + side + 2 * _MARGIN for cells, side in zip(canvas.grid, (height, width), strict=True))
+    around = _cut(contrast.unsqueeze(1), corner, corner, rows, columns, canvas.wrap)
+    score, inside = conv2d(around, kernels).flatten(2).unbind(1)
+    found = []
+    for _ in range(_WINDOWS_PER_IMAGE):
+        best = score.max(1)
+        found.append((best.values, inside.gather(1, best.indices.unsqueeze(1)).squeeze(1), best.indices))
+        score = score.masked_fill(_overlap(best.indices, canvas), -torch.inf)
+    alone, energy, place = (torch.stack(values, 1) for values in zip(*found, strict=True))
+    return alone, energy, place
+
+
+def _centred(height: int, width: int) -> Tensor:
+    """Weights of the pixels of a window, less off its centre, so that small objects lie there."""
+    down, right = torch.arange(height).double() - (height - 1) / 2, torch.arange(width).double() - (width - 1) / 2
+    return 1 - 0.2 * ((down[:, None] / height).square() + (right / width).square())
+
+
+def _overlap(place: Tensor, canvas: Canvas) -> Tensor:
+    """Which places ``(N, L)`` have windows that overlap those at places ``(N,)``."""
+    near: list[Tensor] = []
+    for position, size, cells, side in (
+        (place // canvas.grid[1], canvas.height, canvas.grid[0], canvas.template_height),
+        (place % canvas.grid[1], canvas.width, canvas.grid[1], canvas.template_width),
+    ):
+        distance = (torch.arange(cells, device=place.device) - position.unsqueeze(1)).abs()
+        near.append((torch.minimum(distance, size - distance) if canvas.wrap else distance) < side)
+    rows, columns = near
+    return (rows.unsqueeze(2) & columns.unsqueeze(1)).flatten(1)
+
+
+def _cut(pictures: Tensor, top: Tensor, left: Tensor, height: int, width: int, wrap: bool) -> Tensor:
+    """Parts ``(n, F, height, width)`` of pictures ``(n, F, rows, columns)``; beyond edges the other side, or nothing."""
+    rows, columns = (corner.unsqueeze(1) + torch.arange(size, device=top.device) for corner, size in ((top, height), (left, width)))
+    which = torch.arange(len(pictures), device=top.device).view(-1, 1, 1)
+    found = pictures.movedim(1, -1)[which, (rows % pictures.shape[2]).unsqueeze(2), (columns % pictures.shape[3]).unsqueeze(1)]
+    if not wrap:
+        is_inside = [(index >= 0) & (index < size) for index, size in ((rows, pictures.shape[2]), (columns, pictures.shape[3]))]
+        found = found * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
+    return found.movedim(-1, 1)

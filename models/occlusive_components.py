@@ -15,9 +15,12 @@ from pyro_truncated import Population, UniqueModule, check_counts, names_argumen
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
 from pyro_truncated.models.binary_causes import activation, best_prior, first_rows
 from pyro_truncated.models.dictionary import data_scale
-from pyro_truncated.models.first_objects import typical_windows, windows_alone
+from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects
+from pyro_truncated.scenes import PlacementMoves, PlacementSelection, PlaceScan
+from pyro_truncated.search import Search
 
 _NEVER_SEEN = 1e-8
+_NUM_SELECTED = 5
 
 
 class OcclusiveComponents(UniqueModule):
@@ -132,11 +135,13 @@ class OcclusiveComponents(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None, *, scale: float = 1.0) -> OcclusiveComponents:
-        """Starts from the data: objects are windows of random images, the background is the most frequent colour.
+        """Starts from the data: objects are averages of windows that show the same, the background is what most pixels have in common.
 
-        Of every image the window is taken that stands out most from the background while its surroundings do not. The fourth part of these
-        windows whose surroundings are darkest, mostly show one object that lies alone. Of these, the first object is the one that resembles
-        most of them at some shift, the second the one that resembles most of those left, and so on.
+        Colour and noise of the background are those of the narrow part of a mixture of two normal distributions of pixels. Of every image
+        the four windows are taken that stand out most from it while their surroundings do not, and of all these windows the ones that lie
+        most alone. They are clustered, each at the shift at which it resembles an object most (k-means with translations), by twice as
+        many objects as there shall be; then those go, one after the other, which the others make up for best. In an average of many windows
+        there is hardly any noise: noise at which single windows of different objects look alike does no harm.
 
         Args:
             y: images ``(N, height, width, F)``.
@@ -153,25 +158,29 @@ class OcclusiveComponents(UniqueModule):
             raise ValueError(f"scale must be a positive number; got {scale!r}")
         rows = first_rows(self._checked(y), generator).double()
         unit = data_scale(rows.square().sum(), torch.tensor(float(rows.numel())))
-        images = rows / unit
-        pixels = images.flatten(0, 2)
-        background = pixels.median(0).values
-        contrast = (images - background).square().sum(-1)
-        spread = contrast.flatten().median().clamp(min=self.min_scale**2)
-        # What noise alone would show does not stand out.
-        windows, brightness, alone = windows_alone(images, (contrast - 9 * spread).clamp(min=0.0), self.canvas)
-        clearest = alone.topk(max(min(self.num_objects, len(images)), len(images) // 4)).indices
-        windows, brightness = windows[clearest], brightness[clearest]
-        seen = (windows - background) * (brightness > 0).unsqueeze(-1)
-        chosen = typical_windows(seen.reshape(-1, *self.features.shape[1:]), self.num_objects, generator)
-        self.features = (unit * windows[chosen]).reshape(self.features.shape).to(self.features)
-        bright = brightness[chosen].reshape(self.masks.shape) > 0
-        self.masks = torch.where(bright, 0.7, 0.3).to(self.masks)
+        background, noise = background_of(rows.flatten(0, 2) / unit, generator)
+        windows = lone_windows(rows / unit - background, noise, self.canvas, self.num_objects)
+        found = typical_objects(windows, self.num_objects, generator)
+        self.features = (unit * (found.objects.movedim(1, -1) + background)).to(self.features)
+        self.masks = torch.where(found.stand_out(noise), 0.7, 0.3).to(self.masks)
         self.prior = torch.full_like(self.prior, min(0.5, 4 / self.num_objects))
         self.scale = (unit * max(scale, self.min_scale)).to(self.scale)
         self.background = (unit * background).to(self.background)
-        self.background_scale = (unit * (spread / self.num_channels).sqrt().clamp(min=self.min_scale)).to(self.background_scale)
+        self.background_scale = (unit * noise.sqrt().clamp(min=self.min_scale)).to(self.background_scale)
         return self
+
+    def default_search(self, num_states: int) -> Search:
+        """The search of :func:`pyro_truncated.learn` where none is named: scans for the five best objects, and moves of objects.
+
+        Args:
+            num_states: states per data point.
+
+        Returns:
+            A :class:`~pyro_truncated.scenes.PlacementSelection` by :class:`~pyro_truncated.scenes.PlaceScan`, with
+            :class:`~pyro_truncated.scenes.PlacementMoves`.
+        """
+        selection = PlacementSelection(PlaceScan(self.parameters_of_scene, self.canvas), min(_NUM_SELECTED, self.num_objects))
+        return selection + PlacementMoves(self.canvas.grid, min(4, num_states), 5, wrap=self.canvas.wrap)
 
     @torch.no_grad()
     @takes_arrays

@@ -97,8 +97,9 @@ def learn(
             noise as large as what their parameters have reached; in turn with where the best start has ended, if they cannot exchange
             latents; as often as ``starts`` says.
         y: data, ``(N, ...)``, the model's argument.
-        search: fills the populations; default: exhaustive where a population holds all states, evolutionary with crossover for binary
-            latents, otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
+        search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
+            population holds all states, evolutionary with crossover for binary latents, otherwise an
+            :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts.

@@ -52,6 +52,14 @@ class ResizableModel(Protocol):
         """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
 
 
+@runtime_checkable
+class SearchedModel(Protocol):
+    """A model that says itself how its states are found."""
+
+    def default_search(self, num_states: int) -> Search:
+        """A search for populations of so many states per data point."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """What all runs of a call have in common.
@@ -135,6 +143,8 @@ def _selection() -> Search:
 
 
 def _default_search(model: Any, space: StateSpace, num_states: int) -> Search:
+    if isinstance(model, SearchedModel):
+        return model.default_search(num_states)
     is_combined = space.is_binary or isinstance(model, ResizableModel)
     return EvolutionarySearch(crossover=True) if is_combined and space.size > num_states else AutomaticSearch()
 
