@@ -233,6 +233,17 @@ class ClosedForm(Described, PyroOptim):
 
 
 @contextlib.contextmanager
+def undriven(model: Any) -> Iterator[None]:
+    """Hands a model back to who trained it before."""
+    driver = ClosedForm.driving(model)
+    try:
+        yield
+    finally:
+        if driver is not None:
+            driver.drive()
+
+
+@contextlib.contextmanager
 def _all_or_nothing(model: Any) -> Iterator[None]:
     """A context in which a model's parameters change, unless there is an error: then they are again what they were."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
 
@@ -23,6 +21,7 @@ from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
+from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
@@ -38,7 +37,7 @@ from pyro_truncated.utils.own_store import empty_store
 
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
-_SETTLING, _SETTLED = 3, 10
+_SETTLING, _SETTLED, _AT_REST = 3, 10, 0.01
 _LAST_RATE = 0.1
 
 
@@ -94,6 +93,7 @@ class Run:
     def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
         self.truncated: AutoTruncated | None = None
         self._driver = ClosedForm(model) if isinstance(model, (ClosedFormModel, GibbsModel)) else None
+        self._is_search_ours = settings.search is None
         if settings.search is not None:
             settings.search.forget()
         if isinstance(model, GibbsModel):
@@ -104,11 +104,26 @@ class Run:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
+        self._elbo = elbo
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
 
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it."""
         return -float(self._svi.step(y)) / total_rows(y)
+
+    def look_closely(self) -> None:
+        """Searches by full conditionals from now on, not by an evolution nobody asked for: they miss fewer states, and cost more."""
+        if self._is_search_ours and isinstance(self._elbo.search, EvolutionarySearch):
+            self._elbo.search = ConditionalSearch()
+
+    def find_states(self, y: Tensor) -> None:
+        """Searches under the model as it is: from the first states of data that nobody has looked at it would learn what is wrong."""
+        if self.truncated is not None and self.guide is self.truncated:
+            before = self._elbo.search
+            self.look_closely()
+            with torch.no_grad(), poutine.block():
+                self.truncated.batch_of(y).search_(self._elbo.search, _SETTLED)
+            self._elbo.search = before
 
     def end(self) -> None:
         """Leaves the model to whoever trains it next."""
@@ -222,7 +237,7 @@ def _grown_and_shrunk(
         pyro.clear_param_store()
         run = Run(model, y, settings)
         offer(run, y, states)
-        reached = trained(run, y, _SETTLING if model.num_latents > number else _SETTLED)
+        reached = trained(run, y, _SETTLING) if model.num_latents > number else _at_rest(run, y, steps)
     return Start(reached._replace(noise=_gained_from_noise(model, run, y)), copies(model, y), _states(run))
 
 
@@ -248,6 +263,21 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
     run.end()
     if run.truncated is None:
         return reached_on_average(values[-max(1, steps // 6) :])._replace(each=_likelihoods(run.guide, y))
+    return _reached(run, values)
+
+
+def _at_rest(run: Run, y: Tensor, most: int) -> Reached:
+    """Takes steps until ten of them hardly raise the free energy, so that it can be compared with another start's; ten, or ``most``."""
+    run.look_closely()
+    values = [run.step(y) for _ in range(_SETTLED)]
+    while len(values) < most and (len(values) == _SETTLED or values[-1] > values[-1 - _SETTLED] + _AT_REST):
+        values += [run.step(y) for _ in range(_SETTLED)]
+    run.end()
+    return _reached(run, values)
+
+
+def _reached(run: Run, values: list[float]) -> Reached:
+    assert run.truncated is not None
     return Reached(values[-1], each=run.truncated.population().free_energy())
 
 
@@ -279,14 +309,3 @@ def offer(run: Run, y: Tensor, states: Tensor) -> None:
     population = guide.rescored(log_joint)
     merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
     guide.populations.store_(merged.log_joint, None, merged.words)
-
-
-@contextmanager
-def undriven(model: Any) -> Iterator[None]:
-    """Hands a model back to who trained it before."""
-    driver = ClosedForm.driving(model)
-    try:
-        yield
-    finally:
-        if driver is not None:
-            driver.drive()
