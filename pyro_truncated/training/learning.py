@@ -71,8 +71,8 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM finds the local optimum that its start leads to. Here short runs on a part of the data start from different points, each at a
-    temperature that falls to one (:func:`cooling`), until two of them have reached the same free energy, which chance hardly does in a bad
+    EM finds the local optimum that its start leads to. Here short runs on a part of the data (50 data points for each latent, or for each
+    value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until two of them have reached the same free energy, which chance hardly does in a bad
     optimum; the best one is then trained on all data. Some differences do not count: those of the hundredth of the data points at either
     end, in which a search has missed a state that it found in the other start; half a nat per parameter of latents that are spare, because
     the data support fewer, which is what these gain from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth

@@ -37,7 +37,7 @@ from pyro_truncated.utils.own_store import empty_store
 
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
-_SETTLING, _SETTLED, _AT_REST = 3, 10, 0.01
+_SETTLING, _RESTING, _AT_REST, _LOOKING = 3, 5, 0.01, 10
 _LAST_RATE = 0.1
 
 
@@ -122,7 +122,7 @@ class Run:
             before = self._elbo.search
             self.look_closely()
             with torch.no_grad(), poutine.block():
-                self.truncated.batch_of(y).search_(self._elbo.search, _SETTLED)
+                self.truncated.batch_of(y).search_(self._elbo.search, _LOOKING)
             self._elbo.search = before
 
     def end(self) -> None:
@@ -237,7 +237,7 @@ def _grown_and_shrunk(
         pyro.clear_param_store()
         run = Run(model, y, settings)
         offer(run, y, states)
-        reached = trained(run, y, _SETTLING) if model.num_latents > number else _at_rest(run, y, steps)
+        reached = trained(run, y, _SETTLING) if model.num_latents > number else rested(run, y, steps)
     return Start(reached._replace(noise=_gained_from_noise(model, run, y)), copies(model, y), _states(run))
 
 
@@ -266,12 +266,12 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
     return _reached(run, values)
 
 
-def _at_rest(run: Run, y: Tensor, most: int) -> Reached:
-    """Takes steps until ten of them hardly raise the free energy, so that it can be compared with another start's; ten, or ``most``."""
+def rested(run: Run, y: Tensor, most: int) -> Reached:
+    """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
     run.look_closely()
-    values = [run.step(y) for _ in range(_SETTLED)]
-    while len(values) < most and (len(values) == _SETTLED or values[-1] > values[-1 - _SETTLED] + _AT_REST):
-        values += [run.step(y) for _ in range(_SETTLED)]
+    values = [run.step(y) for _ in range(_RESTING)]
+    while len(values) < most and (len(values) == _RESTING or values[-1] > values[-1 - _RESTING] + _AT_REST):
+        values += [run.step(y) for _ in range(_RESTING)]
     run.end()
     return _reached(run, values)
 

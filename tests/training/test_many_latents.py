@@ -1,0 +1,93 @@
+"""learn where there are many data points or many latents: what starts see, when they are compared, what the training begins with."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pyro_truncated import AutoTruncated, EvolutionarySearch
+from pyro_truncated.datasets import linear_bars
+from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding
+from pyro_truncated.training import learn, learning
+from pyro_truncated.training.starts import Run, Settings, rested
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize(
+    ("model", "number"),
+    [
+        (BinarySparseCoding(16, 6), 1000),
+        (BinarySparseCoding(16, 40), 2000),
+        (MaxSpikeSlabSparseCoding(16, 30), 1500),
+        (GaussianMixture(16, 25), 1250),
+        (BinarySparseCoding(16, 100), 3000),
+    ],
+)
+def test_starts_see_fifty_data_points_per_latent(monkeypatch, model, number):
+    seen = []
+
+    def begin(model, y, settings, plan):
+        seen.append(len(y))
+        raise InterruptedError
+
+    monkeypatch.setattr(learning, "SeveralStarts", begin)
+    with pytest.raises(InterruptedError):
+        learn(model, torch.randn(3000, 16, generator=generator()), progress=False)
+    assert seen == [number]
+
+
+def bars_at_truth(search=None):
+    bars = linear_bars(300, 4, mean_active=2.0, noise=1.0, generator=generator())
+    model = BinarySparseCoding(16, 8, dtype=torch.float64)
+    model.weight, model.prior, model.scale = bars.components.double(), torch.tensor(0.25).double(), torch.tensor(1.0).double()
+    y = bars.data.double()
+    return model, y, Run(model, y, Settings(search, 32))
+
+
+@pytest.mark.parametrize("search", [None, EvolutionarySearch(crossover=True)])
+def test_training_begins_with_good_states(search):
+    torch.manual_seed(0)
+    model, y, run = bars_at_truth(search)
+    exact = AutoTruncated(model, num_states=2**8)
+    optimum = exact.rescored(exact.log_joint_of(y)).free_energy().mean()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    run.find_states(y)
+    found = run.truncated.population().free_energy().mean()
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    # The populations hold an eighth of the states; without a search the first step finds a free energy tens of nats lower.
+    assert optimum - 0.1 < found <= optimum + 1e-9
+    unsearched = bars_at_truth(search)[2].step(y)
+    assert unsearched < optimum - 1.0
+
+
+def test_a_search_that_was_asked_for_stays():
+    search = EvolutionarySearch(crossover=True)
+    steps = []
+    search.step = lambda batch: steps.append(1) or batch.population
+    _, y, run = bars_at_truth(search)
+    run.look_closely()
+    run.step(y)
+    assert steps
+
+
+def run_of(values):
+    return SimpleNamespace(
+        step=lambda y: values.pop(0),
+        look_closely=lambda: None,
+        end=lambda: None,
+        truncated=SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3))),
+    )
+
+
+def test_starts_are_compared_when_they_are_at_rest():
+    rising = [float(step) for step in range(12)] + [12.0] * 60
+    # Five steps from the last rise on are the first that raise nothing.
+    assert rested(run_of(rising), None, 60).free_energy == 12.0
+    assert len(rising) == 72 - 20
+    assert rested(run_of(forever := [float(step) for step in range(60)]), None, 20).free_energy == 19.0
+    assert len(forever) == 40
