@@ -6,8 +6,12 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import pyro.poutine as poutine
 import torch
 from torch import Tensor
+
+from pyro_truncated.em.gibbs_guide import GibbsGuide
+from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
 _UNUSUAL = 0.01
@@ -52,3 +56,16 @@ def _difference(one: Reached, other: Reached) -> float:
     usual = differences[number : len(differences) - number]
     # What does not belong to any data point counts in full.
     return whole + float(usual.mean() - differences.mean())
+
+
+@torch.no_grad()
+def likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
+    """Mean log likelihoods of the data points over the draws of their latents, ``(N,)``: what a search has missed shows there."""
+    likelihoods = []
+    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
+        values = guide.model.site_values(coefficients)
+        with spare_random_numbers(), poutine.block():
+            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
+        trace.compute_log_prob()
+        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
+    return torch.stack(likelihoods).mean(0).double()

@@ -72,11 +72,11 @@ def learn(
         guide.marginals()["s"]
 
     EM finds the local optimum that its start leads to. Here short runs on a part of the data (50 data points for each latent, or for each
-    value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until two of them have reached the same free energy, which chance hardly does in a bad
-    optimum; the best one is then trained on all data. Some differences do not count: those of the hundredth of the data points at either
-    end, in which a search has missed a state that it found in the other start; half a nat per parameter of latents that are spare, because
-    the data support fewer, which is what these gain from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth
-    of the steps, three standard errors.
+    value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until
+    two of them have reached the same free energy, which chance hardly does in a bad optimum; the best one is then trained on all data.
+    Some differences do not count: those of the hundredth of the data points at either end, in which a search has missed a state that it
+    found in the other start; half a nat per parameter of latents that are spare, because the data support fewer, which is what these gain
+    from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
 
     Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.starts.ResizableModel`:
     sparse coding, noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are

@@ -25,7 +25,7 @@ from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.agreement import Reached, reached_on_average
+from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.exchangeable import exchangeable_latents
 from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, put_back, rate_of, tensors_of
@@ -262,7 +262,7 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
     values = [run.step(y) for _ in range(steps)]
     run.end()
     if run.truncated is None:
-        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=_likelihoods(run.guide, y))
+        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y))
     return _reached(run, values)
 
 
@@ -279,19 +279,6 @@ def rested(run: Run, y: Tensor, most: int) -> Reached:
 def _reached(run: Run, values: list[float]) -> Reached:
     assert run.truncated is not None
     return Reached(values[-1], each=run.truncated.population().free_energy())
-
-
-@torch.no_grad()
-def _likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Mean log likelihoods of the data points over the draws of their latents, ``(N,)``: what a search has missed shows there."""
-    likelihoods = []
-    for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
-        values = guide.model.site_values(coefficients)
-        with spare_random_numbers(), poutine.block():
-            trace = poutine.trace(poutine.condition(guide.model, values)).get_trace(y)
-        trace.compute_log_prob()
-        likelihoods += [trace.nodes[name]["log_prob"] for name in trace.observation_nodes if name not in values]
-    return torch.stack(likelihoods).mean(0).double()
 
 
 def _losses(run: Run, y: Tensor) -> Tensor:
