@@ -277,9 +277,9 @@ def test_starts_that_differ_in_what_spare_latents_make_of_noise_agree():
     pyro.set_rng_seed(1)
     model = BinarySparseCoding(16, 16)
     with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
-        guide = learn(model, bars.data, starts=2, steps=2, num_states=32, progress=False)
+        guide = learn(model, bars.data, starts=2, steps=2, num_states=32, tolerance=0.02, progress=False)
     assert matched_bars(model.weight, bars.components) == 8
-    assert abs(guide.starts[0] - guide.starts[1]) > 0.05
+    assert abs(guide.starts[0] - guide.starts[1]) > 0.02
 
 
 def test_starts_that_disagree_are_told():
