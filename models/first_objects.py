@@ -107,7 +107,7 @@ def lone_windows(images: Tensor, noise: Tensor, canvas: Canvas, num_objects: int
     height, width = canvas.template_height, canvas.template_width
     rows, columns = height // 2, width // 2
     top, left = place // canvas.grid[1] - 2 * rows, place % canvas.grid[1] - 2 * columns
-    pixels = _cut(images[row].movedim(-1, 1), top, left, height + 4 * rows, width + 4 * columns, canvas.wrap)
+    pixels = _cut(images.movedim(-1, 1), row, top, left, (height + 4 * rows, width + 4 * columns), canvas.wrap)
     return Windows(pixels.float().contiguous(), energy.flatten()[best].float(), (rows, columns), noise.float())
 
 
@@ -154,13 +154,16 @@ def _averaged(windows: Windows, found: Clusters) -> Clusters:
     is_alike, owner = nearest.values < _ALIKE, nearest.indices
     best = shift.gather(1, owner.unsqueeze(1)).squeeze(1)
     (height, width), (rows, columns) = found.objects.shape[-2:], windows.reach
-    aligned = _cut(windows.pixels, best // (2 * columns + 1), best % (2 * columns + 1), height + 2 * rows, width + 2 * columns, True)
+    side = 2 * columns + 1
+    aligned = _cut(
+        windows.pixels, torch.arange(len(best), device=best.device), best // side, best % side, (height + 2 * rows, width + 2 * columns)
+    )
     size = torch.zeros_like(found.size).index_add_(0, owner, is_alike.to(found.size))
     total = torch.zeros_like(aligned[:1]).repeat(len(size), 1, 1, 1).index_add_(0, owner, aligned * is_alike[:, None, None, None])
     mean = total / size.clamp(min=1)[:, None, None, None]
     # Where most of it is seen: the first window may have cut something off.
     seen = conv2d(mean.square().sum(1, keepdim=True), _centred(height, width).to(mean)[None, None]).flatten(1).argmax(1)
-    objects = _cut(mean, seen // (2 * columns + 1), seen % (2 * columns + 1), height, width, True)
+    objects = _cut(mean, torch.arange(len(seen), device=seen.device), seen // side, seen % side, (height, width))
     energy = objects.square().sum((1, 2, 3)) - objects[0].numel() * windows.noise / size.clamp(min=1)
     several = size > 1
     return Clusters(
@@ -179,9 +182,10 @@ def _brightest_windows(contrast: Tensor, canvas: Canvas) -> tuple[Tensor, Tensor
     height, width = canvas.template_height, canvas.template_width
     inner = _centred(height, width).to(contrast)
     kernels = torch.stack([pad(inner, (_MARGIN,) * 4, value=-2.0), pad(torch.ones_like(inner), (_MARGIN,) * 4)]).unsqueeze(1)
-    corner = torch.full((len(contrast),), -_MARGIN, device=contrast.device)
+    every = torch.arange(len(contrast), device=contrast.device)
+    corner = torch.full_like(every, -_MARGIN)
     rows, columns = (cells - 1 + side + 2 * _MARGIN for cells, side in zip(canvas.grid, (height, width), strict=True))
-    around = _cut(contrast.unsqueeze(1), corner, corner, rows, columns, canvas.wrap)
+    around = _cut(contrast.unsqueeze(1), every, corner, corner, (rows, columns), canvas.wrap)
     score, inside = conv2d(around, kernels).flatten(2).unbind(1)
     found = []
     for _ in range(_WINDOWS_PER_IMAGE):
@@ -211,12 +215,14 @@ def _overlap(place: Tensor, canvas: Canvas) -> Tensor:
     return (rows.unsqueeze(2) & columns.unsqueeze(1)).flatten(1)
 
 
-def _cut(pictures: Tensor, top: Tensor, left: Tensor, height: int, width: int, wrap: bool) -> Tensor:
-    """Parts ``(n, F, height, width)`` of pictures ``(n, F, rows, columns)``; beyond edges the other side, or nothing."""
-    rows, columns = (corner.unsqueeze(1) + torch.arange(size, device=top.device) for corner, size in ((top, height), (left, width)))
-    which = torch.arange(len(pictures), device=top.device).view(-1, 1, 1)
-    found = pictures.movedim(1, -1)[which, (rows % pictures.shape[2]).unsqueeze(2), (columns % pictures.shape[3]).unsqueeze(1)]
+def _cut(pictures: Tensor, which: Tensor, top: Tensor, left: Tensor, size: tuple[int, int], wrap: bool = True) -> Tensor:
+    """Parts ``(n, F, *size)`` of some of the pictures ``(N, F, rows, columns)``; beyond edges the other side, or nothing."""
+    index, is_inside = [], []
+    for corner, steps, limit in zip((top, left), size, pictures.shape[2:], strict=True):
+        along = corner.unsqueeze(1) + torch.arange(steps, device=corner.device)
+        index.append(along % limit)
+        is_inside.append((along >= 0) & (along < limit))
+    found = pictures.movedim(1, -1)[which[:, None, None], index[0].unsqueeze(2), index[1].unsqueeze(1)]
     if not wrap:
-        is_inside = [(index >= 0) & (index < size) for index, size in ((rows, pictures.shape[2]), (columns, pictures.shape[3]))]
         found = found * (is_inside[0].unsqueeze(2) & is_inside[1].unsqueeze(1)).unsqueeze(-1)
     return found.movedim(-1, 1)
