@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, ask
+from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal, checked_later
+from pyro_truncated.models.floors import floored
 from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
 
 _BLOCK = 2**22
-_VARIANCE_FLOOR = 1e-6
 _Normal = checked_later(dist.MultivariateNormal)
 
 
@@ -28,10 +28,14 @@ class Covariances(abc.ABC):
     Attributes:
         supports: where its parameters live, by name.
         is_own: whether every component has its own covariance.
+        is_dense: whether that is a matrix ``(D, D)``.
+        least_directions: how many dimensions data must have.
     """
 
     supports: dict[str, constraints.Constraint] = {"scale": constraints.positive}  # noqa: RUF012
     is_own = True
+    is_dense = False
+    least_directions = 1
 
     @abc.abstractmethod
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
@@ -44,6 +48,10 @@ class Covariances(abc.ABC):
     @abc.abstractmethod
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """What of the products of the data ``(N, D)`` with themselves the M-step needs, summed."""
+
+    @abc.abstractmethod
+    def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
+        """What data points at means ``(K, D)``, spread with a covariance ``(D, D)``, add to these products each."""
 
     @abc.abstractmethod
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
@@ -84,6 +92,10 @@ class Diagonal(Covariances):
         """Squares, ``(K, D)``."""
         squares: Tensor = shares.sums(rows.square())
         return squares
+
+    def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
+        """Squares, ``(K, D)``."""
+        return covariance.diagonal() + loc.square()
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The likeliest deviations."""
@@ -126,6 +138,8 @@ class Spherical(Diagonal):
 class Full(Covariances):
     """Full ones: ``scale (K, D, D)`` holds Cholesky factors."""
 
+    is_dense = True
+
     supports = {"scale": constraints.lower_cholesky}  # noqa: RUF012
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
@@ -140,6 +154,10 @@ class Full(Covariances):
         """Products, ``(K, D, D)``."""
         products: Tensor = shares.outer_products(rows)
         return products
+
+    def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
+        """Products, ``(K, D, D)``."""
+        return covariance + loc.unsqueeze(-1) * loc.unsqueeze(-2)
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
@@ -162,7 +180,7 @@ class Full(Covariances):
 class Tied(Full):
     """A full one that all components share: ``scale (D, D)`` holds its Cholesky factor."""
 
-    is_own = False
+    is_own = is_dense = False
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
@@ -202,7 +220,7 @@ class LowRank(Full):
     supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
 
     def __init__(self, rank: int, *, is_shared: bool) -> None:
-        self.rank, self.is_shared = rank, is_shared
+        self.rank, self.is_shared, self.least_directions = rank, is_shared, 2 * rank
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
@@ -256,12 +274,6 @@ def kind_of(covariance: str, num_observed: int, rank: int | None, shared_noise: 
     return LowRank(rank, is_shared=shared_noise)
 
 
-def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
-    """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
-    unit = torch.where(power > 0, power, 1.0)
-    return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
-
-
 def _counts(statistics: dict[str, Tensor]) -> Tensor:
     return statistics["counts"].clamp(min=NEVER_USED)
 
@@ -275,18 +287,6 @@ def _spread(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Precisions, and halves of the log determinants, of Cholesky factors."""
     return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def floored(covariance: Tensor, floor: Tensor) -> Tensor:
-    """The likeliest covariance with no eigenvalue below the floor."""
-    # What is above the floor has a Cholesky factor; eigenvalues take much longer.
-    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    _, info = torch.linalg.cholesky_ex(covariance - floor * identity)
-    if all(ask(info == 0)):
-        return covariance
-    values, vectors = torch.linalg.eigh(covariance)
-    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
-    return floored
 
 
 def _cholesky(covariance: Tensor) -> Tensor:

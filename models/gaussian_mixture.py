@@ -21,14 +21,16 @@ from pyro_truncated import (
     takes_arrays,
 )
 from pyro_truncated.distributions import Component
+from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
-from pyro_truncated.models.covariances import floored, kind_of, variance_floor
+from pyro_truncated.models.covariances import kind_of
+from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.mixture import Shares
-from pyro_truncated.models.seeding import Clusters, Groups, parted
+from pyro_truncated.models.seeding import Groups
 from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, statistics_of_all
 
-_ROWS_PER_COMPONENT = 5
+_ROWS_PER_COMPONENT = 50
 _BLOCK = 2**14
 
 
@@ -116,10 +118,12 @@ class GaussianMixture(UniqueModule):
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GaussianMixture:
-        """Starts from clusters of the data: their means, their shares, and for every component the covariance within them.
+        """Starts from clusters of the data: their means, their shares, and their covariances.
 
-        The clusters belong to rows that lie spread over the data (k-means++ with local search), chosen among 20 000 random rows, or five
-        for each component if that is more.
+        Twice as many clusters belong to rows that lie spread over the data (k-means++); of these those become one that one component
+        explains nearly as well as two (model-based hierarchical clustering, see
+        :class:`~pyro_truncated.models.agglomeration.Agglomeration`). All of it looks at 20 000 random rows, or fifty for each component if
+        that is more.
 
         Args:
             y: data ``(N, D)``.
@@ -134,13 +138,8 @@ class GaussianMixture(UniqueModule):
         check_observable(self, check_data(y, self.num_observed), constraints.real)
         rows = some_rows(y, max(MOST_ROWS, _ROWS_PER_COMPONENT * self.num_components), generator).double()
         self.center = rows.mean(0)
-        clusters = Clusters(rows - self.center, self.num_components, generator)
-        variance = (rows - self.center).square().mean()
-        covariance = floored(clusters.covariance, variance_floor(variance, rows.square().mean(), self.loc.dtype))
-        self.loc = (self.center + parted(clusters.means, covariance, generator)).to(self.loc)
-        for name, value in self._kind.start(covariance, self.num_components).items():
-            setattr(self, name, value.to(self.loc))
-        self.weights = clusters.shares.to(self.weights)
+        floor = variance_floor((rows - self.center).square().mean(), rows.square().mean(), self.loc.dtype)
+        self._take(Agglomeration(self._kind, rows - self.center, floor).components(self.num_components, generator))
         return self
 
     @names_arguments

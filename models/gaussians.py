@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.models.covariances import Covariances, Parameters, variance_floor
+from pyro_truncated.models.covariances import Covariances, Parameters
+from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 
 Statistics = dict[str, Tensor]
@@ -16,6 +18,24 @@ Statistics = dict[str, Tensor]
 def collected(kind: Covariances, shares: Shares, rows: Tensor) -> Statistics:
     """What M-steps need of data ``(N, D)`` and components' shares in them, see :meth:`GaussianMixture.sufficient_statistics`."""
     return {"counts": shares.counts(), "sums": shares.sums(rows), "squares": rows.square().sum(0), "products": kind.products(shares, rows)}
+
+
+def added(parts: Iterable[Statistics]) -> Statistics:
+    """The sums of statistics."""
+    total: Statistics = {}
+    for part in parts:
+        total = {name: total[name] + value for name, value in part.items()} if total else part
+    return total
+
+
+def names_of_own(kind: Covariances) -> tuple[str, ...]:
+    """The statistics that every component has of its own."""
+    return ("counts", "sums", "products") if kind.is_own else ("counts", "sums")
+
+
+def combined(kind: Covariances, statistics: Statistics, groups: Tensor) -> Statistics:
+    """The statistics of components that take over those of several ``(M, P)``; what is of all components stays."""
+    return {**statistics, **{name: statistics[name][groups].sum(1) for name in names_of_own(kind)}}
 
 
 def least_variance(statistics: Statistics, center: Tensor, dtype: torch.dtype) -> Tensor:

@@ -11,38 +11,10 @@ from torch import Tensor
 _PATIENCE = 10
 _LEAST_GAIN = 0.02
 _FEWEST_TRIES = 25
+_FEW_TRIALS = 4
 # More are many: they are looked at in groups, of which so many.
 _FEW = 1000
 _LOOKED_AT = 8
-
-
-class Clusters:
-    """Clusters of data around rows that lie spread over them.
-
-    Args:
-        points: rows ``(N, D)``.
-        number: number of clusters ``K``.
-        generator: source of randomness.
-
-    Attributes:
-        means: ``(K, D)``.
-        shares: of the data, ``(K,)``, none zero.
-        covariance: within the clusters, ``(D, D)``; that of all data if every row is a cluster.
-    """
-
-    def __init__(self, points: Tensor, number: int, generator: torch.Generator | None = None) -> None:
-        chosen, nearest = spread_rows(points, number, generator)
-        size = torch.bincount(nearest, minlength=number).to(points)
-        total = torch.zeros_like(points[:1]).repeat(number, 1).index_add_(0, nearest, points)
-        # Of equal rows that are chosen several times only one gets the data.
-        self.means = torch.where(size.unsqueeze(-1) > 0, total / size.clamp(min=1).unsqueeze(-1), points[chosen])
-        self.shares = (size + 1) / (size + 1).sum()
-        within = points - self.means[nearest]
-        freedom = len(points) - int((size > 0).sum())
-        self.covariance = within.mT @ within / max(1, freedom)
-        if not bool(self.covariance.diagonal().sum() > 0):
-            around = points - points.mean(0)
-            self.covariance = around.mT @ around / len(points)
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -90,6 +62,13 @@ def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator
         best = lower.sum(1).argmin()
         chosen[k], distance = drawn[best], lower[best]
     return chosen
+
+
+def scattered_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
+    """Positions ``(K,)`` of rows of points ``(N, D)`` that lie spread over them: the first part of :func:`spread_rows`, with few draws."""
+    points = points - points.mean(0)
+    # In units in which single precision, twice as fast, holds the squares.
+    return _greedy((points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float(), number, _FEW_TRIALS, generator)
 
 
 class _TwoNearest:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyro_truncated import ClosedFormModel, Population, StateSpace
-from pyro_truncated.models.gaussians import Gaussians, Statistics, collected
+from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined
 from pyro_truncated.models.mixture import Shares
 
 # Chosen on data of other seeds than those of the tables.
@@ -21,14 +21,6 @@ _FEWEST = 3
 # Responsibilities of so many of a data point's components overlap; the others are small.
 _OVERLAPPING = 4
 _ROWS, _PAIRS = 2**16, 2**12
-
-
-def added(parts: Iterable[Statistics]) -> Statistics:
-    """The sums of statistics."""
-    total: Statistics = {}
-    for part in parts:
-        total = {name: total[name] + value for name, value in part.items()} if total else part
-    return total
 
 
 def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
@@ -153,8 +145,7 @@ class Plan:
         return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
 
     def _statistics(self, pairs: Tensor) -> Statistics:
-        own = self.statistics if self.components.kind.is_own else {name: self.statistics[name] for name in ("counts", "sums")}
-        return {**self.statistics, **{name: value[pairs].sum(1) for name, value in own.items() if name != "squares"}}
+        return combined(self.components.kind, self.statistics, pairs)
 
     def _entropies(self, pairs: Tensor) -> Tensor:
         """How much less the entropy is where the two of a pair are one, ``(M,)``: negative where both explain a data point."""

@@ -109,6 +109,7 @@ def test_trains_with_a_search_among_neighbours_in_minibatches(dtype: torch.dtype
     guide = AutoTruncated(model, num_states=2, init=model.likeliest_components(y, 2))
     svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(NeighbourSearch(2, parents=2)))
     before = full_population(model, y).free_energy().sum()
+    svi.step(y)  # fifty data points alone are too few to begin with
     for _ in range(30):
         svi.step(y, 50)
     found = full_population(model, y).free_energy().sum()

@@ -43,8 +43,11 @@ def make(kind: str, number: int = K, dtype: torch.dtype = D64) -> GaussianMixtur
 
 
 def badly_started(kind: str, y: Tensor, number: int = K) -> GaussianMixture:
-    """A mixture two of whose components begin in the first cluster, and one far from all data."""
+    """A mixture of components alike, two of which begin in the first cluster, and one far from all data."""
     model = make(kind, number, y.dtype).initialize(y, torch.Generator().manual_seed(1))
+    for name, value in model._kind.start(torch.eye(D, dtype=y.dtype), number).items():
+        setattr(model, name, value)
+    model.weights = torch.full_like(model.weights, 1 / number)
     loc = y[:number].clone()
     loc[1] = loc[0] + 0.1
     loc[-1] = loc[-1] + 1e4

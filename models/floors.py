@@ -1,0 +1,28 @@
+"""Variances that are kept above a floor, without which the likelihood of a mixture has no maximum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated import ask
+
+_VARIANCE_FLOOR = 1e-6
+
+
+def variance_floor(variance: Tensor, power: Tensor, dtype: torch.dtype) -> Tensor:
+    """Least variance of data of the given variance and mean square: the second tells what is rounding where the first is none."""
+    unit = torch.where(power > 0, power, 1.0)
+    return _VARIANCE_FLOOR * variance.maximum(torch.finfo(dtype).eps * unit)
+
+
+def floored(covariance: Tensor, floor: Tensor) -> Tensor:
+    """The likeliest covariance with no eigenvalue below the floor."""
+    # What is above the floor has a Cholesky factor; eigenvalues take much longer.
+    identity = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
+    _, info = torch.linalg.cholesky_ex(covariance - floor * identity)
+    if all(ask(info == 0)):
+        return covariance
+    values, vectors = torch.linalg.eigh(covariance)
+    floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
+    return floored
