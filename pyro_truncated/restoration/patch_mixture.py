@@ -151,17 +151,20 @@ class PatchMixture(torch.nn.Module):
     def posterior_means(self, population: Population, y: Tensor) -> tuple[Tensor, Tensor]:
         r"""Means of :math:`x_n` given :math:`y_n`, and the expected squared errors of their entries, ``(N, D)`` both.
 
-        Entries of ``y`` that are NaN are missing. The errors are the variances within the components.
+        Entries of ``y`` that are NaN are missing. The errors are the posterior variances: with means :math:`m_{nk}` and variances
+        :math:`v_{nk}` given component :math:`k`, :math:`\sum_k r_{nk} (v_{nk} + (m_{nk} - \sum_l r_{nl} m_{nl})^2)`.
         """
         components, weights = _shares(population)
         y = population.rows_of(y)
-        total = torch.zeros_like(y), torch.zeros_like(y)
+        mean, error, share = torch.zeros_like(y), torch.zeros_like(y), y.new_zeros(len(y), 1)
         # One after the other: all of them together are several times the data.
         for component, weight in zip(components.mT, weights.unsqueeze(-1).unbind(1), strict=True):
             means, variances = self.likelihood(component).without_noise(y)
-            total[0].addcmul_(weight, means)
-            total[1].addcmul_(weight, variances)
-        return total
+            share = share + weight
+            step = means - mean
+            mean.addcmul_(weight / share, step)
+            error.addcmul_(weight, variances.addcmul(step, means - mean))
+        return mean, error
 
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         """Posterior means of the patches without noise, ``(N, D)``, see :meth:`posterior_means`."""

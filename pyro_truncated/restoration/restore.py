@@ -20,7 +20,7 @@ from pyro_truncated.utils.counts import check_counts
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-_SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (5, 6, 8), (4, 5), (32, 64)
+_SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
 _ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
@@ -75,7 +75,8 @@ def denoise(
     posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
     restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. What the patches
     say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those
-    of the whole patches); with patches of several sides, so are the arrays that they give, and those of the last two rounds.
+    of the whole patches); with patches of several sides, so are the arrays that they give, and those of the last two rounds (with channels,
+    those of the last alone).
 
     Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
@@ -100,7 +101,8 @@ def denoise(
         side: side of a patch; default: by noise and dimensions, several for mixtures.
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
-        num_components: components of the mixture; default: one for 120 patches (of channels 180), twice as many after the first round.
+        num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
+            :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four.
         rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
         passes: passes of another model through all patches; fewer if the free energy stops growing.
         num_states: states per patch of another model.

@@ -25,8 +25,8 @@ _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
 _LEAST_ERROR = 0.03
-# Patches of several channels have more entries, and more parameters a component.
-_PATCHES_PER_COMPONENT, _PATCHES_OF_CHANNELS = 120, 180
+# In the first round; of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
+_PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
 
@@ -48,29 +48,40 @@ def restored_by_mixtures(
         filled: the same without missing entries.
         noise: standard deviation of the noise.
         patches: patches of the array, of one side or more.
-        num_components: of each mixture; default: by the number of patches.
+        num_components: of each mixture; default: by the number of patches and the round.
         rounds: number of rounds.
         generator: source of randomness.
         progress: whether to show a progress bar.
 
     Returns:
-        The mean of the arrays of the last two rounds; the standard deviation of the noise that the last mixture
-        asks for; it; and its guide.
+        The mean of the arrays of the last two rounds, or that of the last alone if it has more components; the standard deviation of the
+        noise that the last mixture asks for; it; and its guide.
     """
     arrays = [torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)]
     with progress_bar(progress, total=rounds * len(patches) * _ITERATIONS, desc="restoring") as bar:
         for number in range(rounds):
             found = []
             for windows in patches:
-                per_component = _PATCHES_PER_COMPONENT if windows.channels is None else _PATCHES_OF_CHANNELS
-                wanted = min(num_components or math.ceil((1 if number == 0 else 2) * len(windows) / per_component), len(windows))
+                wanted = min(num_components or _num_components(windows, number), len(windows))
                 found.append(_restored_by_mixture(image, arrays[-1], windows, wanted, noise, generator, bar))
             arrays.append(torch.stack([array for array, *_ in found]).mean(0))
             _, learned_noise, mixture, guide = found[-1]
             if number == 0:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
                 noise = 0.5 * (noise + learned_noise)
-    return torch.stack(arrays[-2:] if rounds > 1 else arrays[-1:]).mean(0), learned_noise, mixture, guide
+    has_grown = num_components is None and _growth(patches[0], rounds - 1) > _growth(patches[0], rounds - 2)
+    return torch.stack(arrays[-1:] if rounds == 1 or has_grown else arrays[-2:]).mean(0), learned_noise, mixture, guide
+
+
+def _num_components(patches: Patches, number: int) -> int:
+    """Components of the mixture of a round."""
+    roots = _PATCHES_PER_ROOT * math.sqrt(patches.num_observed)
+    return math.ceil(_growth(patches, number) * len(patches) / (_PATCHES_PER_COMPONENT if patches.channels is None else roots))
+
+
+def _growth(patches: Patches, number: int) -> int:
+    """How many times as many components a round has as the first."""
+    return int(2 ** min(number, 1 if patches.channels is None else 2))
 
 
 def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:

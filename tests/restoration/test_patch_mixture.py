@@ -115,15 +115,16 @@ def test_posterior_means_are_conditional_expectations_of_what_is_observed(share_
     torch.testing.assert_close(model.reconstruct(population, y), means)
     for n, (row, weights) in enumerate(zip(y, shares(population), strict=True)):
         seen = ~row.isnan()
-        mean, error = torch.zeros(2, NUM_OBSERVED, dtype=torch.float64)
+        mean, square = torch.zeros(2, NUM_OBSERVED, dtype=torch.float64)
         for k, weight in enumerate(weights):
             prior = covariance(model, k)
             noisy_part = prior[seen][:, seen] + SCALE**2 * torch.eye(int(seen.sum()), dtype=torch.float64)
             gain = torch.linalg.solve(noisy_part, prior[seen]).mT
-            mean += weight * (model.loc[k] + gain @ (row - model.loc[k])[seen])
-            error += weight * (prior - gain @ prior[seen]).diagonal()
+            of_component = model.loc[k] + gain @ (row - model.loc[k])[seen]
+            mean += weight * of_component
+            square += weight * (of_component.square() + (prior - gain @ prior[seen]).diagonal())
         torch.testing.assert_close(means[n], mean)
-        torch.testing.assert_close(errors[n], error)
+        torch.testing.assert_close(errors[n], square - mean.square())
 
 
 def test_components_without_data_keep_their_means_and_weigh_nothing() -> None:
