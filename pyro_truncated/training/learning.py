@@ -20,7 +20,7 @@ from pyro_truncated.training.starts import Run, Settings, offer, space_of
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.progress import progress_bar
 
 # Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
@@ -53,7 +53,7 @@ def learn(
     *,
     num_states: int = 64,
     steps: int = 100,
-    starts: int = 8,
+    starts: int | None = None,
     short_steps: int = 60,
     temperature: float | None = None,
     tolerance: float | None = None,
@@ -99,14 +99,14 @@ def learn(
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
             itself where a start may lie. Others start where they are (where ``initialize(y)`` takes them, if they have it), then there with
             noise as large as what their parameters have reached; in turn with where the best start has ended, if they cannot exchange
-            latents; as often as ``starts`` says.
+            latents.
         y: data, ``(N, ...)``, the model's argument.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
             population holds all states, evolutionary with crossover for binary latents, otherwise an
             :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
         steps: training steps on all data after the best start.
-        starts: the most starts.
+        starts: the most starts; default: 8, but 16 where they exchange latents.
         short_steps: steps of a start.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for mixtures, those
             models with a single discrete latent per data point: the components that a high temperature makes equal do not part again.
@@ -129,7 +129,8 @@ def learn(
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
         TypeError: if the search selects no latents for a Gibbs sampler.
     """
-    num_states, steps, starts, short_steps = check_counts(num_states=num_states, steps=steps, starts=starts, short_steps=short_steps)
+    num_states, steps, short_steps = check_counts(num_states=num_states, steps=steps, short_steps=short_steps)
+    starts = None if starts is None else check_count("starts", starts)
     _check_search(model, search)
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
@@ -144,7 +145,7 @@ def learn(
     first_temperature, nearness = _defaults(model, space)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
     plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator)
-    with undriven(model), progress_bar(progress, total=starts * short_steps + steps) as bar:
+    with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)
         doubts = found.doubts()

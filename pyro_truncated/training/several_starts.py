@@ -18,20 +18,22 @@ from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, start
 from pyro_truncated.utils.progress import ProgressBar
 
+_MOST, _MOST_THAT_EXCHANGE = 8, 16
+
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """How many starts there are, of which kind, and when they agree.
 
     Attributes:
-        starts: the most starts.
+        starts: the most starts; ``None``: 8, or 16 if they exchange latents, which have half the states each and end as soon as they may.
         steps: steps of each.
         temperature: as a function of the step.
         tolerance: free energies per data point that differ by less are the same.
         generator: source of randomness.
     """
 
-    starts: int
+    starts: int | None
     steps: int
     temperature: Callable[[int], float]
     tolerance: float
@@ -58,13 +60,18 @@ class SeveralStarts:
 
     def make(self, bar: ProgressBar) -> None:
         """Makes starts until two agree; those that may begin where another one has ended come back too often to end it."""
-        for number in range(self._plan.starts):
+        number = 0
+        while number < self._most():
             bar.set_description(f"start {number + 1}")
             self._begin(number)
             self._end(number, start(self._model, self._y, self._settings, self._plan.temperature, self._plan.steps, self._plan.generator))
             bar.update(self._plan.steps)
             if self._is_enough():
                 return
+            number += 1
+
+    def _most(self) -> int:
+        return self._plan.starts or (_MOST if self._assembly is None else _MOST_THAT_EXCHANGE)
 
     def doubts(self) -> str | None:
         """Why the best start may be a local optimum, if it may."""

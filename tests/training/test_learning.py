@@ -391,6 +391,21 @@ def test_starts_of_a_function_do_not_begin_where_others_have_ended(monkeypatch, 
     assert not torch.equal(noise[0], noise[1])
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
+@pytest.mark.parametrize(("rates", "starts", "made"), [((0.1, 0.5, 0.9), None, 8), ((0.5, 0.5, 0.5), None, 16), ((0.5, 0.5, 0.5), 3, 3)])
+def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, rates, starts, made):
+    begun = []
+
+    def start(model, y, *args):
+        begun.append(0)
+        return Start(Reached(float(len(begun))), copies(model, y), None)
+
+    monkeypatch.setattr(several_starts, "start", start)
+    pyro.set_rng_seed(0)
+    learn(lambda y: own(y, rates), 50 * torch.rand(20, generator=generator()), starts=starts, steps=1, short_steps=1, progress=False)
+    assert len(begun) == made
+
+
 def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts():
     pyro.set_rng_seed(0)
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data + 100.0
