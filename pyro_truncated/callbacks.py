@@ -1,4 +1,4 @@
-"""Callbacks of :func:`~pyro_truncated.fit` for tools that draw curves while training goes on."""
+"""Callbacks of :func:`~pyro_truncated.fit`: for tools that draw curves while training goes on, and for mixtures whose components move."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from pyro_truncated.training.loop import Training
+from pyro_truncated.training.relocation import SplitAndMerge
 from pyro_truncated.utils.counts import check_count
 
-__all__ = ["TensorBoard", "WandB"]
+__all__ = ["SplitAndMerge", "TensorBoard", "WandB"]
 
 
 class _Curves:

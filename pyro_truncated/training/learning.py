@@ -91,6 +91,9 @@ def learn(
     twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half
     the states.
 
+    Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
+    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.
+
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
     :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, without annealing.

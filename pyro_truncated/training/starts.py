@@ -31,6 +31,7 @@ from pyro_truncated.training.exchangeable import exchangeable_latents
 from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, put_back, rate_of, tensors_of
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
+from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.own_store import empty_store
@@ -104,11 +105,12 @@ class Run:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
-        self._elbo = elbo
+        self._elbo, self._relocations = elbo, Relocations(model, self.truncated, y)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
 
     def step(self, y: Tensor) -> float:
-        """One step of training; the free energy per data point before it."""
+        """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
+        self._relocations.before_step()
         return -float(self._svi.step(y)) / total_rows(y)
 
     def look_closely(self) -> None:

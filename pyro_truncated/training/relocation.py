@@ -1,0 +1,98 @@
+"""Components of a mixture that move to where they explain more, between steps of training."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.training.loop import Training
+from pyro_truncated.utils.counts import check_count
+
+# Steps after which EM has settled well enough to see where components are missing.
+_SETTLED = 10
+
+
+@runtime_checkable
+class RelocatingModel(Protocol):
+    """A mixture that moves its components where the free energy rises by it, such as ``GaussianMixture``."""
+
+    def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
+        """Moves components, as far as the free energy of all data rises; how many."""
+
+
+class SplitAndMerge:
+    """A callback of :func:`~pyro_truncated.fit` that moves components of a mixture between steps, until nothing moves.
+
+    Every so many steps it calls :meth:`GaussianMixture.split_and_merge <pyro_truncated.models.GaussianMixture.split_and_merge>`, which
+    never lowers the free energy of all data and costs about two passes through them; once that has moved nothing, never again. The
+    record gets the number of components that have moved, as ``moved``.
+
+    Example:
+        >>> from pyro_truncated.callbacks import SplitAndMerge
+        >>> from pyro_truncated.models import GaussianMixture
+        >>> from pyro_truncated.search import NeighbourSearch
+        >>> y = torch.cat([torch.randn(100, 2), torch.randn(100, 2) + 9])
+        >>> model = GaussianMixture(2, 10, covariance="diag").initialize(y)
+        >>> guide = AutoTruncated(model, num_states=4, init=model.likeliest_components(y, 4))
+        >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(NeighbourSearch()))
+        >>> training = fit(svi, y, 50, steps=20, callbacks=[SplitAndMerge(y, every=4)], progress=False)
+        >>> len(training.record["moved"])
+        20
+
+    Args:
+        y: all data, those that the guide has the populations of.
+        every: steps between two calls; on minibatches those of a pass through the data.
+        generator: source of randomness; default: torch's global one.
+
+    Raises:
+        ValueError: if ``every`` is below 1.
+        TypeError: when training starts, if the model has no ``split_and_merge``.
+        NotImplementedError: when it is first called, where data are shared out over several processes.
+    """
+
+    def __init__(self, y: Tensor, *, every: int = _SETTLED, generator: torch.Generator | None = None) -> None:
+        self.y, self.every, self.generator = y, check_count("every", every), generator
+        self._is_done = False
+
+    def start(self, training: Training) -> None:
+        """Called once before the first step, of a run that is continued as well."""
+        model = training.svi.model
+        is_relocating: bool = isinstance(model, RelocatingModel)
+        if not is_relocating:
+            raise TypeError(f"SplitAndMerge needs a mixture with the method split_and_merge; {type(model).__name__} has none")
+        self._is_done = False
+
+    def __call__(self, training: Training) -> dict[str, float]:
+        """Called after every step."""
+        return {"moved": float(self.after(training.steps, training.svi.model, training.svi.guide))}
+
+    def after(self, steps: int, model: Any, guide: Any) -> int:
+        """How many components move after so many steps."""
+        if self._is_done or steps % self.every:
+            return 0
+        moved: int = model.split_and_merge(guide, self.y, self.generator)
+        self._is_done = moved == 0
+        return moved
+
+
+class Relocations:
+    """Moves between the steps of a run: of mixtures all of whose data are here, every ten steps, by chance of their own; of others none.
+
+    Args:
+        model: any model.
+        guide: its truncated guide, which has seen the data, if it has one.
+        y: all data.
+    """
+
+    def __init__(self, model: Any, guide: Any, y: Tensor) -> None:
+        is_relocating: bool = isinstance(model, RelocatingModel) and guide is not None and not guide.populations.is_part
+        self._moves = SplitAndMerge(y, generator=torch.Generator().manual_seed(0)) if is_relocating else None
+        self._model, self._guide, self._steps = model, guide, 0
+
+    def before_step(self) -> None:
+        """Moves components if it is time; before the first step there is nothing to see."""
+        if self._moves is not None and self._steps:
+            self._moves.after(self._steps, self._model, self._guide)
+        self._steps += 1
