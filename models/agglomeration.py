@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population, StateSpace
+from pyro_truncated.models.binary_causes import random_rows
 from pyro_truncated.models.covariances import Covariances
 from pyro_truncated.models.floors import floored
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
@@ -67,7 +68,8 @@ class Agglomeration:
 
     def owners(self, number: int, generator: torch.Generator | None = None) -> Tensor:
         """The clusters of the data points ``(N,)`` when at most so many are left, numbered from 0."""
-        seeded = self.x[: max(_SEEDED, _SEEDED_PER_COMPONENT * number)]
+        most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
+        seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
         centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
@@ -107,11 +109,11 @@ class Agglomeration:
         return covariance
 
     def _seen(self) -> Agglomeration:
-        """The same for the directions in which the data vary most, if there are many and covariances are matrices."""
-        number = max(_DIRECTIONS, self.kind.least_directions)
-        if not self.kind.is_dense or self.x.shape[1] <= number:
-            return self
-        return Agglomeration(self.kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor)
+        """The same for components by themselves, and for the directions in which the data vary most, if covariances are large matrices."""
+        kind, number = self.kind.by_itself(), max(_DIRECTIONS, self.kind.least_directions)
+        if not kind.is_dense or self.x.shape[1] <= number:
+            return Agglomeration(kind, self.x, self.floor)
+        return Agglomeration(kind, self.x @ torch.linalg.eigh(self._products).eigenvectors[:, -number:], self.floor)
 
 
 class Merging:

@@ -49,6 +49,10 @@ class Covariances(abc.ABC):
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """What of the products of the data ``(N, D)`` with themselves the M-step needs, summed."""
 
+    def by_itself(self) -> Covariances:
+        """The kind of a component whose parameters depend on no others, if there is one."""
+        return self
+
     @abc.abstractmethod
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
         """What data points at means ``(K, D)``, spread with a covariance ``(D, D)``, add to these products each."""
@@ -221,6 +225,10 @@ class LowRank(Full):
 
     def __init__(self, rank: int, *, is_shared: bool) -> None:
         self.rank, self.is_shared, self.least_directions = rank, is_shared, 2 * rank
+
+    def by_itself(self) -> Covariances:
+        """With a noise of its own."""
+        return LowRank(self.rank, is_shared=False)
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""

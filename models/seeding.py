@@ -67,8 +67,10 @@ def _greedy(points: Tensor, number: int, trials: int, generator: torch.Generator
 def scattered_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
     """Positions ``(K,)`` of rows of points ``(N, D)`` that lie spread over them: the first part of :func:`spread_rows`, with few draws."""
     points = points - points.mean(0)
-    # In units in which single precision, twice as fast, holds the squares.
-    return _greedy((points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float(), number, _FEW_TRIALS, generator)
+    if number > _FEW:
+        # In units in which single precision, twice as fast, holds the squares.
+        points = (points / points.abs().max().clamp(min=torch.finfo(points.dtype).tiny)).float()
+    return _greedy(points, number, _FEW_TRIALS, generator)
 
 
 class _TwoNearest:

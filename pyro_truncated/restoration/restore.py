@@ -75,8 +75,8 @@ def denoise(
     posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
     restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. What the patches
     say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those
-    of the whole patches); with patches of several sides, so are the arrays that they give, and those of the last two rounds (with channels,
-    those of the last alone).
+    of the whole patches); with patches of several sides, so are the arrays that they give, and those of the last two rounds, if
+    the mixtures of the last one have no more components.
 
     Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the

@@ -37,7 +37,8 @@ def best_start(
 
     EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
     on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
-    Processes that share the data draw the same part, and do the same with it.
+    Processes that share the data draw the same part, and do the same with it. Components of a mixture with ``split_and_merge`` move every
+    ten steps, if one process has all data.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data

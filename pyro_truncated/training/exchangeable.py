@@ -34,7 +34,10 @@ class Exchangeable(NamedTuple):
 
     def replaced(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
         """Parameters in which the latents ``here`` have those that the latents ``there`` have in ``other``."""
-        moved = {name: state[name].index_copy(axis, here, other[name].index_select(axis, there)) for name, axis in self.axes.items()}
+        moved = {}
+        for name, axis in self.axes.items():
+            to, origin = (index.to(state[name].device) for index in (here, there))
+            moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
         return {**state, **moved}
 
     def permuted(self, levels: Tensor, order: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ def learn(
         num_states: states per data point.
         steps: training steps on all data after the best start.
         starts: the most starts; default: 8, but 16 where they exchange latents.
-        short_steps: steps of a start.
+        short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
+            energy is at rest.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for mixtures, those
             models with a single discrete latent per data point: the components that a high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,

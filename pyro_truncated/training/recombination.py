@@ -96,7 +96,7 @@ class Recombination:
 
     def are_spare(self, member: Member) -> Tensor:
         """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
-        return is_spare(self._losses(member), self._latents.num_parameters(member.parameters), self._guide.layout.num_data)
+        return is_spare(self._losses(member).cpu(), self._latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
     def _losses(self, member: Member) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""

@@ -15,7 +15,7 @@ from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
-from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, start
+from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, space_of, start
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
@@ -55,7 +55,7 @@ class SeveralStarts:
         # Starts from one place agree in bad optima, too: only those count that began apart.
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
-        self._settings = settings if self._first is None else settings.halved()
+        self._settings = settings if self._first is None or plan.starts == 1 else settings.halved(space_of(model, y))
         self._assembly: Assembly | None = None
 
     def make(self, bar: ProgressBar) -> None:
@@ -80,7 +80,7 @@ class SeveralStarts:
             return None
         if self._assembly is not None:
             lonely = self._assembly.num_lonely
-            return f"{lonely} latents of the best of {number} starts were found by one of them only" if lonely else None
+            return f"{lonely} latents of the best of {number} starts were found by fewer than two of them" if lonely else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(self.energies, reverse=True))
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 

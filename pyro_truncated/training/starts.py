@@ -80,9 +80,9 @@ class Settings:
         """The same with a learning rate that falls to a tenth in so many steps."""
         return dataclasses.replace(self, lrd=_LAST_RATE ** (1 / steps))
 
-    def halved(self) -> Settings:
-        """The same with half the states, enough to tell starts apart."""
-        return dataclasses.replace(self, num_states=max(1, self.num_states // 2))
+    def halved(self, space: StateSpace) -> Settings:
+        """The same with half the states, enough to tell starts apart, unless all there are fit into a population."""
+        return self if space.size <= self.num_states else dataclasses.replace(self, num_states=max(1, self.num_states // 2))
 
 
 class Run:
@@ -271,9 +271,9 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
 def rested(run: Run, y: Tensor, most: int) -> Reached:
     """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
     run.look_closely()
-    values = [run.step(y) for _ in range(_RESTING)]
-    while len(values) < most and (len(values) == _RESTING or values[-1] > values[-1 - _RESTING] + _AT_REST):
-        values += [run.step(y) for _ in range(_RESTING)]
+    values: list[float] = []
+    while len(values) < most and (len(values) <= _RESTING or values[-1] > values[-1 - _RESTING] + _AT_REST):
+        values += [run.step(y) for _ in range(min(_RESTING, most - len(values)))]
     run.end()
     return _reached(run, values)
 

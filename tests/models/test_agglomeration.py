@@ -139,3 +139,24 @@ def test_many_dimensions_are_looked_at_in_the_main_directions() -> None:
     assert model.scale.shape == (4, 200, 200)
     assert len(model.likeliest_components(y, 1)[:4].unique()) == 4
     assert torch.equal(model.likeliest_components(y, 1)[:, 0], model.likeliest_components(y, 1)[member, 0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_that_all_share_says_nothing_about_who_belongs_together(seed: int) -> None:
+    # Shared by whatever clusters are compared at once, it would make what two of them cost depend on the others.
+    generator = torch.Generator().manual_seed(seed)
+    widths = torch.rand(20, 1, dtype=D64, generator=generator).repeat_interleave(20, 0)
+    x = some_data(20, 4, seed).repeat_interleave(20, 0) + 3 * widths * torch.randn(400, 4, dtype=D64, generator=generator)
+    found = [
+        Agglomeration(kind_of("low-rank", 4, 1, shared_noise=is_shared), x, FLOOR).components(8, torch.Generator().manual_seed(0))
+        for is_shared in (False, True)
+    ]
+    torch.testing.assert_close(found[0].loc, found[1].loc)
+
+
+def test_sorted_data_have_components_everywhere() -> None:
+    # Of more rows than the first clusters are sought among, the last ones are a cluster of their own.
+    centres = 20.0 * torch.cartesian_prod(torch.arange(5.0, dtype=D64), torch.arange(5.0, dtype=D64))[:22]
+    x = centres.repeat_interleave(1000, 0) + torch.randn(22_000, 2, dtype=D64, generator=torch.Generator().manual_seed(0))
+    found = Agglomeration(kind_of("diag", 2, None, shared_noise=False), x, FLOOR).components(22, torch.Generator().manual_seed(0))
+    assert (torch.cdist(centres, found.loc).amin(1) < 1.0).all()

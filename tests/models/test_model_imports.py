@@ -1,4 +1,4 @@
-"""Models are written as a user would write hers: on the face of the library and its distributions, and on nothing behind them."""
+"""Models are written as a user would write hers: on the face of the library, its distributions, searches and scenes, and on nothing behind them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 import pyro_truncated
-import pyro_truncated.distributions
 import pyro_truncated.models
+from pyro_truncated import distributions, scenes, search
 
 FILES = sorted(Path(pyro_truncated.models.__file__).parent.glob("*.py"))
-PUBLIC = {module.__name__: set(module.__all__) for module in (pyro_truncated, pyro_truncated.distributions)}
+PUBLIC = {module.__name__: set(module.__all__) for module in (pyro_truncated, distributions, scenes, search)}
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[str, str]]:

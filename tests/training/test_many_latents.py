@@ -10,6 +10,7 @@ import torch
 from pyro_truncated import AutoTruncated, EvolutionarySearch
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import learn, learning
 from pyro_truncated.training.starts import Run, Settings, rested
 
@@ -91,3 +92,10 @@ def test_starts_are_compared_when_they_are_at_rest():
     assert len(rising) == 72 - 20
     assert rested(run_of(forever := [float(step) for step in range(60)]), None, 20).free_energy == 19.0
     assert len(forever) == 40
+    assert rested(run_of(few := [float(step) for step in range(60)]), None, 7).free_energy == 6.0
+    assert len(few) == 53
+
+
+def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population():
+    assert Settings(None, 64).halved(StateSpace([2] * 7)).num_states == 32
+    assert Settings(None, 64).halved(StateSpace([2] * 6)).num_states == 64

@@ -399,6 +399,8 @@ def test_a_function_of_ones_own_reaches_its_optimum_twice_and_does_not_warn() ->
 def test_latents_that_one_start_has_found_alone_are_told() -> None:
     bars = linear_bars(60, 3, mean_active=2.0, generator=generator(4))
     pyro.set_rng_seed(4)
-    with pytest.warns(DisagreeingStartsWarning, match=r"latents of the best of 2 starts were found by one of them only: the best may be"):
+    with pytest.warns(
+        DisagreeingStartsWarning, match=r"latents of the best of 2 starts were found by fewer than two of them: the best may be"
+    ):
         guide = learn(six_bars, bars.data, num_states=16, starts=2, short_steps=10, steps=2, progress=False)
     assert len(guide.starts) == 2
