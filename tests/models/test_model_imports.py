@@ -1,4 +1,4 @@
-"""Models are written as a user would write hers: on the face of the library, its distributions, searches and scenes, and on nothing behind them."""
+"""Models are written as a user would write hers: on the face of the library, its distributions, searches and scenes, on nothing behind."""
 
 from __future__ import annotations
 
