@@ -12,7 +12,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal, checked_later
-from pyro_truncated.models.floors import floored
+from pyro_truncated.models.floors import cholesky_of_floored, floored
 from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
@@ -152,7 +152,7 @@ class Full(Covariances):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The factors of so many components."""
-        return {"scale": _cholesky(covariance).repeat(number, 1, 1)}
+        return {"scale": cholesky_of_floored(covariance).repeat(number, 1, 1)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
@@ -165,7 +165,7 @@ class Full(Covariances):
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
-        return {"scale": _cholesky(floored(_spread(statistics, loc), floor))}
+        return {"scale": cholesky_of_floored(floored(_spread(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """Products."""
@@ -192,7 +192,7 @@ class Tied(Full):
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""
-        return {"scale": _cholesky(covariance)}
+        return {"scale": cholesky_of_floored(covariance)}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
         """Products of all data, ``(D, D)``."""
@@ -202,7 +202,7 @@ class Tied(Full):
         """The factor of the likeliest covariance."""
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
         spread = statistics["products"] - cross - cross.mT + (counts * loc).mT @ loc
-        return {"scale": _cholesky(floored(spread / counts.sum(), floor))}
+        return {"scale": cholesky_of_floored(floored(spread / counts.sum(), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """None: products count alike for all components."""
@@ -295,9 +295,3 @@ def _spread(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
 def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:
     """Precisions, and halves of the log determinants, of Cholesky factors."""
     return torch.cholesky_inverse(scale), scale.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-
-
-def _cholesky(covariance: Tensor) -> Tensor:
-    # No eigenvalue is below the floor; a look at it would be one more to wait for.
-    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
-    return factor

@@ -26,3 +26,9 @@ def floored(covariance: Tensor, floor: Tensor) -> Tensor:
     values, vectors = torch.linalg.eigh(covariance)
     floored: Tensor = (vectors * values.maximum(floor).unsqueeze(-2)) @ vectors.mT
     return floored
+
+
+def cholesky_of_floored(covariance: Tensor) -> Tensor:
+    """The Cholesky factor of what :func:`floored` returns, without a look at whether there is one, which would be one more to wait for."""
+    factor: Tensor = torch.linalg.cholesky_ex(covariance).L
+    return factor
