@@ -15,7 +15,7 @@ from pyro_truncated.models.covariances import Covariances
 from pyro_truncated.models.floors import floored
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
 from pyro_truncated.models.mixture import Shares
-from pyro_truncated.models.seeding import Groups, parted, scattered_rows
+from pyro_truncated.models.seeding import Groups, parted, partners, scattered_rows
 
 # Chosen on data of other seeds than those of the tables.
 _SURPLUS = 2
@@ -74,7 +74,7 @@ class Agglomeration:
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
-        becomes = Merging(self.kind, likeliest, statistics, _partners(near, len(centres))).down_to(number)
+        becomes = Merging(self.kind, likeliest, statistics, partners(near, len(centres), _PARTNERS)).down_to(number)
         owner: Tensor = becomes[near[:, 0]].unique(return_inverse=True)[1]
         return owner
 
@@ -198,14 +198,3 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     groups = Groups(torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1), centres)
     number = min(_NEAREST, len(centres))
     return torch.cat([groups.likeliest(torch.cat([torch.ones_like(some[:, :1]), some], 1), number) for some in x.split(_ROWS)])
-
-
-def _partners(near: Tensor, number: int) -> Tensor:
-    """Pairs ``(P, 2)`` of a cluster and those that most often are among the nearest of its data points, too."""
-    code, times = (near[:, :1] * number + near[:, 1:]).flatten().unique(return_counts=True)
-    order = times.argsort(descending=True, stable=True)
-    code = code[order[(code[order] // number).argsort(stable=True)]]
-    own = code // number
-    rank = torch.arange(len(code), device=code.device) - torch.searchsorted(own, own)
-    pairs: Tensor = torch.stack([own, code % number], 1)[rank < _PARTNERS].sort(1).values.unique(dim=0)
-    return pairs

@@ -166,3 +166,14 @@ class Groups:
             value, which = (features[row] @ self.coefficients[who].mT).topk(min(number, len(who)))
             best[row, place, : value.shape[1]], found[row, place, : value.shape[1]] = value, who[which]
         return found.flatten(1).gather(1, best.flatten(1).topk(number).indices)
+
+
+def partners(near: Tensor, number: int, most: int) -> Tensor:
+    """Pairs ``(P, 2)`` of centres, each with the ``most`` that are most often near rows that it is nearest to; ``near`` is ``(N, S)``."""
+    code, times = (near[:, :1] * number + near[:, 1:]).flatten().unique(return_counts=True)
+    order = times.argsort(descending=True, stable=True)
+    code = code[order[(code[order] // number).argsort(stable=True)]]
+    own = code // number
+    rank = torch.arange(len(code), device=code.device) - torch.searchsorted(own, own)
+    pairs: Tensor = torch.stack([own, code % number], 1)[rank < most].sort(1).values.unique(dim=0)
+    return pairs

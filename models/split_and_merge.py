@@ -13,6 +13,7 @@ from torch import Tensor
 from pyro_truncated import ClosedFormModel, Population, StateSpace
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined
 from pyro_truncated.models.mixture import Shares
+from pyro_truncated.models.seeding import partners
 
 # Chosen on data of other seeds than those of the tables.
 _STEPS = 8
@@ -120,15 +121,7 @@ class Plan:
 
     def pairs(self) -> Tensor:
         """Pairs ``(M, 2)`` of a component and those that are most often second where it is the best."""
-        number = len(self.components)
-        if self.near.shape[1] < 2:
-            return self.near.new_zeros(0, 2)
-        code, times = (self.near[:, 0] * number + self.near[:, 1]).unique(return_counts=True)
-        order = times.argsort(descending=True, stable=True)
-        code = code[order[(code[order] // number).argsort(stable=True)]]
-        best = code // number
-        rank = torch.arange(len(code), device=code.device) - torch.searchsorted(best, best)
-        pairs: Tensor = torch.stack([best, code % number], 1)[rank < _PARTNERS].sort(1).values.unique(dim=0)
+        pairs: Tensor = partners(self.near[:, :2], len(self.components), _PARTNERS)
         return pairs
 
     def losses(self, pairs: Tensor) -> Tensor:

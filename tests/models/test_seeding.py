@@ -55,6 +55,8 @@ def test_a_mixture_starts_where_its_clusters_are(covariance: str) -> None:
     deviation = scale.diagonal(dim1=-2, dim2=-1) if model.covariance in ("full", "tied") else scale
     # On average: of 40 points one deviation is off by a tenth.
     assert float(deviation.mean()) == pytest.approx(0.5, rel=0.1)
+    # Four standard errors and more: none has collapsed, or covers two clusters.
+    torch.testing.assert_close(deviation, torch.full_like(deviation, 0.5), rtol=0.45, atol=0.0)
     # Every data point finds its component at once.
     assert torch.equal(nearest[model.likeliest_components(y, 1)[:, 0]], member)
 

@@ -99,3 +99,21 @@ def test_starts_are_compared_when_they_are_at_rest():
 def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population():
     assert Settings(None, 64).halved(StateSpace([2] * 7)).num_states == 32
     assert Settings(None, 64).halved(StateSpace([2] * 6)).num_states == 64
+
+
+def test_training_ends_with_a_closer_look(monkeypatch):
+    done = []
+
+    class Watched(Run):
+        def step(self, y):
+            done.append("step")
+            return super().step(y)
+
+        def look_closely(self):
+            done.append("look")
+            super().look_closely()
+
+    monkeypatch.setattr(learning, "Run", Watched)
+    y = linear_bars(100, 3, mean_active=2.0, generator=generator()).data
+    learn(BinarySparseCoding(9, 6), y, starts=1, short_steps=2, steps=20, num_states=8, progress=False)
+    assert done == ["step"] * 18 + ["look"] + ["step"] * 2
