@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import denoise, inpaint
+
+# Grey, of sixteen or thirty-two bits.
+_DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,17 +56,30 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _read(path: Path) -> Tensor:
-    """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``."""
-    with Image.open(path) as picture:
-        mode = "L" if picture.mode in ("1", "L", "LA", "I", "I;16", "F") else "RGB"
-        return torch.from_numpy(np.array(picture.convert(mode))).float()
+    """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``, the way up that they are shown, from 0 to 255."""
+    with Image.open(path) as opened:
+        picture = ImageOps.exif_transpose(opened)
+        if picture.mode in _DEEP:
+            return _of_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
+        return torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
+
+
+def _of_255(pixels: Tensor, mode: str) -> Tensor:
+    """Grey pixels of more than eight bits; whole numbers above 255 are of 65535."""
+    least, most = float(pixels.min()), float(pixels.max())
+    largest = 65535.0 if mode.startswith("I;16") or (mode == "I" and most > 255) else 255.0
+    if not 0 <= least <= most <= largest or (mode == "F" and 0 < most <= 1):
+        raise ValueError(
+            f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}"
+        )
+    return pixels * (255 / largest)
 
 
 def _read_mask(path: Path | None) -> Tensor | None:
     if path is None:
         return None
     with Image.open(path) as picture:
-        return torch.from_numpy(np.array(picture.convert("L"))) > 0
+        return torch.from_numpy(np.array(ImageOps.exif_transpose(picture).convert("L"))) > 0
 
 
 def _check_output(path: Path) -> None:

@@ -26,7 +26,7 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_level_of_differences`.
     Those of a photograph are several percent above the noise, as fine texture counts for them.
     """
-    least = max(1e-3 * float(deviation(image)), torch.finfo(image.dtype).tiny)
+    least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
     differences = _level_of_differences(image, num_dims)
     windows = _whole_windows(image, num_dims)
     if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():

@@ -160,7 +160,7 @@ class LogOdds(_Dictionary):
 
     Example:
         >>> model = BinarySparseCoding(16, 1000)
-        >>> search = Preselection(LogOdds(lambda: model.weight, offset=lambda: model.offset), 5)
+        >>> search = Preselection(LogOdds(lambda: model.weight, offset=lambda: model.bias), 5)
 
     Args:
         weight: returns the current dictionary :math:`W`, ``(D, H)``.

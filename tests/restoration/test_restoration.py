@@ -1,4 +1,4 @@
-"""Restoration: patches and arrays, first guesses, denoising and in-painting, the command line."""
+"""Restoration: patches and arrays, first guesses, denoising and in-painting."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ import numpy as np
 import pyro
 import pytest
 import torch
-from PIL import Image
 
 from pyro_truncated import AutoTruncated
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
 from pyro_truncated.restoration import Patches, Pursuit, denoise, first_guesses, inpaint
-from pyro_truncated.restoration.__main__ import main
 from pyro_truncated.restoration.first_guesses import filled, noise_level
 
 QUICK = {"passes": 6, "num_states": 10, "batch_size": 300, "progress": False}
@@ -271,21 +269,7 @@ def test_what_cannot_be_restored_is_refused(image, options, named):
         inpaint(torch.randn(8, 8), torch.ones(3, 3))
 
 
-# --- the command line ---
-
-
-def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsys):
-    rng = np.random.default_rng(0)
-    for name, shape in (("grey.png", (14, 15)), ("colour.png", (14, 15, 3))):
-        Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)).save(tmp_path / name)
-        arguments = [str(tmp_path / name), "--output", str(tmp_path / f"out_{name}"), "--side", "4", "--components", "8", "--rounds", "1"]
-        assert main(arguments) == 0
-        assert np.array(Image.open(tmp_path / f"out_{name}")).shape == shape
-    Image.fromarray((rng.random((14, 15)) < 0.5).astype(np.uint8) * 255).save(tmp_path / "mask.png")
-    assert main([*arguments, "--mask", str(tmp_path / "mask.png")]) == 0
-    seen, given, found = (np.array(Image.open(tmp_path / name)) for name in ("mask.png", "colour.png", "out_colour.png"))
-    assert np.array_equal(found[seen > 0], given[seen > 0])
-    capsys.readouterr()
-    for wrong in (["nothing.png", "--output", "x.png"], [str(tmp_path / "grey.png"), "--output", str(tmp_path / "x.exe")]):
-        assert main(wrong) == 1
-        assert "error:" in capsys.readouterr().err
+@pytest.mark.parametrize("shape", [(12, 14), (12, 14, 3), (60,)])
+def test_constant_arrays_stay_what_they_are(shape):
+    image = torch.full(shape, 128.1)
+    torch.testing.assert_close(denoise(image, rounds=1).image, image)

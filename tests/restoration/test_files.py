@@ -1,0 +1,50 @@
+"""python -m pyro_truncated.restoration: pictures in files."""
+
+from __future__ import annotations
+
+import numpy as np
+from PIL import Image
+
+from pyro_truncated.restoration.__main__ import main
+
+
+def pixels_of(path):
+    with Image.open(path) as picture:
+        return np.array(picture)
+
+
+def test_the_command_line_restores_files_and_names_what_is_wrong(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    for name, shape in (("grey.png", (14, 15)), ("colour.png", (14, 15, 3))):
+        Image.fromarray(rng.integers(0, 255, shape, dtype=np.uint8)).save(tmp_path / name)
+        arguments = [str(tmp_path / name), "--output", str(tmp_path / f"out_{name}"), "--side", "4", "--components", "8", "--rounds", "1"]
+        assert main(arguments) == 0
+        assert np.array(Image.open(tmp_path / f"out_{name}")).shape == shape
+    Image.fromarray((rng.random((14, 15)) < 0.5).astype(np.uint8) * 255).save(tmp_path / "mask.png")
+    assert main([*arguments, "--mask", str(tmp_path / "mask.png")]) == 0
+    seen, given, found = (np.array(Image.open(tmp_path / name)) for name in ("mask.png", "colour.png", "out_colour.png"))
+    assert np.array_equal(found[seen > 0], given[seen > 0])
+    capsys.readouterr()
+    for wrong in (["nothing.png", "--output", "x.png"], [str(tmp_path / "grey.png"), "--output", str(tmp_path / "x.exe")]):
+        assert main(wrong) == 1
+        assert "error:" in capsys.readouterr().err
+
+
+def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys):
+    grey = np.random.default_rng(0).integers(0, 255, (12, 15))
+    pictures = {"8.png": grey.astype(np.uint8), "16.png": (257 * grey).astype(np.uint16), "32.tiff": (257 * grey).astype(np.int32)}
+    found = []
+    for name, pixels in {**pictures, "float.tiff": grey.astype(np.float32)}.items():
+        Image.fromarray(pixels).save(tmp_path / name)
+        assert main([str(tmp_path / name), "--output", str(tmp_path / "out.png"), "--side", "4", "--components", "8", "--rounds", "1"]) == 0
+        found.append(pixels_of(tmp_path / "out.png").astype(int))
+    assert all(np.abs(other - found[0]).max() <= 1 for other in found)
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(grey.astype(np.uint8)).save(tmp_path / "turned.jpg", exif=turned)
+    assert main([str(tmp_path / "turned.jpg"), "--output", str(tmp_path / "out.png"), "--side", "4", "--rounds", "1"]) == 0
+    assert pixels_of(tmp_path / "out.png").shape == (15, 12)
+    Image.fromarray((grey / 255).astype(np.float32)).save(tmp_path / "share.tiff")
+    capsys.readouterr()
+    assert main([str(tmp_path / "share.tiff"), "--output", str(tmp_path / "out.png")]) == 1
+    assert "between 0 and 255" in capsys.readouterr().err
