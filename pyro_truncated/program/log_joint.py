@@ -64,10 +64,11 @@ class LogJoint(Probe):
 
     # --- scoring ---
 
-    def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
+    def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
         """Log joints ``(N, C)`` of packed states ``(N, C, num_words)``; differentiable in whatever the model is.
 
-        ``rows`` restricts the data points to a slice of the batch; only possible where :meth:`row_blocks` offers more than one.
+        ``rows`` restricts the data points to a slice of the batch, or to those at some positions; only possible where the model has
+        :attr:`packed` states.
 
         Raises:
             ValueError: if a log joint is NaN or ``+inf``; the message names the site.

@@ -77,7 +77,7 @@ class PackedModel:
         """How many numbers the density of one state takes on the way, roughly."""
         return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
 
-    def score(self, words: Tensor, rows: slice | None = None) -> Tensor:
+    def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
         """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""
         chosen = slice(None) if rows is None else rows
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[chosen]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -10,7 +11,6 @@ from torch import Tensor
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.moves import Moves, moves_of
 from pyro_truncated.states.population import Population
-from pyro_truncated.states.space import StateSpace
 
 
 @torch.no_grad()
@@ -32,16 +32,21 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
         The losses in nats, ``(H,)`` in float64.
     """
     space = population.space
-    chosen = population.log_joint.argmax(-1, keepdim=True)
-    words, top = population.take(chosen), population.log_joint.gather(1, chosen).double()
-    positions, is_on = _active(space, words)
-    moves = moves_of(space, words.device)
+    words, top = population.mode(), population.log_joint.amax(-1).double()
+    row, latent = (space.unpack(words) > 0).nonzero().unbind(1)
+    states = space.pack(space.unpack(words[row]).scatter_(1, latent.unsqueeze(1), 0))
+    reached = torch.empty(len(row), dtype=torch.float64, device=words.device)
+    for rows, places, counts in _blocks(log_joint, row, 1):
+        reached[places[counts]] = log_joint.score(states[places], rows).double()[counts]
+    may_rise = torch.arange(len(row), device=words.device)
+    for _ in range(depth):
+        best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], moves_of(space, words.device))
+        # What one more latent does not raise no other one will.
+        rises = best > reached[may_rise]
+        may_rise = may_rise[rises]
+        reached[may_rise], states[may_rise] = best[rises], improved[rises]
     losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
-    for rows in log_joint.row_blocks(positions.shape[1] * moves.count):
-        reached = _replaced(_without(space, words[rows], positions[rows]), positions[rows], moves, depth, log_joint, rows)
-        missed = torch.where(is_on[rows], (top[rows] - reached).clamp(min=0.0), 0.0)
-        losses.scatter_add_(0, positions[rows].flatten(), missed.flatten())
-    return losses
+    return losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
 
 
 def losses_without_values(population: Population, latent: int, num_values: int) -> Tensor:
@@ -87,28 +92,32 @@ def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> flo
     return (num_spare // 2) * 0.5 * num_parameters / num_data
 
 
-def _without(space: StateSpace, words: Tensor, positions: Tensor) -> Tensor:
-    """States ``(n, 1, W)``, each without one of the latents at ``positions (n, A)``: ``(n, A, W)``."""
-    levels = space.unpack(words).repeat(1, positions.shape[1], 1)
-    return space.pack(levels.scatter_(2, positions.unsqueeze(-1), 0))
+def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
+    """The largest log joints ``(P,)``, and where: of states ``(P, W)`` with a latent switched on that is not the one they must not have."""
+    best, improved = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
+    for rows, places, counts in _blocks(log_joint, row, moves.count):
+        every = torch.arange(moves.count, device=states.device).expand(*places.shape, -1)
+        candidates, value = moves.apply(states[places], every)
+        scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, every.shape[1:])
+        is_out = (latent[places].unsqueeze(-1) == moves.latent) | (value == 0)
+        highest, chosen = scores.masked_fill(is_out, -torch.inf).max(-1, keepdim=True)
+        best[places[counts]] = highest.squeeze(-1)[counts]
+        improved[places[counts]] = torch.take_along_dim(candidates, chosen.unsqueeze(-1), 2).squeeze(2)[counts]
+    return best, improved
 
 
-def _replaced(states: Tensor, positions: Tensor, moves: Moves, depth: int, log_joint: LogJoint, rows: slice) -> Tensor:
-    """Log joints ``(n, A)`` of states without the latents at ``positions (n, A)`` once others have been switched on greedily."""
-    reached = log_joint.score(states, rows).double()
-    is_out, every = positions.unsqueeze(-1) == moves.latent, torch.arange(moves.count, device=states.device)
-    for _ in range(depth):
-        candidates, value = moves.apply(states, every.expand(*states.shape[:2], -1))
-        scores = log_joint.score(candidates.flatten(1, 2), rows).double().unflatten(1, candidates.shape[1:3])
-        best, chosen = scores.masked_fill(is_out | (value == 0), -torch.inf).max(-1, keepdim=True)
-        improved = torch.take_along_dim(candidates, chosen.unsqueeze(-1), 2).squeeze(2)
-        states = torch.where(best > reached.unsqueeze(-1), improved, states)
-        reached = torch.maximum(best.squeeze(-1), reached)
-    return reached
+def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
+    """Data points that are scored together, and the places ``(n, k)`` of theirs in ``row (P,)``, ascending, with those of them that count.
 
-
-def _active(space: StateSpace, words: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions ``(N, A)`` of the latents that are on in states ``(N, 1, num_words)``, filled up with others, and which of them are on."""
-    levels = space.unpack(words).squeeze(1)
-    value, positions = levels.float().topk(max(1, int((levels > 0).sum(-1).max())), dim=-1)
-    return positions, value > 0
+    Data points that have equally many, if the model can be scored on some of them: if not, all have as many as the one with most.
+    """
+    number = torch.bincount(row, minlength=log_joint.num_data)
+    first = number.cumsum(0) - number
+    if log_joint.packed is None and len(row):
+        every = torch.arange(int(number.max()), device=row.device)
+        yield None, (first.unsqueeze(1) + every).clamp(max=len(row) - 1), every < number.unsqueeze(1)
+        return
+    for size in number[number > 0].unique().tolist():
+        for rows in (number == size).nonzero().squeeze(1).split(log_joint.row_blocks(size * num_states)[0].stop):
+            places = first[rows].unsqueeze(1) + torch.arange(size, device=row.device)
+            yield rows, places, torch.ones_like(places, dtype=torch.bool)

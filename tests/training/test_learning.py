@@ -103,6 +103,23 @@ def test_a_latent_that_repeats_another_one_is_worth_nothing_and_both_together_ev
     assert gained_from_noise(single, 9, 200) == 0.0
 
 
+def test_losses_score_no_more_states_than_there_are_latents_that_are_on():
+    # One data point has all latents on; it does not make the others as expensive as itself.
+    model = BinarySparseCoding(9, 6, offset=False, dtype=torch.float64)
+    model.weight, model.scale = 3 * torch.eye(9, dtype=torch.float64)[:, :6], torch.tensor(0.5, dtype=torch.float64)
+    states = torch.eye(6, dtype=torch.float64).repeat(10, 1)
+    states[0] = 1.0
+    population, log_joint = complete(model, states @ model.weight.mT)
+    sizes, score = [], log_joint.score
+    log_joint.score = lambda words, rows=None: sizes.append(words.shape[:2].numel()) or score(words, rows)
+    losses = losses_without(population, log_joint)
+    torch.testing.assert_close(losses, exact_losses(population))
+    # 65 latents are on: each is left out, and other ones tried in its place once, which raises nothing.
+    assert sum(sizes) == 65 + 65 * 6
+    nothing = complete(model, torch.zeros(10, 9, dtype=torch.float64))
+    assert torch.equal(losses_without(*nothing), torch.zeros(6, dtype=torch.float64))
+
+
 def test_every_data_point_counts_however_little_memory_there_is():
     # Sorted data: the last bar shows in the last data points only.
     bars = linear_bars(3000, 3, mean_active=1.5, noise=0.5, generator=generator())
