@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
+
+# How many latents that explain data badly a spare one is tried beside.
+_MOST_TRIED = 3
 
 
 class Assembly:
@@ -22,12 +26,15 @@ class Assembly:
     Args:
         recombination: exchanges latents between two members.
         settle: trains the model a little, in ever smaller steps, from where a member is.
+        generator: source of randomness.
     """
 
-    def __init__(self, recombination: Recombination, settle: Callable[[Member], Start]) -> None:
-        self._recombination, self._settle = recombination, settle
+    def __init__(self, recombination: Recombination, settle: Callable[[Member], Start], generator: torch.Generator | None = None) -> None:
+        self._recombination, self._settle, self._generator = recombination, settle, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
+        # The last one whose spare latents have been tried elsewhere.
+        self._tried: Member | None = None
 
     @property
     def best(self) -> Start:
@@ -37,12 +44,15 @@ class Assembly:
 
     def join(self, found: Start) -> None:
         """Takes over what the start that has just ended has found, and if that was something, what others can add to it now."""
+        before = self._best
         self._starts.append(self._recombination.member(found.parameters))
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
             if self._take(other):
                 waiting = [start for start in self._starts if start is not other]
+        if self._best is before:
+            self._use_spare_latents()
 
     def is_complete(self) -> bool:
         """Whether two starts have found each latent of the best, none of which is spare: of two that are the same one may be elsewhere."""
@@ -69,6 +79,20 @@ class Assembly:
         settled = self._recombination.member(self._settle(child).parameters, near=child)
         self._best = max(child, settled, key=lambda member: member.free_energy)
         return True
+
+    def _use_spare_latents(self) -> None:
+        """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains."""
+        while self._best is not None and self._best is not self._tried:
+            self._tried, spare = self._best, self._are_spare()
+            if not bool(spare.any()) or bool(spare.all()):
+                return
+            need = self._recombination.badly_explained(self._best).masked_fill(spare, -math.inf)
+            for other in need.topk(min(_MOST_TRIED, int((~spare).sum()))).indices.tolist():
+                child = self._recombination.beside(self._tried, int(spare.nonzero()[0]), other, self._generator)
+                settled = self._recombination.member(self._settle(child).parameters, near=child)
+                if settled.free_energy > self._best.free_energy + self._recombination.tolerance:
+                    self._best = settled
+                    break
 
     def _are_lonely(self) -> Tensor:
         assert self._best is not None

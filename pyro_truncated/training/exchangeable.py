@@ -40,6 +40,17 @@ class Exchangeable(NamedTuple):
             moved[name] = state[name].index_copy(axis, to, other[name].index_select(axis, origin))
         return {**state, **moved}
 
+    def disturbed(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
+        """Parameters with noise on those of the latents ``here``, so large in units of the root mean square of the whole parameter."""
+        moved = {}
+        for name, axis in self.axes.items():
+            value, to = state[name], here.to(state[name].device)
+            chosen = value.index_select(axis, to)
+            device = None if generator is None else generator.device
+            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=device).to(value.device)
+            moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
+        return {**state, **moved}
+
     def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
         """Unpacked states ``(..., L)`` with the latents, or values, at ``order`` in the place of each."""
         moved = levels.clone()

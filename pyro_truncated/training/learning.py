@@ -87,9 +87,10 @@ def learn(
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
     the program is asked; of mixtures, whose one latent is the component, its values. The best start takes over those latents of all others
     that raise its free energy (see :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until
-    two starts have found each of its latents: on for the same data points (correlations above .9). Those that are spare need not be found
-    twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half
-    the states.
+    two starts have found each of its latents: on for the same data points (correlations above .9). Where a start adds nothing, a spare
+    latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises. Spare ones need not
+    be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize``
+    have half the states.
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.

@@ -28,6 +28,9 @@ _SHARED, _COUNTERPART = 0.9, 0.5
 # The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
 _ROUNDING = 1e-4
 
+# Noise on the parameters of a latent that begins near another one, in units of their root mean square.
+_APART = 0.3
+
 
 class Member(NamedTuple):
     """Parameters, and populations under them."""
@@ -63,7 +66,7 @@ class Recombination:
 
     def __init__(self, model: Any, y: Tensor, guide: AutoTruncated, search: Search, latents: Exchangeable, tolerance: float) -> None:
         self._model, self._y, self._guide, self._search = model, y, guide, search
-        self._latents, self._tolerance = latents, tolerance
+        self._latents, self.tolerance = latents, tolerance
         self._first_words = guide.words.clone()
 
     def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
@@ -84,10 +87,21 @@ class Recombination:
                 gains[block] = self._exchanged(better, other, block, partner).free_energy - better.free_energy
         best = better
         for block in sorted(gains, key=lambda one: gains[one], reverse=True):
-            if gains[block] > self._tolerance:
+            if gains[block] > self.tolerance:
                 changed = self._exchanged(best, other, block, partner)
-                best = changed if changed.free_energy > best.free_energy + self._tolerance else best
+                best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
+
+    def beside(self, member: Member, spare: int, other: int, generator: torch.Generator | None) -> Member:
+        """A model in which one latent begins near another one, its parameters with noise of a part of their size."""
+        here, there = torch.tensor([spare]), torch.tensor([other])
+        moved = self._latents.replaced(member.parameters, here, member.parameters, there)
+        return self.member(self._latents.disturbed(moved, here, _APART, generator), near=member)
+
+    def badly_explained(self, member: Member) -> Tensor:
+        """How far the mean free energy of the data points that have each latent is below that of all data points, ``(H,)``."""
+        share, each = self._marginals(member), member.population.free_energy().cpu()
+        return each.mean() - share.mT @ each / share.sum(0).clamp(min=_ROUNDING)
 
     def are_shared(self, one: Member, other: Member) -> Tensor:
         """Whether each latent of a model has a partner in the other one that is on for the same data points, or off, ``(H,)``."""

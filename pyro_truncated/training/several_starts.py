@@ -113,7 +113,7 @@ class SeveralStarts:
         recombination = recombination_of(self._model, self._y, self._settings, self._plan.tolerance)
         if recombination is None:
             return None
-        assembly = Assembly(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)))
+        assembly = Assembly(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)), self._plan.generator)
         assembly.join(self.best)
         return assembly
 
