@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 
 
@@ -69,8 +70,8 @@ class Patches:
         Raises:
             ValueError: for an array of another shape.
         """
-        self._check(array)
-        windows = array
+        windows: Tensor = as_tensors(array)
+        self._check(windows)
         for dim, side in enumerate(self.size):
             windows = windows.unfold(dim, side, 1)
         if self.channels is not None:
@@ -82,18 +83,22 @@ class Patches:
 
         Args:
             patches: ``(N, D)``.
-            weights: of the patches ``(N,)``, or of their entries ``(N, D)``, not negative; default: equal ones.
+            weights: of the patches ``(N,)`` or ``(N, 1)``, or of their entries ``(N, D)``, not negative; default: equal ones.
 
         Returns:
-            The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches.
+            The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches; NaN where no patch has weight.
 
         Raises:
-            ValueError: if there are more or fewer patches, or entries, than the array has.
+            ValueError: if there are more or fewer patches, entries or weights than the array has, or weights that are negative or NaN.
         """
-        if patches.shape != (len(self), self.num_observed):
-            raise ValueError(f"patches must have shape {(len(self), self.num_observed)}; got {tuple(patches.shape)}")
-        weight = patches.new_ones(()) if weights is None else weights if weights.dim() == 2 else weights.unsqueeze(-1)
-        weight = weight.double().expand(patches.shape)
+        patches = as_tensors(patches)
+        number, entries = len(self), self.num_observed
+        if patches.shape != (number, entries):
+            raise ValueError(f"patches must have shape {(number, entries)}; got {tuple(patches.shape)}")
+        weight = patches.new_ones(number) if weights is None else as_tensors(weights)
+        if weight.shape not in ((number,), (number, 1), (number, entries)) or not bool((weight >= 0).all()):
+            raise ValueError(f"weights must have shape {(number,)} or {(number, entries)} and not be negative; got {_said(weight)}")
+        weight = (weight if weight.dim() == 2 else weight.unsqueeze(-1)).double().expand(patches.shape)
         counts = [len(starts) for starts in self._starts]
         window = (*self.size, *([] if self.channels is None else [self.channels]))
         values = (weight * patches.double()).reshape(*counts, *window)
@@ -107,7 +112,8 @@ class Patches:
             entry: Any = (*inner, *offset)
             total[place] += values[entry]
             share[place] += weight[entry]
-        return (total / share).to(patches.dtype)
+        array: Tensor = (total / share).to(patches.dtype)
+        return array
 
     def _check(self, array: Tensor) -> None:
         expected = self.shape if self.channels is None else (*self.shape, self.channels)
@@ -117,6 +123,10 @@ class Patches:
     @staticmethod
     def _grid(starts: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return torch.meshgrid(*starts, indexing="ij")
+
+
+def _said(weight: Tensor) -> str:
+    return f"shape {tuple(weight.shape)}, the least {float(weight.min()) if weight.numel() else math.nan:g}"
 
 
 def _starts(count: int, stride: int) -> Tensor:

@@ -80,6 +80,15 @@ def test_arrays_and_patches_of_other_shapes_are_refused():
         patches.extract(torch.zeros(4, 5))
     with pytest.raises(ValueError, match="patches must have shape"):
         patches.assemble(torch.zeros(8, 4))
+    for weights in (torch.ones(8), torch.ones(9, 2), -torch.ones(9), torch.full((9, 4), torch.nan)):
+        with pytest.raises(ValueError, match="weights must have shape"):
+            patches.assemble(torch.zeros(9, 4), weights)
+
+
+def test_patches_of_numpy_arrays_are_tensors():
+    patches, image = Patches((4, 5), 2, channels=3), np.random.default_rng(0).random((4, 5, 3))
+    found = patches.extract(image)
+    torch.testing.assert_close(patches.assemble(found.numpy(), np.ones(len(patches))), torch.from_numpy(image))
 
 
 # --- first guesses ---
