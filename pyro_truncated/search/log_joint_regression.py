@@ -95,7 +95,7 @@ class LogJointRegression:
         self.effects = Effects(like.new_zeros(num_latents, num_features), like)
         self.variance = torch.full_like(like[0], _START**2)
 
-    def fit(self, trials: Trials, iterations: int = 12) -> None:
+    def fit(self, trials: Trials, iterations: int = 24) -> None:
         r"""Takes so many steps towards the shared effects that these trials ask for, and one towards :math:`\tau`."""
         belief = Belief(trials, self)
         found = list(self.effects)

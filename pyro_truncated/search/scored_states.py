@@ -31,7 +31,7 @@ class ScoredStates:
         population = batch.population
         log_joint = population.log_joint.double().clamp(min=_LOWEST)
         if before is not None and before._hold(batch, log_joint):
-            return before.with_more(population, before.words.shape[1])
+            return before.with_more(population)
         return cls(batch.space, batch.positions, population.words, log_joint)
 
     def _hold(self, batch: SearchBatch, log_joint: Tensor) -> bool:
@@ -43,13 +43,27 @@ class ScoredStates:
         is_best = (self.words == population.take(at)).all(-1) & (self.log_joint == best)
         return bool(is_best.any(1).all())
 
-    def with_more(self, found: Population, size: int) -> ScoredStates:
-        """These and others, at most so many, the best; what is there twice comes last."""
+    def with_more(self, found: Population) -> ScoredStates:
+        """These and others behind them, without what is there twice of every data point."""
         words = torch.cat([self.words, found.words], 1)
-        log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1)
-        log_joint = log_joint.masked_fill(ops.repeated(words), _LOWEST)
-        kept = log_joint.topk(min(size, words.shape[1]), 1).indices
-        return dataclasses.replace(self, words=ops.take(words, kept), log_joint=log_joint.gather(1, kept))
+        is_new = ~ops.repeated(words)
+        log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
+        size = max(1, int(is_new.sum(1).max()))
+        order = is_new.long().sort(dim=1, descending=True, stable=True).indices[:, :size]
+        return self._at(order, words, log_joint)
+
+    def kept(self, size: int) -> ScoredStates:
+        """So many of them: the best half, and of the others the latest, which say where expectations failed."""
+        number = self.log_joint.shape[1]
+        if number <= size:
+            return self
+        age = torch.arange(number, device=self.log_joint.device).expand_as(self.log_joint)
+        best = self.log_joint.topk(size - size // 2, 1).indices
+        rank = age.masked_fill(self.log_joint <= _LOWEST, -1).scatter(1, best, number)
+        return self._at(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
+
+    def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
+        return dataclasses.replace(self, words=ops.take(words, order), log_joint=log_joint.gather(1, order))
 
     def states(self) -> Tensor:
         """The states' values, ``(N, M, L)`` in float64."""

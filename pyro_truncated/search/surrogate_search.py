@@ -22,7 +22,7 @@ from pyro_truncated.utils.counts import check_counts
 # The climb from a state to an optimum of the quadratic function, and the latents of whose pairs neighbours of it are made.
 _CLIMB, _PAIRED = 12, 40
 # Deviations of the draws from their means, as powers of two times what is believed: some children are cautious; a belief may be wrong.
-_BOLDNESS = -1.0, 2.0
+_BOLDNESS = -1.0, 1.0
 
 
 class SurrogateSearch(Search):
@@ -32,7 +32,7 @@ class SurrogateSearch(Search):
     the data point, interactions of pairs are shared by all data (see :class:`.LogJointRegression`). For each child, effects are drawn
     from what is believed of them in the data point (Thompson sampling), a state of the population drawn by its weight climbs to an optimum
     of the quadratic function that they make, and the best of that optimum and of the states one or two flips away which has not been scored
-    before is scored. The first child takes the means, the others deviate from them by half to four times as much as is believed, because a
+    before is scored. The first child takes the means, the others deviate from them by half to twice as much as is believed, because a
     quadratic function is not the whole truth. So no state is scored twice, flips that are known to be bad are not tried again, and what
     was learned from other data points tells where to look.
 
@@ -46,7 +46,7 @@ class SurrogateSearch(Search):
 
     Args:
         children: number of states proposed in a step.
-        memory: number of scored states per data point that are kept, the best ones.
+        memory: number of scored states per data point that are regressed on: the best, and as many of the latest of the others.
         rank: number of principal components of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
@@ -95,14 +95,15 @@ class SurrogateSearch(Search):
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; these are shards: train it on whole data")
         scored = self._scored = ScoredStates.of(batch, self._scored)
-        trials = Trials(scored.states(), scored.log_joint, self._features(batch))
+        kept = scored.kept(max(self.memory, batch.population.num_states))
+        trials = Trials(kept.states(), kept.log_joint, self._features(batch))
         self._learn(trials, batch)
         assert self.regression is not None
         effects = self._drawn(Belief(trials, self.regression), batch)
         start = batch.space.unpack(drawn_by_weight(batch, self.children, self.generator)).double()
         children = _best_unseen(start, effects, self.regression.effects.pairs, scored)
         found = batch.scored(batch.space.pack(children.long()))
-        self._scored = scored.with_more(found, max(self.memory, batch.population.num_states))
+        self._scored = scored.with_more(found)
         return found
 
     def state_dict(self) -> dict[str, Any]:
