@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import ComponentLowRankNormal, ComponentNormal, checked_later
+from pyro_truncated.distributions import ComponentNormal, checked_later
 from pyro_truncated.models.floors import cholesky_of_floored, floored
-from pyro_truncated.models.low_rank import best_low_rank
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
 
-_BLOCK = 2**22
 _Normal = checked_later(dist.MultivariateNormal)
 
 
@@ -52,6 +50,14 @@ class Covariances(abc.ABC):
     def by_itself(self) -> Covariances:
         """The kind of a component whose parameters depend on no others, if there is one."""
         return self
+
+    @abc.abstractmethod
+    def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Variances of all dimensions, of which ``(K, D)`` can be made."""
+
+    @abc.abstractmethod
+    def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """These products of one data point in expectation, for components with such weights."""
 
     @abc.abstractmethod
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
@@ -96,6 +102,14 @@ class Diagonal(Covariances):
         """Squares, ``(K, D)``."""
         squares: Tensor = shares.sums(rows.square())
         return squares
+
+    def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Of the deviations."""
+        return parameters["scale"].reshape(len(loc), -1).square()
+
+    def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Squares, ``(K, D)``."""
+        return weights.unsqueeze(-1) * (self.variances(loc, parameters) + loc.square())
 
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
         """Squares, ``(K, D)``."""
@@ -159,13 +173,25 @@ class Full(Covariances):
         products: Tensor = shares.outer_products(rows)
         return products
 
+    def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Products, ``(K, D, D)``."""
+        return weights[:, None, None] * self.product(self.matrices(parameters), loc)
+
+    def variances(self, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Diagonals of the covariances."""
+        return self.matrices(parameters).diagonal(dim1=-2, dim2=-1)
+
+    def matrices(self, parameters: Parameters) -> Tensor:
+        """The covariances."""
+        return parameters["scale"] @ parameters["scale"].mT
+
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
         """Products, ``(K, D, D)``."""
         return covariance + loc.unsqueeze(-1) * loc.unsqueeze(-2)
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factors of the likeliest covariances."""
-        return {"scale": cholesky_of_floored(floored(_spread(statistics, loc), floor))}
+        return {"scale": cholesky_of_floored(floored(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
         """Products."""
@@ -198,6 +224,10 @@ class Tied(Full):
         """Products of all data, ``(D, D)``."""
         return rows.mT @ rows
 
+    def expected_products(self, weights: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Products, ``(D, D)``."""
+        return weights.sum() * self.matrices(parameters) + (weights.unsqueeze(-1) * loc).mT @ loc
+
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The factor of the likeliest covariance."""
         counts, cross = _counts(statistics).unsqueeze(-1), loc.mT @ statistics["sums"]
@@ -218,75 +248,11 @@ class Tied(Full):
         return loc @ precision, loc[:, :0], size
 
 
-class LowRank(Full):
-    """Few directions beside noise: ``factor (K, D, R)``, and ``scale (K,)`` or ``()`` with the deviations of the noise."""
-
-    supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
-
-    def __init__(self, rank: int, *, is_shared: bool) -> None:
-        self.rank, self.is_shared, self.least_directions = rank, is_shared, 2 * rank
-
-    def by_itself(self) -> Covariances:
-        """With a noise of its own."""
-        return LowRank(self.rank, is_shared=False)
-
-    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
-        """The distribution of data of components ``z``."""
-        return ComponentLowRankNormal(z, loc, parameters["factor"], parameters["scale"])
-
-    def start(self, covariance: Tensor, number: int) -> Parameters:
-        """The directions and the noise of so many components."""
-        factor, scale = best_low_rank(covariance.unsqueeze(0), covariance.new_ones(1), self.rank, covariance.new_zeros(()), is_shared=False)
-        return {"factor": factor.repeat(number, 1, 1), "scale": scale[0].clone() if self.is_shared else scale.repeat(number)}
-
-    def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
-        """Posterior means of what lies in the directions."""
-        blocks = []
-        for block in population.split(max(1, _BLOCK // (population.num_states * loc.shape[1]))):
-            rows = block.rows_of(y).to(loc).unsqueeze(1)
-            means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
-            blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))
-        return torch.cat(blocks)
-
-    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
-        """The likeliest directions and noise."""
-        counts = statistics["counts"].clamp(min=0.0)
-        factor, scale = best_low_rank(_spread(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
-        return {"factor": factor, "scale": scale}
-
-    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
-        """Of covariances of low rank."""
-        likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
-        precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
-
-
-COVARIANCES = {"full": Full, "diag": Diagonal, "spherical": Spherical, "tied": Tied, "low-rank": LowRank}
-
-
-def kind_of(covariance: str, num_observed: int, rank: int | None, shared_noise: bool) -> Covariances:
-    """The kind of that name.
-
-    Raises:
-        ValueError: if there is none, or for a rank that is missing, out of range, or given for another kind.
-    """
-    if covariance not in COVARIANCES:
-        raise ValueError(f"covariance must be one of {tuple(COVARIANCES)}; got {covariance!r}")
-    if covariance != "low-rank":
-        if rank is not None or shared_noise:
-            raise ValueError(f"rank and shared_noise are for covariance='low-rank'; got rank={rank} for covariance={covariance!r}")
-        kind: Covariances = COVARIANCES[covariance]()
-        return kind
-    if rank is None or not 0 < rank < num_observed:
-        raise ValueError(f"rank must be a number of directions below num_observed={num_observed} for covariance='low-rank'; got {rank}")
-    return LowRank(rank, is_shared=shared_noise)
-
-
 def _counts(statistics: dict[str, Tensor]) -> Tensor:
     return statistics["counts"].clamp(min=NEVER_USED)
 
 
-def _spread(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
+def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
     """Weighted covariances ``(K, D, D)`` around means."""
     counts, cross = _counts(statistics)[:, None, None], loc.unsqueeze(-1) * statistics["sums"].unsqueeze(-2)
     return (statistics["products"] - cross - cross.mT) / counts + loc.unsqueeze(-1) * loc.unsqueeze(-2)

@@ -12,7 +12,6 @@ from pyro_truncated import (
     AutoTruncated,
     ClosedForm,
     Population,
-    UniqueModule,
     check_counts,
     check_observable,
     names_arguments,
@@ -23,18 +22,18 @@ from pyro_truncated import (
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
-from pyro_truncated.models.covariances import kind_of
 from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
+from pyro_truncated.models.kinds import kind_of
+from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import Groups
 from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, statistics_of_all
 
 _ROWS_PER_COMPONENT = 50
-_BLOCK = 2**14
 
 
-class GaussianMixture(UniqueModule):
+class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
     Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
@@ -145,36 +144,6 @@ class GaussianMixture(UniqueModule):
     @names_arguments
     @torch.no_grad()
     @takes_arrays
-    def likeliest_components(self, y: Tensor, num_states: int) -> Tensor:
-        r"""The components of highest :math:`\log \pi_k + \log p_k(y_n)`, for populations to start from.
-
-        A population of a few among very many components starts well with these, and the search has little to do. Log joints are linear in
-        the data and their squares, so that this is a product of matrices; of more than a thousand components only those are looked at whose
-        groups are likely, at a cost that grows with :math:`N \sqrt K`, and few are missed.
-
-        Example:
-            >>> y = torch.randn(500, 2)
-            >>> model = GaussianMixture(2, 50, covariance="diag").initialize(y)
-            >>> guide = AutoTruncated(model, num_states=4, init=model.likeliest_components(y, 4))
-
-        Args:
-            y: data ``(N, D)``.
-            num_states: how many components ``S``; all if there are fewer.
-
-        Returns:
-            Components ``(N, S)``, the likeliest first.
-
-        Raises:
-            ValueError: if the data have another number of dimensions, or the number is below 1.
-        """
-        check_counts(num_states=num_states)
-        groups = Groups(self._components(self.weights).coefficients().to(y), self.loc.to(y))
-        num_states = min(num_states, self.num_components)
-        return torch.cat([groups.likeliest(self._features(rows), num_states) for rows in check_data(y, self.num_observed).split(_BLOCK)])
-
-    @names_arguments
-    @torch.no_grad()
-    @takes_arrays
     def split_and_merge(self, guide: AutoTruncated, y: Tensor, generator: torch.Generator | None = None) -> int:
         r"""Moves components to where they explain more: of two that explain the same data one goes to a third, whose data need two.
 
@@ -236,10 +205,14 @@ class GaussianMixture(UniqueModule):
         """The parameters of the covariances by name."""
         return {name: getattr(self, name) for name in self._kind.supports}
 
-    def _features(self, y: Tensor) -> Tensor:
-        """What log joints are linear in, ``(N, F)``: one, the data, and the squares and products that the covariances need."""
+    def linear_features(self, y: Tensor) -> Tensor:
+        """One, the data, and the squares and products that the covariances need, ``(N, F)``."""
         x = y - self.center.to(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
+
+    def linear_groups(self, y: Tensor) -> Groups:
+        """Those of the components, in the data's type."""
+        return Groups(self._components(self.weights).coefficients().to(y), self.loc.to(y))
 
     def _components(self, weights: Tensor) -> Gaussians:
         """The components with such weights, above the center."""
@@ -267,6 +240,11 @@ class GaussianMixture(UniqueModule):
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
+
+    @torch.no_grad()
+    def expected_statistics(self) -> dict[str, Tensor]:
+        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
+        return dict(self._components(self.weights).expected_statistics())
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

@@ -77,6 +77,14 @@ class Gaussians:
         features = [statistics["counts"].unsqueeze(-1), statistics["sums"], self.kind.summed_features(statistics)]
         return (self.coefficients() * torch.cat(features, 1)).sum(-1)
 
+    def expected_statistics(self) -> Statistics:
+        """The statistics of one data point in expectation."""
+        loc, weights = self.loc, self.weights.unsqueeze(-1)
+        spreads = {name: value.double() for name, value in self.spreads.items()}
+        squares = (weights * (loc.square() + self.kind.variances(loc, spreads))).sum(0)
+        products = self.kind.expected_products(self.weights, loc, spreads)
+        return {"counts": self.weights, "sums": weights * loc, "squares": squares, "products": products}
+
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
         """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``, in the type of the data."""
         spreads = {name: value.to(x) for name, value in self.spreads.items()}

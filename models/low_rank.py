@@ -1,9 +1,67 @@
-"""Covariances of few directions beside noise: the M-step of a mixture of probabilistic principal component analysers."""
+"""Covariances of few directions beside noise: a mixture of probabilistic principal component analysers."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated import Population
+from pyro_truncated.distributions import ComponentLowRankNormal
+from pyro_truncated.models.covariances import Covariances, Full, Parameters, spread_around
+
+_BLOCK = 2**22
+
+
+class LowRank(Full):
+    """Few directions beside noise: ``factor (K, D, R)``, and ``scale (K,)`` or ``()`` with the deviations of the noise."""
+
+    supports = {"scale": constraints.positive, "factor": constraints.independent(constraints.real, 3)}  # noqa: RUF012
+
+    def __init__(self, rank: int, *, is_shared: bool) -> None:
+        self.rank, self.is_shared, self.least_directions = rank, is_shared, 2 * rank
+
+    def by_itself(self) -> Covariances:
+        """With a noise of its own."""
+        return LowRank(self.rank, is_shared=False)
+
+    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
+        """The distribution of data of components ``z``."""
+        return ComponentLowRankNormal(z, loc, parameters["factor"], parameters["scale"])
+
+    def start(self, covariance: Tensor, number: int) -> Parameters:
+        """The directions and the noise of so many components."""
+        factor, scale = best_low_rank(covariance.unsqueeze(0), covariance.new_ones(1), self.rank, covariance.new_zeros(()), is_shared=False)
+        return {"factor": factor.repeat(number, 1, 1), "scale": scale[0].clone() if self.is_shared else scale.repeat(number)}
+
+    def matrices(self, parameters: Parameters) -> Tensor:
+        """The covariances."""
+        factor, scale = parameters["factor"], parameters["scale"]
+        noise = scale.expand(len(factor))[:, None].square().expand(factor.shape[:2])
+        return factor @ factor.mT + torch.diag_embed(noise)
+
+    def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
+        """Posterior means of what lies in the directions."""
+        blocks = []
+        for block in population.split(max(1, _BLOCK // (population.num_states * loc.shape[1]))):
+            rows = block.rows_of(y).to(loc).unsqueeze(1)
+            means, *_ = self.likelihood(block.states(torch.int64)[..., 0], loc, parameters).without_noise(rows)
+            blocks.append((block.weights().to(loc).unsqueeze(-1) * means).sum(1))
+        return torch.cat(blocks)
+
+    def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
+        """The likeliest directions and noise."""
+        counts = statistics["counts"].clamp(min=0.0)
+        factor, scale = best_low_rank(spread_around(statistics, loc), counts, self.rank, floor, is_shared=self.is_shared)
+        return {"factor": factor, "scale": scale}
+
+    def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
+        """Of covariances of low rank."""
+        likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
+        precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
 
 
 def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:

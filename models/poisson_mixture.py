@@ -9,17 +9,18 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import categorical, checked_later
 from pyro_truncated.models.binary_causes import check_data, first_rows
+from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
-from pyro_truncated.models.seeding import spread_rows
+from pyro_truncated.models.seeding import Groups, spread_rows
 
 _RATE_FLOOR = 1e-6
 _Poisson = checked_later(dist.Poisson)
 
 
-class PoissonMixture(UniqueModule):
+class PoissonMixture(LinearMixture):
     r"""Mixture of Poisson distributions, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y_d \sim \mathrm{Poisson}(\lambda_{zd})`.
 
     Example:
@@ -90,6 +91,16 @@ class PoissonMixture(UniqueModule):
         self.weights = (size / size.sum()).to(self.weights)
         return self
 
+    def linear_features(self, y: Tensor) -> Tensor:
+        """One, and the data, ``(N, D + 1)``."""
+        counts = y.to(self.rate)
+        return torch.cat([torch.ones_like(counts[:, :1]), counts], 1)
+
+    def linear_groups(self, y: Tensor) -> Groups:
+        """Those of the components."""
+        offset = self.weights.log() - self.rate.sum(1)
+        return Groups(torch.cat([offset.unsqueeze(-1), self.rate.log()], 1), self.rate.sqrt())
+
     @torch.no_grad()
     @takes_arrays
     def sufficient_statistics(
@@ -104,6 +115,12 @@ class PoissonMixture(UniqueModule):
         rows = population.rows_of(check_data(y, self.num_observed)).double()
         shares = Shares(population, self.num_components, temperature)
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
+
+    @torch.no_grad()
+    def expected_statistics(self) -> dict[str, Tensor]:
+        """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
+        weights = self.weights.double()
+        return {"counts": weights, "sums": weights.unsqueeze(-1) * self.rate.double()}
 
     @torch.no_grad()
     def maximize(self, statistics: dict[str, Tensor]) -> None:

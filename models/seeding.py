@@ -15,6 +15,7 @@ _FEW_TRIALS = 4
 # More are many: they are looked at in groups, of which so many.
 _FEW = 1000
 _LOOKED_AT = 8
+_BLOCK = 2**22
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -153,19 +154,28 @@ class Groups:
 
     def likeliest(self, features: Tensor, number: int) -> Tensor:
         """The ``number`` largest functions of each of some features ``(N, F)``, largest first; of groups, those in the likeliest ones."""
-        looked_at = min(_LOOKED_AT, len(self.size))
-        if int(self.size.sort().values[:looked_at].sum()) < number:
-            return (features @ self.coefficients.mT).topk(number).indices
+        looked_at, total = min(_LOOKED_AT, len(self.size)), len(self.coefficients)
+        if looked_at * int(self.size.max()) >= total or int(self.size.sort().values[:looked_at].sum()) < number:
+            return torch.cat([(some @ self.coefficients.mT).topk(number).indices for some in _blocks(features, total)])
+        return torch.cat([self._likeliest(some, number, looked_at) for some in _blocks(features, looked_at * int(self.size.max()))])
+
+    def _likeliest(self, features: Tensor, number: int, looked_at: int) -> Tensor:
+        """The same, by way of one table of all functions of the groups that are looked at; group by group it takes longer."""
         asked = (features @ self.mean.mT).topk(looked_at).indices
-        best = features.new_full((*asked.shape, number), -math.inf)
-        found = torch.zeros(best.shape, dtype=torch.int64, device=best.device)
-        order = asked.flatten().argsort()
-        members = self.group.argsort().split(self.size.tolist())
-        for those, who in zip(order.split(torch.bincount(asked.flatten(), minlength=len(members)).tolist()), members, strict=True):
-            row, place = those // looked_at, those % looked_at
-            value, which = (features[row] @ self.coefficients[who].mT).topk(min(number, len(who)))
-            best[row, place, : value.shape[1]], found[row, place, : value.shape[1]] = value, who[which]
-        return found.flatten(1).gather(1, best.flatten(1).topk(number).indices)
+        order, members = asked.flatten().argsort(), self.group.argsort(stable=True)
+        width = int(self.size.max())
+        value = features.new_full((len(order), width), -math.inf)
+        times = torch.bincount(asked.flatten(), minlength=len(self.size)).tolist()
+        for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(self.size.tolist()), strict=True):
+            value[those, : len(who)] = features[rows] @ self.coefficients[who].mT
+        place = value.view(len(features), -1).topk(number).indices
+        group = asked.gather(1, place // width)
+        return members[(self.size.cumsum(0) - self.size)[group] + place % width]
+
+
+def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Rows of so many results each, at a time."""
+    return features.split(max(1, _BLOCK // width))
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:

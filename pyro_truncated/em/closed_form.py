@@ -63,7 +63,10 @@ class ClosedForm(Described, PyroOptim):
 
     * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the
       old contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never
-      decreases. Not for models whose statistics depend on the parameters, and not while a temperature changes.
+      decreases. Data points that have not been visited count as the model expected them to be when training began, if it has a
+      method ``expected_statistics()``, the statistics of one such data point: otherwise the first minibatch alone, which may be too
+      few data, takes the place of all that a model knew. Not for models whose statistics depend on the parameters, and not while a
+      temperature changes.
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
@@ -113,6 +116,7 @@ class ClosedForm(Described, PyroOptim):
         self.step_size = step_size or default_step_size
         self.statistics: Statistics | None = None
         self.visited: Tensor | None = None
+        self.expected: Statistics | None = None
         self.num_steps = 0
         self._pending = False
         self.drive()
@@ -189,11 +193,30 @@ class ClosedForm(Described, PyroOptim):
         elif self.minibatch == "online":
             self._blend(total(new), num_data / len(indices) if scale is None else scale)
         else:
-            self._add(total(new if old is None else {name: value - old[name] for name, value in new.items()}))
+            self._add(total(self._instead_of_expected(new if old is None else _difference(new, old), indices, num_data)))
         if self.minibatch == "incremental":
             if self.visited is None:
                 self.visited = torch.zeros(num_data, dtype=torch.bool)
             self.visited[slice(None) if indices is None else indices.cpu()] = True
+
+    def renew(self, visited: Statistics, *, is_part: bool) -> None:
+        """Takes statistics of all data points visited so far in the place of those that are streamed, after the populations have changed.
+
+        Args:
+            visited: their statistics.
+            is_part: whether other processes have those of other data points, which are added.
+        """
+        assert self.visited is not None
+        expected = _plus(visited, self.expected, int((~self.visited).sum()))
+        self.statistics = summed(expected) if is_part else expected
+
+    def _instead_of_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
+        """What changes where data points are not what they were expected to be any longer; at the beginning all are that."""
+        is_beginning = self.statistics is None
+        if is_beginning and hasattr(self.model, "expected_statistics"):
+            self.expected = self.model.expected_statistics()
+        visited = 0 if self.visited is None else int(self.visited[indices.cpu()].sum())
+        return _plus(change, self.expected, (num_data if is_beginning else 0) + visited - len(indices))
 
     def _blend(self, new: Statistics, scale: float) -> None:
         rate = 1.0 if self.statistics is None else self.step_size(self.num_steps)
@@ -221,13 +244,15 @@ class ClosedForm(Described, PyroOptim):
 
     def get_state(self) -> dict[str, Any]:
         """State for a checkpoint, loadable with ``weights_only=True``: streamed statistics, data points visited, number of steps."""
-        return copy.deepcopy({"statistics": self.statistics, "visited": self.visited, "num_steps": self.num_steps})
+        names = ("statistics", "visited", "expected", "num_steps")
+        return copy.deepcopy({name: getattr(self, name) for name in names})
 
     def set_state(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`get_state`."""
         state_dict = copy.deepcopy(state_dict)
         self.statistics = state_dict["statistics"]
         self.visited = state_dict["visited"]
+        self.expected = state_dict.get("expected")
         self.num_steps = state_dict["num_steps"]
         self._pending = False
 
@@ -255,6 +280,15 @@ def _all_or_nothing(model: Any) -> Iterator[None]:
         for parameter, value in zip(parameters, before, strict=True):
             parameter.copy_(value)
         raise
+
+
+def _difference(new: Statistics, old: Statistics) -> Statistics:
+    return {name: value - old[name] for name, value in new.items()}
+
+
+def _plus(statistics: Statistics, expected: Statistics | None, times: int) -> Statistics:
+    """With so many data points more that are as expected."""
+    return statistics if expected is None or not times else {name: value + times * expected[name] for name, value in statistics.items()}
 
 
 def summed(statistics: Statistics) -> Statistics:

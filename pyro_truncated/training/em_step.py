@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.batches import current_batch
-from pyro_truncated.em.closed_form import ClosedForm, Statistics, summed
+from pyro_truncated.em.closed_form import ClosedForm, Statistics
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.ops import look, soon, together
 from pyro_truncated.program.call import Call
@@ -64,8 +64,7 @@ class EMStep:
             closed_form.collect(new, old, chosen, scorer.full_size, scale=batch.data_per_row, is_part=store.is_part)
             if closed_form.visited is not None and chosen is not None and _anywhere(is_stale, store.is_part):
                 visited = closed_form.visited.nonzero().squeeze(-1).to(store.words.device)
-                anew = _statistics(closed_form, store.population(visited), temperature, call)
-                closed_form.statistics = summed(anew) if store.is_part else anew
+                closed_form.renew(_statistics(closed_form, store.population(visited), temperature, call), is_part=store.is_part)
             return -free_energy
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.seeding import spread_rows
+from pyro_truncated.models.seeding import Groups, spread_rows
 
 D64 = torch.float64
 
@@ -102,3 +102,11 @@ def test_bad_numbers_and_data_are_refused() -> None:
         model.likeliest_components(torch.randn(5, 2), 0)
     with pytest.raises(ValueError, match=r"y must have shape \(N, 2\)"):
         model.likeliest_components(torch.randn(5, 3), 1)
+
+
+def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = torch.cat([1e-3 * torch.randn(1800, 2, generator=generator), 100 * torch.randn(200, 2, generator=generator)])
+    coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+    found = Groups(coefficients, places).likeliest(torch.cat([torch.ones(200, 1), places[1800:]], 1), 1)
+    assert torch.equal(found[:, 0], torch.arange(1800, 2000))

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.search import NeighbourSearch
 
 DIMS, RANK, NUM_STATES, NUM_TEST = 16, 3, 4, 4000
 Result = dict[str, float]
