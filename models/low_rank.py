@@ -40,7 +40,8 @@ class LowRank(Full):
         """The covariances."""
         factor, scale = parameters["factor"], parameters["scale"]
         noise = scale.expand(len(factor))[:, None].square().expand(factor.shape[:2])
-        return factor @ factor.mT + torch.diag_embed(noise)
+        covariance: Tensor = factor @ factor.mT + torch.diag_embed(noise)
+        return covariance
 
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means of what lies in the directions."""

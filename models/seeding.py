@@ -175,7 +175,8 @@ class Groups:
 
 def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
     """Rows of so many results each, at a time."""
-    return features.split(max(1, _BLOCK // width))
+    blocks: tuple[Tensor, ...] = features.split(max(1, _BLOCK // width))
+    return blocks
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:

@@ -97,7 +97,7 @@ def ours(
     known: dict[str, Tensor] | None = None,
     moves: bool = True,
 ) -> Iterator[Result]:
-    """Truncated EM on minibatches of at least twenty data points per component; yields after the start and every pass.
+    """Truncated EM on all data; yields after the start and every pass.
 
     Parameters that are known begin with these values: what the others reach tells what a better start would be worth. Moves of components
     follow the passes until a pass that none follows.
@@ -109,14 +109,12 @@ def ours(
     seeded = time.process_time() - began
     for name, value in (known or {}).items():
         setattr(model, name, value.detach().clone())
-    guide = AutoTruncated(model, num_states=NUM_STATES, init=model.likeliest_components(y, NUM_STATES))
-    search = NeighbourSearch(8, parents=3, num_random=1)
-    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(search))
-    batch_size = min(len(y), max(10_000, 20 * num_components))
+    guide = AutoTruncated(model, num_states=NUM_STATES)
+    svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(model.default_search(NUM_STATES)))
     for done in range(passes + 1):
         began = time.process_time() if done else began
-        for _ in range(len(y) // batch_size if done else 0):
-            svi.step(y, batch_size)
+        if done:
+            svi.step(y)
         moved = model.split_and_merge(guide, y) if done and moves else 0
         moves = moves and (not done or moved > 0)
         last = time.process_time() - began
