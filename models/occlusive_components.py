@@ -16,11 +16,11 @@ from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Posi
 from pyro_truncated.models.binary_causes import activation, best_prior, first_rows
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects
-from pyro_truncated.scenes import PlacementMoves, PlacementSelection, PlaceScan
+from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
 _NEVER_SEEN = 1e-8
-_NUM_SELECTED = 5
+_NUM_ADDED = 4
 
 
 class OcclusiveComponents(UniqueModule):
@@ -170,17 +170,16 @@ class OcclusiveComponents(UniqueModule):
         return self
 
     def default_search(self, num_states: int) -> Search:
-        """The search of :func:`pyro_truncated.learn` where none is named: scans for the five best objects, and moves of objects.
+        """The search of :func:`pyro_truncated.learn` where none is named: good scenes are completed, and objects moved.
 
         Args:
             num_states: states per data point.
 
         Returns:
-            A :class:`~pyro_truncated.scenes.PlacementSelection` by :class:`~pyro_truncated.scenes.PlaceScan`, with
-            :class:`~pyro_truncated.scenes.PlacementMoves`.
+            A :class:`~pyro_truncated.scenes.PlacementCompletion` with :class:`~pyro_truncated.scenes.PlacementMoves`.
         """
-        selection = PlacementSelection(PlaceScan(self.parameters_of_scene, self.canvas), min(_NUM_SELECTED, self.num_objects))
-        return selection + PlacementMoves(self.canvas.grid, min(4, num_states), 5, wrap=self.canvas.wrap)
+        completion = PlacementCompletion(PlaceScan(self.parameters_of_scene, self.canvas), _NUM_ADDED)
+        return completion + PlacementMoves(self.canvas.grid, min(4, num_states), 5, wrap=self.canvas.wrap)
 
     @torch.no_grad()
     @takes_arrays

@@ -50,6 +50,13 @@ def scene_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canva
     return _SceneLogProb.apply(places, rank, images, canvas, *scene)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.no_grad()
+def scene_pixel_log_prob(places: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None) -> Tensor:
+    """Log densities of the pixels under states, ``(N, C, D)`` in float64, whose sum is :func:`scene_log_prob`; without gradients."""
+    _check(places, images, scene, canvas, rank)
+    return backend("scenes", places).pixel_log_prob(places, rank, images, scene, canvas)  # type: ignore[no-any-return]
+
+
 def scene_statistics(
     places: Tensor, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas, rank: Tensor | None = None
 ) -> SceneStatistics:

@@ -176,5 +176,11 @@ class LogJoint(Probe):
 
     def candidates_per_run(self) -> int:
         """How many candidates per data point one run of the model may hold: each allocates a few copies of its largest site."""
-        largest: int = max(math.prod((*node["fn"].batch_shape, *node["fn"].event_shape)) for node in self.nodes.values())
+        largest: int = max(math.prod(node["fn"].batch_shape) * _numbers_per_state(node["fn"]) for node in self.nodes.values())
         return max(1, self.memory_budget // (32 * max(largest, self.num_data * self.layout.space.num_latents)))
+
+
+def _numbers_per_state(distribution: Any) -> int:
+    """How many numbers the density of one state takes on the way: as many as a value has, or fewer if the distribution says so."""
+    size = math.prod(distribution.event_shape)
+    return min(size, getattr(distribution, "numbers_per_state", size))

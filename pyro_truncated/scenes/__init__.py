@@ -6,6 +6,7 @@ from pyro_truncated.scenes.colours import colour_maps
 from pyro_truncated.scenes.data import Objects, Scenes, coil_objects, generated_objects, occluded_scenes
 from pyro_truncated.scenes.matching import Match, match_objects
 from pyro_truncated.scenes.occlusion import OccludedScene
+from pyro_truncated.scenes.place_completion import PlacementCompletion
 from pyro_truncated.scenes.place_moves import PlacementMoves
 from pyro_truncated.scenes.place_regression import PlaceRegression
 from pyro_truncated.scenes.place_scan import PlaceScan, RefinedPlaces
@@ -20,6 +21,7 @@ __all__ = [
     "PlaceAffinity",
     "PlaceRegression",
     "PlaceScan",
+    "PlacementCompletion",
     "PlacementMoves",
     "PlacementSelection",
     "Positions",

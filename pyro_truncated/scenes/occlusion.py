@@ -172,7 +172,10 @@ class OccludedScene(TorchDistribution):
         """
         images = population.rows_of(value).flatten(1, 2)
         places, rank = places_of(population, self.features.shape[0])
-        sums = scene_statistics(places, population.weights(temperature), images, self.parameters, self.canvas, rank)
+        weights = population.weights(temperature)
+        # Most states of a population are lost beside the best; those of weight zero are skipped.
+        weights = weights.masked_fill(weights < torch.finfo(weights.dtype).eps, 0.0)
+        sums = scene_statistics(places, weights, images, self.parameters, self.canvas, rank)
         return {**sums._asdict(), "num_data": sums.on.new_full((), len(population))}
 
     @torch.no_grad()
@@ -190,6 +193,11 @@ class OccludedScene(TorchDistribution):
         places, rank = places_of(population, self.features.shape[0])
         means = scene_means(places, population.weights(), images, self.parameters, self.canvas, rank)
         return means.reshape(-1, *self.event_shape)
+
+    @property
+    def numbers_per_state(self) -> int:
+        """How many numbers the density of one state takes on the way: no image is made of it."""
+        return len(self.features)
 
     @property
     def parameters(self) -> SceneParameters:

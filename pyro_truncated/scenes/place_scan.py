@@ -9,9 +9,10 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scene_scan import scan_at, scan_places
+from pyro_truncated.ops.scenes import scene_pixel_log_prob
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import blocks_of_rows
 
 Scene = Callable[[], SceneParameters]
 _BYTES_PER_SCORE = 32  # of an object at a place, temporaries included
@@ -53,18 +54,37 @@ class PlaceScan:
 
     def __call__(self, batch: SearchBatch) -> Candidates:
         """Candidates of the batch's data points."""
+        return self._candidates(self._images(batch), None)
+
+    def beside(self, batch: SearchBatch, places: Tensor, rank: Tensor | None = None) -> Candidates:
+        """Candidates to be put into scenes of places ``(N, H)``, -1 for absent objects, and depth ranks ``(N, H)``.
+
+        Objects are compared with what the scene makes of the image, not with the bare background. Where others lie they may be hidden, so
+        no mask counts as more probable than not.
+        """
+        images, scene = self._images(batch), self.scene()
+        ranks = None if rank is None else rank.unsqueeze(1)
+        return self._candidates(images, scene_pixel_log_prob(places.unsqueeze(1), images, scene, self.canvas, ranks).squeeze(1))
+
+    def _images(self, batch: SearchBatch) -> Tensor:
         if self.site not in batch.observations:
             raise ValueError(f"PlaceScan found no observed site {self.site!r}; the model has {list(batch.observations)}")
-        images, scene = batch.observations[self.site].flatten(1, 2), self.scene()
-        step = rows_per_block(_BYTES_PER_SCORE * len(scene.features) * self.canvas.num_places)
+        return batch.observations[self.site].flatten(1, 2)
+
+    def _candidates(self, images: Tensor, behind: Tensor | None) -> Candidates:
+        scene = self.scene()
+        if behind is not None:
+            scene = scene._replace(masks=scene.masks.clamp(max=0.5))
         options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
-        found = (scan_places(block, scene, self.canvas, **options) for block in images.split(step))
-        return join([best_places(scores, self.canvas, self.num_candidates) for scores in found])
+        found = []
+        for rows in blocks_of_rows(len(images), _BYTES_PER_SCORE * len(scene.features) * self.canvas.num_places):
+            scores = scan_places(images[rows], scene, self.canvas, behind=None if behind is None else behind[rows], **options)
+            found.append(best_places(scores, self.canvas, self.num_candidates))
+        return join(found)
 
     def scores_at(self, batch: SearchBatch, objects: Tensor, places: Tensor) -> Tensor:
         """Scores ``(N, K, P)`` of some objects ``(N, K)`` at some places ``(N, K, P)`` only."""
-        images = batch.observations[self.site].flatten(1, 2)
-        return scan_at(images, self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
+        return scan_at(self._images(batch), self.scene(), self.canvas, objects, places, clutter=self.clutter, min_mask=self.min_mask)
 
 
 class RefinedPlaces:

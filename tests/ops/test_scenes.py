@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scene_scan import scan_at, scan_places
-from pyro_truncated.ops.scenes import scene_log_prob, scene_statistics
+from pyro_truncated.ops.scenes import scene_log_prob, scene_pixel_log_prob, scene_statistics
 from pyro_truncated.ops.unpacked import normal_log_density
 from pyro_truncated.ops.vectorised import scene_scan, scenes
 
@@ -79,6 +79,17 @@ def test_density_sums_over_all_masks_and_owners(wrap: bool, in_depth: bool) -> N
     torch.testing.assert_close(scene_log_prob(places, images, parameters, canvas, given), expected, rtol=1e-12, atol=1e-10)
     dense = scenes.log_prob(places, given, images, parameters, canvas)
     torch.testing.assert_close(dense, expected, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("in_depth", [True, False])
+def test_densities_of_pixels_add_up_to_that_of_the_image(in_depth: bool) -> None:
+    canvas, places, rank, images, parameters = make_problem(wrap=True)
+    ranks = rank if in_depth else None
+    pixels = scene_pixel_log_prob(places, images, parameters, canvas, ranks)
+    torch.testing.assert_close(pixels.sum(-1), scene_log_prob(places, images, parameters, canvas, ranks), rtol=1e-12, atol=1e-9)
+    torch.testing.assert_close(pixels, scenes.pixel_log_prob(places, ranks, images, parameters, canvas), rtol=1e-12, atol=1e-9)
+    behind = normal_log_density(images, *parameters[3:])
+    torch.testing.assert_close(pixels[:, 0], behind, rtol=1e-12, atol=1e-9)  # nothing is there
 
 
 @pytest.mark.parametrize("in_depth", [True, False])
@@ -185,6 +196,18 @@ def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     expected = scene_scan.scan(images, parameters, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(cluttered, expected, rtol=1e-4, atol=2e-3)
     assert not torch.allclose(bare, cluttered, atol=0.1)
+
+
+def test_scan_beside_a_scene_is_the_gain_of_an_object_in_front_of_it() -> None:
+    canvas, places, _, images, parameters = make_problem(wrap=True)
+    places, rank = places[:, 4:5], torch.arange(4).expand(3, 1, 4)
+    places[..., 0] = -1
+    behind = scene_pixel_log_prob(places, images, parameters, canvas, rank)
+    got = scan_places(images, parameters, canvas, behind=behind.squeeze(1))
+    added = places.repeat(1, canvas.num_places, 1)
+    added[..., 0] = torch.arange(canvas.num_places)
+    gains = scene_log_prob(added, images, parameters, canvas, rank.expand_as(added)) - behind.sum(-1)
+    torch.testing.assert_close(got[:, 0].double(), gains, rtol=1e-5, atol=2e-3)
 
 
 @pytest.mark.parametrize("wrap", [True, False])

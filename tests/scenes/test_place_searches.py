@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyro
 import pytest
@@ -15,6 +16,7 @@ from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.scene_scan import scan_places
 from pyro_truncated.scenes import (
+    PlacementCompletion,
     PlacementMoves,
     PlacementSelection,
     PlaceRegression,
@@ -24,6 +26,7 @@ from pyro_truncated.scenes import (
     generated_objects,
     occluded_scenes,
 )
+from pyro_truncated.scenes.arrangement import depth_code
 from pyro_truncated.scenes.candidates import Candidates, best_places, place_probabilities
 from pyro_truncated.search import SearchBatch
 from pyro_truncated.states import Population
@@ -126,6 +129,47 @@ def test_chance_rounds_for_each_image_on_its_own() -> None:
     # 0.3 of the images give one place to chance, which goes to one of three objects; five standard deviations: once in two million seeds.
     share = float((objects[:, 1] != 1).double().mean())
     assert abs(share - 0.2) < 5 * (0.16 / 2000) ** 0.5
+
+
+@pytest.mark.parametrize("order", ["exclusive", "depth"])
+def test_completion_finds_one_object_after_the_other(order: str) -> None:
+    """Up to six objects in 16 x 16 pixels, many of them hidden in part: from nothing at all to what explains as much as the truth."""
+    objects = generated_objects(6, 5, torch.Generator().manual_seed(0))
+    scenes = occluded_scenes(objects, 40, (16, 16), presence=0.6, wrap=True, generator=torch.Generator().manual_seed(1))
+    model = OcclusiveComponents(6, (16, 16), (5, 5), order=order, min_scale=0.01)
+    model.features, model.masks = objects.features, objects.masks * 0.98 + 0.01
+    model.scale = model.background_scale = torch.tensor(0.05)
+    guide = AutoTruncated(model, num_states=24)
+    guide.setup(scenes.data)
+    rank = scenes.depth if order == "depth" else None
+    true = packed_scenes_of(guide.space, scenes.presence.long(), scenes.position, rank)
+    truth = guide.log_joint_of(scenes.data).score(true.unsqueeze(1)).squeeze(1)
+    search = PlacementCompletion(PlaceScan(model.parameters_of_scene, model.canvas), 3)
+    guide = guide.infer(scenes.data, search, steps=20)
+    # Hardly visible ones may be elsewhere, and orders that show the same are as good.
+    best = guide.population().log_joint.max(1).values
+    assert int((best > truth - 5.0).sum()) >= 36
+
+
+def packed_scenes_of(space: StateSpace, presence: Tensor, position: Tensor, rank: Tensor | None) -> Tensor:
+    parts = [presence, position * presence]
+    return space.pack(torch.cat(parts if rank is None else [*parts, depth_code(rank, presence)], -1))
+
+
+@pytest.mark.parametrize("in_depth", [False, True])
+def test_completion_leaves_out_one_object_at_most_and_adds_the_best_others_in_all_combinations(in_depth: bool) -> None:
+    batch = make_batch(in_depth=in_depth)
+    places = torch.randint(NUM_PLACES, (3, NUM_OBJECTS, 1))
+    scan = SimpleNamespace(beside=lambda batch, scene, rank: Candidates(torch.arange(4.0).expand(3, -1).unsqueeze(-1), places))
+    proposed = PlacementCompletion(scan, 2).propose(batch)
+    known, found = places_in(batch.space, batch.population.words), places_in(batch.space, proposed.words)
+    for n in range(3):
+        rest, full = found[n, 0], found[n, -1]
+        assert any(bool(((rest == parent) | (rest < 0)).all()) and int((rest != parent).sum()) <= 1 for parent in known[n])
+        absent = (rest < 0).nonzero().flatten().tolist()[-2:]
+        assert (full != rest).nonzero().flatten().tolist() == absent
+        assert all(int(full[h]) == int(places[n, h]) for h in absent)
+        assert len({tuple(state) for state in found[n].tolist()}) == 2 ** len(absent)
 
 
 @pytest.mark.parametrize("in_depth", [False, True])

@@ -33,6 +33,14 @@ def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: ScenePa
     return out
 
 
+def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scene_pixel_log_prob`."""
+    states, model = _arguments(places, rank, scene, canvas)
+    out = torch.empty(*places.shape[:2], images.shape[1], dtype=torch.float64, device="cpu")
+    _pixel_log_prob(*states, as_array(images), *model, out.numpy())
+    return out
+
+
 def statistics(
     places: Tensor, rank: Tensor | None, weights: Tensor, images: Tensor, scene: SceneParameters, canvas: Canvas
 ) -> tuple[Tensor, ...]:
@@ -83,6 +91,47 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
                     value += memory[4][state[3][j]]
                 out[n, c] = value + _correction(count, model, memory, state, local, space)
             forget(memory)
+
+
+@parallel_kernel(cost=HEAVY, error_model="numpy")
+def _pixel_log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
+    """Log densities of the pixels ``(N, C, D)``; the other arguments are those of :func:`_log_prob`, which sums them."""
+    num_data, num_candidates = places.shape[:2]
+    num_blocks = min(num_data, _MAX_BLOCKS)
+    constant = 0.5 * images.shape[2] * np.log(2 * np.pi)
+    for block in prange(num_blocks):
+        low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
+        model = features, masks, variance, shape, nodes, weights
+        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        energy = np.empty(images.shape[1])
+        space = np.zeros(images.shape[1], np.int64), np.empty(images.shape[1], np.int64), np.empty(images.shape[1], np.int64)
+        for n in range(low, high):
+            background_energy(images[n], background, background_variance, energy)
+            for c in range(num_candidates):
+                out[n, c] = -energy - constant
+                count = lay_out(places[n, c], rank[n, c], images[n], energy, model, memory, state)
+                _add_ratios(count, model, memory, state, local, space, out[n, c])
+            forget(memory)
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _add_ratios(count, model, memory, state, local, space, out):
+    """Adds log ratios of the density under a state and that of the background to its pixels."""
+    masks, shape, nodes, weights = model[1], model[3], model[4], model[5]
+    found, top, left, slots = state
+    member, entry, alpha, ratio, share, responsibility, _, factor = local
+    for j in range(count):
+        for i in range(masks.shape[1]):
+            out[pixel_under(shape, top[j], left[j], i)] += memory[3][slots[j], i]
+    for x in range(shared_pixels(count, shape, state, space)):
+        pixel = space[1][x]
+        over = those_over(
+            pixel, space[2][x], count, masks, memory[2], shape[0], shape[1], shape[3], found, top, left, slots, member, entry, alpha, ratio
+        )
+        out[pixel] += own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor)
+        out[pixel] += np.log(factor[0])
+        for m in range(over):
+            out[pixel] -= memory[3][member[m], entry[m]]
 
 
 @njit(cache=True, nogil=True, error_model="numpy")

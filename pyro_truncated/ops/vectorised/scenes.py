@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
@@ -18,15 +18,22 @@ _TINY = 1e-300
 
 def log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
     """Log densities ``(N, C)``; see :func:`pyro_truncated.ops.scenes.scene_log_prob`. Differentiable by torch itself."""
+    return torch.cat([pixels.sum(-1) for pixels in _pixel_blocks(places, rank, images, scene, canvas)])
+
+
+def pixel_log_prob(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Tensor:
+    """Log densities of the pixels ``(N, C, D)``; see :func:`pyro_truncated.ops.scenes.scene_pixel_log_prob`."""
+    return torch.cat(list(_pixel_blocks(places, rank, images, scene, canvas)))
+
+
+def _pixel_blocks(places: Tensor, rank: Tensor | None, images: Tensor, scene: SceneParameters, canvas: Canvas) -> Iterator[Tensor]:
     images, (features, masks, variance, background, background_variance) = images.double(), _doubles(scene)
-    blocks = []
     for rows in blocks_of_rows(max(1, len(places)), _bytes_per_row(places, images)):
         behind = normal_log_density(images[rows], background, background_variance)
         ranks = None if rank is None else rank[rows]
         alpha, ratio = _layers(places[rows], images[rows], behind, features, masks, variance, canvas)
         share, rest = _shares(alpha, ranks)
-        blocks.append(behind.sum(-1, keepdim=True) + _mixture(share, rest, ratio).sum(-1))
-    return torch.cat(blocks)
+        yield behind.unsqueeze(1) + _mixture(share, rest, ratio)
 
 
 def statistics(
