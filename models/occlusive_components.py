@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import ClassVar
 
 import pyro
 import torch
@@ -20,7 +21,7 @@ from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
 from pyro_truncated.search import Search
 
 _NEVER_SEEN = 1e-8
-_NUM_ADDED = 4
+_NUM_ADDED, _NUM_MOVED = 4, 4
 
 
 class OcclusiveComponents(UniqueModule):
@@ -72,6 +73,8 @@ class OcclusiveComponents(UniqueModule):
         Dai, Exarchakis and Lücke, "What are the invariant occlusive components of image patches? A probabilistic generative approach",
         NIPS 2013; Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select", Neural Computation 29 (2017), section 5.3.
     """
+
+    starts_near_the_end: ClassVar[bool] = True  # what `initialize` finds are the objects, nearly
 
     features: Tensor
     masks: Tensor
@@ -179,7 +182,7 @@ class OcclusiveComponents(UniqueModule):
             A :class:`~pyro_truncated.scenes.PlacementCompletion` with :class:`~pyro_truncated.scenes.PlacementMoves`.
         """
         completion = PlacementCompletion(PlaceScan(self.parameters_of_scene, self.canvas), _NUM_ADDED)
-        return completion + PlacementMoves(self.canvas.grid, min(4, num_states), 5, wrap=self.canvas.wrap)
+        return completion + PlacementMoves(self.canvas.grid, 1, _NUM_MOVED, wrap=self.canvas.wrap)
 
     @torch.no_grad()
     @takes_arrays

@@ -28,7 +28,7 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.ops.mixture_products import mixture_products
-from pyro_truncated.scenes import PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
+from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
 from pyro_truncated.utils.progress import progress_bar
 
@@ -129,7 +129,7 @@ def _scenes(dtype: torch.dtype) -> None:
         moves = PlacementMoves(model.canvas.grid, parents=2, children=2)
         for affinity in (scan, RefinedPlaces(scan, scan, 2)):
             _train(model, y, PlacementSelection(affinity, 2) + moves, closed_form=True)
-        _train(model, y, moves)
+        _train(model, y, PlacementCompletion(scan, 2) + moves)
 
 
 def _psi(dtype: torch.dtype) -> None:

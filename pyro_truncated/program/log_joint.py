@@ -183,4 +183,5 @@ class LogJoint(Probe):
 def _numbers_per_state(distribution: Any) -> int:
     """How many numbers the density of one state takes on the way: as many as a value has, or fewer if the distribution says so."""
     size = math.prod(distribution.event_shape)
-    return min(size, getattr(distribution, "numbers_per_state", size))
+    number: int = min(size, getattr(distribution, "numbers_per_state", size))
+    return number

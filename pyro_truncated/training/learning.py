@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -14,9 +15,10 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import put_back
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
-from pyro_truncated.training.starts import Run, Settings, offer, space_of
+from pyro_truncated.training.starts import Run, Settings, are_at_rest, offer, space_of
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -28,11 +30,14 @@ from pyro_truncated.utils.progress import progress_bar
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
 # The part of the training at the end in which an evolutionary search nobody asked for gives way to full conditionals.
 _LOOKS_CLOSELY = 10
+# Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
+_LITTLE = 0.5
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
 _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
+_DEFAULTS_NEAR_THE_END = 1.0, 0.05
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -78,7 +83,7 @@ def learn(
     found in the other start; half a nat per parameter of latents that are spare, because the data support fewer, which is what these gain
     from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
 
-    Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.starts.ResizableModel`:
+    Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.model_kinds.ResizableModel`:
     sparse coding, noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are
     rare there. Afterwards those latents are removed, a third of the surplus at a time, without which the best states lose least (see
     :func:`~pyro_truncated.training.redundancy.losses_without`).
@@ -95,6 +100,11 @@ def learn(
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.
 
+    Starts of a model whose ``initialize`` finds the components by a search of its own, and says so by ``starts_near_the_end``, such as
+    :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end once five steps raise the free
+    energy by less than .3 % of what all have. What these five have raised it by does not count as a difference either. The training then
+    ends once five steps raise it by half of that.
+
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
     :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, without annealing.
@@ -109,12 +119,13 @@ def learn(
             population holds all states, evolutionary with crossover for binary latents, otherwise an
             :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
-        steps: training steps on all data after the best start.
+        steps: training steps on all data after the best start; the most of them for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.
         short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
             energy is at rest.
-        temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for mixtures, those
-            models with a single discrete latent per data point: the components that a high temperature makes equal do not part again.
+        temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
+            near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
+            equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
             whose optima lie closer together.
         lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
@@ -161,10 +172,13 @@ def learn(
             offer(run, y, own_rows(found.best.states, y))
         else:
             run.find_states(y)
-        for step in range(steps):
-            if step == steps - steps // _LOOKS_CLOSELY:
+        little = found.best.reached.noise * _LITTLE if starts_near_the_end(model) else -math.inf
+        values: list[float] = []
+        while len(values) < steps and not are_at_rest(values, little):
+            if len(values) == steps - steps // _LOOKS_CLOSELY:
                 run.look_closely()
-            bar.set_postfix(free_energy=f"{run.step(y):.2f}", refresh=False)
+            values.append(run.step(y))
+            bar.set_postfix(free_energy=f"{values[-1]:.2f}", refresh=False)
             bar.update()
         run.end()
     if doubts is not None:
@@ -189,6 +203,8 @@ def _num_causes(model: Any, space: StateSpace | None) -> int:
 
 
 def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
+    if starts_near_the_end(model):
+        return _DEFAULTS_NEAR_THE_END
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES
     return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
+from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, space_of, start
@@ -55,7 +56,8 @@ class SeveralStarts:
         # Starts from one place agree in bad optima, too: only those count that began apart.
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
-        self._settings = settings if self._first is None or plan.starts == 1 else settings.halved(space_of(model, y))
+        is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
+        self._settings = settings if is_full else settings.halved(space_of(model, y))
         self._assembly: Assembly | None = None
 
     def make(self, bar: ProgressBar) -> None:

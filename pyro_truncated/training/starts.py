@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from functools import partial
-from typing import Any, NamedTuple, Protocol, Self, cast, runtime_checkable
+from typing import Any, NamedTuple, cast
 
 import pyro
 import pyro.poutine as poutine
@@ -28,6 +28,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.exchangeable import exchangeable_latents
+from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, put_back, rate_of, tensors_of
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
@@ -40,24 +41,7 @@ from pyro_truncated.utils.own_store import empty_store
 _GROWTH = 2
 _SETTLING, _RESTING, _AT_REST, _LOOKING = 3, 5, 0.01, 10
 _LAST_RATE = 0.1
-
-
-@runtime_checkable
-class ResizableModel(Protocol):
-    """A model of exchangeable discrete latents, off at zero, that can have more or fewer of them."""
-
-    num_latents: int
-
-    def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
-
-
-@runtime_checkable
-class SearchedModel(Protocol):
-    """A model that says itself how its states are found."""
-
-    def default_search(self, num_states: int) -> Search:
-        """A search for populations of so many states per data point."""
+_NEARLY_AT_REST = 0.003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +154,7 @@ def _default_search(model: Any, space: StateSpace, num_states: int) -> Search:
 
 
 class Start(NamedTuple):
-    """What a short run reached, the model's parameters, and the states of binary latents."""
+    """What a short run reached, the model's parameters, and the states of its populations where training shall begin with them."""
 
     reached: Reached
     parameters: dict[str, Tensor]
@@ -194,8 +178,10 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
     if draws_starts(model):
         model.initialize(y, generator)
     with forgetting_guides(model, y):
-        reached = trained(Run(model, y, settings, temperature), y, steps)
-    return Start(reached, copies(model, y), None)
+        run = Run(model, y, settings, temperature)
+        if starts_near_the_end(model):
+            return Start(nearly_rested(run, y, steps), copies(model, y), _states(run))
+        return Start(trained(run, y, steps), copies(model, y), None)
 
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
@@ -272,10 +258,24 @@ def rested(run: Run, y: Tensor, most: int) -> Reached:
     """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
     run.look_closely()
     values: list[float] = []
-    while len(values) < most and (len(values) <= _RESTING or values[-1] > values[-1 - _RESTING] + _AT_REST):
+    while len(values) < most and not are_at_rest(values, _AT_REST):
         values += [run.step(y) for _ in range(min(_RESTING, most - len(values)))]
     run.end()
     return _reached(run, values)
+
+
+def nearly_rested(run: Run, y: Tensor, most: int) -> Reached:
+    """Takes steps until five of them raise the free energy by little of what all have: starts in one optimum may differ by as much."""
+    values = [run.step(y)]
+    while not (is_at_rest := are_at_rest(values, _NEARLY_AT_REST * (values[-1] - values[0]))) and len(values) < most:
+        values.append(run.step(y))
+    run.end()
+    return _reached(run, values)._replace(noise=max(0.0, values[-1] - values[-1 - _RESTING]) if is_at_rest else 0.0)
+
+
+def are_at_rest(values: list[float], little: float) -> bool:
+    """Whether five steps have raised the free energy by that little."""
+    return len(values) > _RESTING and values[-1] - values[-1 - _RESTING] <= little
 
 
 def _reached(run: Run, values: list[float]) -> Reached:

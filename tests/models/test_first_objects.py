@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.models.first_objects import Clusters, Windows, background_of, lone_windows, missing_energy, most_missed
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
+from pyro_truncated.training.starts import nearly_rested
 
 
 def test_background_is_the_narrow_part_of_the_pixels() -> None:
@@ -114,3 +116,37 @@ def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     model = OcclusiveComponents(2, (14, 14), (5, 5), order="depth", wrap=False)
     guide = learn(model, y[:20], num_states=2, steps=1, short_steps=1, starts=1, progress=False)
     assert bool(guide.population().log_joint.isfinite().all())
+
+
+def test_learn_ends_where_two_starts_agree_and_little_rises() -> None:
+    objects = generated_objects(4, 5, torch.Generator().manual_seed(0))
+    y = occluded_scenes(objects, 150, (10, 10), presence=0.3, noise=0.15, wrap=True, generator=torch.Generator().manual_seed(1)).data
+    model = OcclusiveComponents(4, (10, 10), (5, 5))
+    guide = learn(model, y, num_states=16, generator=torch.Generator().manual_seed(2), progress=False)
+    assert len(guide.starts) == 2
+    assert bool(match_objects(model.features, model.masks, objects).recovered().all())
+
+
+class Rising:
+    """A run whose free energies are given."""
+
+    def __init__(self, values: list[float]) -> None:
+        self.values, self.taken = values, 0
+        self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
+
+    def step(self, y: torch.Tensor) -> float:
+        self.taken += 1
+        return self.values[self.taken - 1]
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("most", "taken", "noise"), [(60, 22, 0.7), (10, 10, 0.0), (3, 3, 0.0)])
+def test_a_start_ends_where_five_steps_raise_little_of_what_all_have(most: int, taken: int, noise: float) -> None:
+    """It rises by 200 at first, by 20 in a step until the sixteenth, and then by .14: five steps of these are less than .3 % of all."""
+    run = Rising([0.0, 200.0, *(200.0 + 20.0 * step for step in range(1, 16)), *(500.0 + 0.14 * step for step in range(1, 60))])
+    reached = nearly_rested(run, torch.zeros(1), most)
+    assert run.taken == taken
+    assert reached.noise == pytest.approx(noise)
+    assert reached.free_energy == run.values[taken - 1]

@@ -1,6 +1,6 @@
 """Whether objects are found in noise without spare ones, by the start and by `learn`: one line of JSON for each run.
 
-    python -m tests.papers.experiments.occlusive_noise --noise 0.15 --seeds 20 --steps 3 --starts 1
+    python -m tests.papers.experiments.occlusive_noise --noise 0.15 --seeds 20
     python -m tests.papers.experiments.occlusive_noise --noise 0.15 --seeds 20 --only-start
 
 The scenes are those of `occlusive_components.py`: 16 COIL-100 objects, 30 x 30 pixels.
@@ -37,9 +37,11 @@ def start(model: OcclusiveComponents, y: Tensor, args: argparse.Namespace) -> di
 
 
 def train(model: OcclusiveComponents, y: Tensor, args: argparse.Namespace) -> dict[str, Any]:
+    asked = {"num_states": args.states, "steps": args.steps, "short_steps": args.short_steps, "starts": args.starts}
+    given = {name: value for name, value in asked.items() if value is not None}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", DisagreeingStartsWarning)
-        guide = learn(model, y, num_states=args.states, steps=args.steps, short_steps=args.steps, starts=args.starts, progress=False)
+        guide = learn(model, y, progress=False, **given)
     free_energy = float(guide.population().free_energy().mean())
     return {"starts": guide.starts, "free_energy": free_energy, "warned": len(caught) > 0}
 
@@ -63,9 +65,8 @@ def main() -> None:
     parser.add_argument("--learned", type=int, default=NUM_OBJECTS, help="number of learned objects")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=20)
-    parser.add_argument("--states", type=int, default=32)
-    parser.add_argument("--steps", type=int, default=3, help="of each start, and after the best one")
-    parser.add_argument("--starts", type=int, default=1)
+    for name in ("states", "steps", "short-steps", "starts"):
+        parser.add_argument(f"--{name}", type=int, help="default: as `learn` has it")
     parser.add_argument("--only-start", action="store_true", help="no learning")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,0 +1,35 @@
+"""What models may say of themselves to those who train them."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, Self, runtime_checkable
+
+from torch import Tensor
+
+from pyro_truncated.search.base import Search
+
+
+@runtime_checkable
+class ResizableModel(Protocol):
+    """A model of exchangeable discrete latents, off at zero, that can have more or fewer of them."""
+
+    num_latents: int
+
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+
+
+@runtime_checkable
+class SearchedModel(Protocol):
+    """A model that says itself how its states are found."""
+
+    def default_search(self, num_states: int) -> Search:
+        """A search for populations of so many states per data point."""
+
+
+def starts_near_the_end(model: Any) -> bool:
+    """Whether ``initialize`` finds the components by a search of its own, as the model says by an attribute of this name.
+
+    Starts then need no annealing, and they and the training end as soon as little rises any more.
+    """
+    return bool(getattr(model, "starts_near_the_end", False))
