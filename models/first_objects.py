@@ -18,6 +18,7 @@ _WINDOWS_PER_OBJECT, _MOST_WINDOWS = 60, 2000
 _CANDIDATES_PER_OBJECT, _MOST_CANDIDATES = 20, 500
 _CLUSTERS_PER_OBJECT, _STEPS = 2, 4
 _ALIKE = 0.3  # less of a window's energy is missing in an object that it shows
+_NOISE_OF_COPIES = 0.1
 _MOST_PIXELS = 20_000
 _BLOCK = 100  # windows that are compared at once
 
@@ -122,10 +123,18 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
     drawn = torch.randperm(len(windows.energy), generator=generator, device=device)[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
-    found = found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number))
+    found = _parted(found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
     for _ in range(_STEPS):
         found = _averaged(windows, found)
     return found.take(most_missed(missing_energy(windows, found)[0], number))
+
+
+def _parted(found: Clusters, number: int, generator: torch.Generator | None) -> Clusters:
+    """Those beyond the first ``number``, which repeat these, with some noise: objects that are equal stay so in learning."""
+    device = found.objects.device if generator is None else generator.device
+    noise = torch.randn(found.objects[number:].shape, generator=generator, device=device).to(found.objects)
+    size = found.objects[number:].square().mean((1, 2, 3), keepdim=True).sqrt()
+    return found._replace(objects=torch.cat([found.objects[:number], found.objects[number:] + _NOISE_OF_COPIES * size * noise]))
 
 
 def missing_energy(windows: Windows, found: Clusters) -> tuple[Tensor, Tensor]:

@@ -118,13 +118,22 @@ def test_the_search_of_learn_fits_small_populations_and_few_objects() -> None:
     assert bool(guide.population().log_joint.isfinite().all())
 
 
+@pytest.mark.slow
 def test_learn_ends_where_two_starts_agree_and_little_rises() -> None:
     objects = generated_objects(4, 5, torch.Generator().manual_seed(0))
-    y = occluded_scenes(objects, 150, (10, 10), presence=0.3, noise=0.15, wrap=True, generator=torch.Generator().manual_seed(1)).data
+    y = occluded_scenes(objects, 100, (10, 10), presence=0.3, noise=0.15, wrap=True, generator=torch.Generator().manual_seed(1)).data
     model = OcclusiveComponents(4, (10, 10), (5, 5))
-    guide = learn(model, y, num_states=16, generator=torch.Generator().manual_seed(2), progress=False)
+    guide = learn(model, y, num_states=12, generator=torch.Generator().manual_seed(2), progress=False)
     assert len(guide.starts) == 2
     assert bool(match_objects(model.features, model.masks, objects).recovered().all())
+
+
+def test_more_objects_than_windows_are_not_copies_of_each_other() -> None:
+    objects = generated_objects(2, 3, torch.Generator().manual_seed(0))
+    y = occluded_scenes(objects, 1, (8, 8), presence=1.0, noise=0.02, wrap=True, generator=torch.Generator().manual_seed(1)).data
+    model = OcclusiveComponents(6, (8, 8), (3, 3)).initialize(y, torch.Generator().manual_seed(2))
+    apart = torch.cdist(model.features.detach().flatten(1), model.features.detach().flatten(1)) + torch.eye(6)
+    assert float(apart.min()) > 0.01
 
 
 class Rising:
