@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 
@@ -25,6 +26,8 @@ _THRESHOLD = 2.0
 # How near in place patches of a first cluster are, in deviations of the noise per entry.
 _NEARNESS = 0.08
 _LEAST_ERROR = 0.03
+# Steps in which patches agree: how many, the share of the noisy array in what is cut, and the noise of that, as a part of the noise.
+_AGREEMENTS, _SHARE, _PART = 2, 0.3, 0.5
 # In the first round; of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
 _PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
@@ -38,6 +41,7 @@ def restored_by_mixtures(
     patches: Sequence[Patches],
     num_components: int | None,
     rounds: int,
+    agree: bool,
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> tuple[Tensor, float, PatchMixture, AutoTruncated]:
@@ -50,12 +54,14 @@ def restored_by_mixtures(
         patches: patches of the array, of one side or more.
         num_components: of each mixture; default: by the number of patches and the round.
         rounds: number of rounds.
+        agree: whether the patches of the last round shall agree on one array.
         generator: source of randomness.
         progress: whether to show a progress bar.
 
     Returns:
-        The mean of the arrays of the last two rounds, or that of the last alone if it has more components; the standard deviation of the
-        noise that the last mixture asks for; it; and its guide.
+        The mean of the arrays of the last round, after the steps in which patches agree; without them the mean of those of the last two
+        rounds, or of the last alone if it has more components; the standard deviation of the noise that the last mixture asks for; it; and
+        its guide.
     """
     arrays = [torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)]
     with progress_bar(progress, total=rounds * len(patches) * _ITERATIONS, desc="restoring") as bar:
@@ -69,6 +75,9 @@ def restored_by_mixtures(
             if number == 0:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
                 noise = 0.5 * (noise + learned_noise)
+    if agree:
+        learned = [(windows, *of_side[2:]) for windows, of_side in zip(patches, found, strict=True)]
+        return _agreed(image, arrays[-1], learned), learned_noise, mixture, guide
     has_grown = num_components is None and _growth(patches[0], rounds - 1) > _growth(patches[0], rounds - 2)
     return torch.stack(arrays[-1:] if rounds == 1 or has_grown else arrays[-2:]).mean(0), learned_noise, mixture, guide
 
@@ -122,12 +131,41 @@ def _restored_by_mixture(
     nearest = _clusters(torch.cat([x, _NEARNESS * noise * places], 1), num_components, generator)
     mixture = PatchMixture(x.shape[1], num_components, places.shape[1], noise, x)
     guide = _learned(mixture, nearest, (filled, x, places), bar)
-    means, errors = mixture.posterior_means(guide.population(), y)
+    population = guide.population()
+    means, errors = mixture.posterior_means(population, y)
     variance = ((y - means).square() + errors).nanmean()
+    return _assembled(mixture, means, errors, y, patches), math.sqrt(variance), mixture, guide
+
+
+def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches) -> Tensor:
     if bool(y.isnan().any()):
         # What is expected of single entries that were not seen says less than what is expected of their patch.
         errors = errors.mean(1, keepdim=True)
-    return patches.assemble(means, 1 / (errors + _LEAST_ERROR * noise**2)), math.sqrt(variance), mixture, guide
+    return patches.assemble(means, 1 / (errors + _LEAST_ERROR * mixture.scale.square()))
+
+
+def _agreed(image: Tensor, estimate: Tensor, learned: Sequence[tuple[Patches, PatchMixture, AutoTruncated]]) -> Tensor:
+    """Steps in which all patches agree on one array: those of half-quadratic splitting.
+
+    The mixtures are given what lies between the restored and the noisy array, with half the noise, and the mean of what they make of it
+    is the next restored array.
+
+    Reference:
+        Zoran and Weiss, "From learning models of natural image patches to whole image restoration", International Conference on Computer
+        Vision, 2011.
+    """
+    for _ in range(_AGREEMENTS):
+        between = torch.lerp(estimate, image, _SHARE)
+        estimate = torch.stack([_with_less_noise(between, *of_side) for of_side in learned]).mean(0)
+    return estimate
+
+
+def _with_less_noise(image: Tensor, patches: Patches, mixture: PatchMixture, guide: AutoTruncated) -> Tensor:
+    y, places = patches.extract(image), patches.places().to(image)
+    sharper = copy.deepcopy(mixture)
+    sharper.scale = _PART * mixture.scale
+    population = _guide(sharper, guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
+    return _assembled(sharper, *sharper.posterior_means(population, y), y, patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:

@@ -30,6 +30,23 @@ def test_components_double_once_and_with_channels_twice(shape, number, expected)
     assert denoise(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == expected
 
 
+def recorded(monkeypatch, name):
+    """What a function of the rounds is called with and what it returns."""
+    calls, function = [], getattr(rounds, name)
+
+    def recording(*arguments):
+        calls.append((arguments, function(*arguments)))
+        return calls[-1][1]
+
+    monkeypatch.setattr(rounds, name, recording)
+    return calls
+
+
+def noisy(shape, scale=20.0):
+    ramp = torch.linspace(0, 100, shape[1], dtype=torch.float64).unsqueeze(1).expand(*shape[:2], shape[2] if len(shape) == 3 else 1)
+    return ramp.reshape(shape) + scale * torch.randn(shape, generator=generator())
+
+
 @pytest.mark.parametrize(
     ("shape", "number", "options", "averaged"),
     [
@@ -38,22 +55,65 @@ def test_components_double_once_and_with_channels_twice(shape, number, expected)
         ((16, 16), 3, {}, 2),
         ((16, 16), 3, {"num_components": 3}, 2),
         ((16, 16), 1, {"num_components": 3}, 1),
-        ((10, 10, 3), 3, {}, 1),
-        ((10, 10, 3), 4, {}, 2),
     ],
 )
-def test_rounds_are_averaged_if_the_last_two_have_as_many_components(monkeypatch, shape, number, options, averaged):
-    arrays, learned = [], rounds._restored_by_mixture
+def test_with_little_noise_rounds_are_averaged_if_the_last_two_have_as_many_components(monkeypatch, shape, number, options, averaged):
+    learned = recorded(monkeypatch, "_restored_by_mixture")
+    image = noisy(shape, 8.0)
+    restored = denoise(image, noise=8.0, rounds=number, generator=generator(1), progress=False, **options)
+    sides = len(learned) // number
+    assert sides > 1
+    arrays = [found[0] for _, found in learned]
+    torch.testing.assert_close(restored.image, torch.stack(arrays[-averaged * sides :]).mean(0) + image.mean())
 
-    def recording(*arguments):
-        found = learned(*arguments)
-        arrays.append(found[0])
-        return found
 
-    monkeypatch.setattr(rounds, "_restored_by_mixture", recording)
-    image = torch.linspace(0, 100, shape[1]).expand(shape[:2]).reshape(*shape[:2], 1).expand(*shape[:2], 3)
-    image = (image if len(shape) == 3 else image[..., 0]) + 20 * torch.randn(shape, generator=generator())
-    restored = denoise(image, noise=20.0, rounds=number, generator=generator(1), progress=False, **options)
-    num_sides = len(arrays) // number
-    assert num_sides > 1
-    torch.testing.assert_close(restored.image, torch.stack(arrays[-averaged * num_sides :]).mean(0) + image.mean())
+@pytest.mark.parametrize(
+    ("shape", "scale", "number"), [((16, 16), 20.0, 1), ((16, 16), 20.0, 2), ((10, 10, 3), 8.0, 1)], ids=["one round", "two", "channels"]
+)
+def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, number):
+    learned, steps = recorded(monkeypatch, "_restored_by_mixture"), recorded(monkeypatch, "_with_less_noise")
+    image = noisy(shape, scale)
+    restored = denoise(image, noise=scale, rounds=number, generator=generator(1), progress=False)
+    sides = len(learned) // number
+    assert sides > 1
+    assert len(steps) == 2 * sides
+    estimate = torch.stack([found[0] for _, found in learned[-sides:]]).mean(0)
+    for step in (steps[:sides], steps[sides:]):
+        for (arguments, _), (of_side, _) in zip(step, learned[-sides:], strict=True):
+            torch.testing.assert_close(arguments[0], 0.7 * estimate + 0.3 * (image - image.mean()))
+            assert arguments[1] is of_side[2]
+        estimate = torch.stack([array for _, array in step]).mean(0)
+    torch.testing.assert_close(restored.image, estimate + image.mean())
+
+
+def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
+    steps = recorded(monkeypatch, "_with_less_noise")
+    restored = denoise(noisy((14, 14)), noise=20.0, side=4, num_components=5, rounds=1, generator=generator(1), progress=False)
+    (cut, patches, mixture, guide), array = steps[-1]
+    assert mixture is restored.model
+    assert guide is restored.guide
+    y, places, scale = patches.extract(cut), patches.places().double(), 0.5 * mixture.scale
+    log_joints, means, variances = [], [], []
+    for k in range(5):
+        prior = mixture.factor[k] @ mixture.factor[k].mT
+        noisy_part = prior + scale**2 * torch.eye(16, dtype=torch.float64)
+        gain = torch.linalg.solve(noisy_part, prior).mT
+        place = torch.distributions.Normal(mixture.places[k], mixture.spreads[k]).log_prob(places).sum(1)
+        of_patch = torch.distributions.MultivariateNormal(mixture.loc[k], noisy_part).log_prob(y)
+        log_joints.append(mixture.weights[k].log() + of_patch + 0.5 * place)
+        means.append(mixture.loc[k] + (y - mixture.loc[k]) @ gain.mT)
+        variances.append((prior - gain @ prior).diagonal().expand_as(y))
+    best, kept = torch.stack(log_joints, 1).topk(3, 1)
+    shares = torch.zeros(len(y), 5, dtype=torch.float64).scatter(1, kept, best.softmax(1)).mT.unsqueeze(-1)
+    mean = (shares * torch.stack(means)).sum(0)
+    errors = (shares * (torch.stack(variances) + (torch.stack(means) - mean).square())).sum(0)
+    torch.testing.assert_close(array, patches.assemble(mean, 1 / (errors + 0.03 * scale**2)))
+
+
+def test_where_entries_are_missing_the_last_round_is_returned_as_it_is(monkeypatch):
+    learned = recorded(monkeypatch, "_restored_by_mixture")
+    image = noisy((14, 14))
+    image[3:5, 6] = math.nan
+    restored = denoise(image, noise=20.0, rounds=2, generator=generator(1), progress=False)
+    last = torch.stack([found[0] for _, found in learned[len(learned) // 2 :]]).mean(0)
+    torch.testing.assert_close(restored.image, last + image.nanmean())
