@@ -17,8 +17,9 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import put_back
+from pyro_truncated.training.resting import are_at_rest
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
-from pyro_truncated.training.starts import Run, Settings, are_at_rest, offer, space_of
+from pyro_truncated.training.starts import Run, Settings, offer, space_of
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -116,13 +117,13 @@ def learn(
             latents.
         y: data, ``(N, ...)``, the model's argument.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
-            population holds all states, evolutionary with crossover for binary latents, otherwise an
+            population holds all states, evolutionary with crossover for latents most of which are binary, otherwise an
             :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
         steps: training steps on all data after the best start; the most of them for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.
         short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
-            energy is at rest.
+            energy is at rest; by gradients up to four times as many until it is.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
             near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
             equal do not part again.
@@ -168,6 +169,7 @@ def learn(
         put_back(model, part, found.best.parameters)
         bar.total, bar.desc = bar.n + steps, "training"
         run = Run(model, y, settings.slowing(steps))
+        run.take_over(found.best.beside, y)
         if found.best.states is not None and is_all:
             offer(run, y, own_rows(found.best.states, y))
         else:

@@ -61,7 +61,7 @@ class SeveralStarts:
         self._assembly: Assembly | None = None
 
     def make(self, bar: ProgressBar) -> None:
-        """Makes starts until two agree; those that may begin where another one has ended come back too often to end it."""
+        """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""
         number = 0
         while number < self._most():
             bar.set_description(f"start {number + 1}")
@@ -87,9 +87,7 @@ class SeveralStarts:
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 
     def _is_enough(self) -> bool:
-        if self._assembly is not None:
-            return self._have_agreed() or self._assembly.is_complete()
-        return self._first is None and self._have_agreed()
+        return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
     def _have_agreed(self) -> bool:
         """Whether two starts that began apart have reached the same free energy, and none has reached more."""
@@ -124,7 +122,7 @@ class SeveralStarts:
 
     def _end(self, number: int, found: Start) -> None:
         self.energies.append(found.reached.free_energy)
-        if self._first is None or self._assembly is not None or number % 2 == 0:
+        if not self._first or self._assembly is not None or number % 2 == 0:
             self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)

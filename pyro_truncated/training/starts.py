@@ -25,7 +25,7 @@ from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
+from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.exchangeable import exchangeable_latents
 from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel, starts_near_the_end
@@ -33,15 +33,15 @@ from pyro_truncated.training.model_parameters import copies, draws_starts, forge
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.training.relocation import Relocations
+from pyro_truncated.training.resting import climbed, nearly_rested, rested, trained
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.own_store import empty_store
 
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
-_SETTLING, _RESTING, _AT_REST, _LOOKING = 3, 5, 0.01, 10
+_SETTLING, _LOOKING = 3, 10
 _LAST_RATE = 0.1
-_NEARLY_AT_REST = 0.003
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +91,27 @@ class Run:
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self._relocations = elbo, Relocations(model, self.truncated, y)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
+
+    @property
+    def is_by_gradients(self) -> bool:
+        """Whether the model has no M-steps of its own."""
+        return self._driver is None
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What has been learned of continuous latents beside the truncated ones, by name."""
+        has_others = self.truncated is not None and self.guide is not self.truncated
+        return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
+
+    @torch.no_grad()
+    def take_over(self, beside: dict[str, Tensor], y: Tensor) -> None:
+        """Begins with what another run has learned of continuous latents, but for those of other data points."""
+        if beside:
+            with spare_random_numbers(), poutine.block():
+                self.guide(y)
+            for name, value in self.beside.items():
+                if value.shape == beside[name].shape:
+                    value.copy_(beside[name])
 
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
@@ -146,7 +167,7 @@ def _selection() -> Search:
 def _default_search(model: Any, space: StateSpace, num_states: int) -> Search:
     if isinstance(model, SearchedModel):
         return model.default_search(num_states)
-    is_combined = space.is_binary or isinstance(model, ResizableModel)
+    is_combined = 2 * space.cardinalities.count(2) > space.num_latents or isinstance(model, ResizableModel)
     return EvolutionarySearch(crossover=True) if is_combined and space.size > num_states else AutomaticSearch()
 
 
@@ -154,11 +175,12 @@ def _default_search(model: Any, space: StateSpace, num_states: int) -> Search:
 
 
 class Start(NamedTuple):
-    """What a short run reached, the model's parameters, and the states of its populations where training shall begin with them."""
+    """What a short run reached, the model's parameters, the states that training shall begin with, and what it learned of other latents."""
 
     reached: Reached
     parameters: dict[str, Tensor]
     states: Tensor | None
+    beside: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
 
 
 def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None) -> Start:
@@ -181,7 +203,8 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         run = Run(model, y, settings, temperature)
         if starts_near_the_end(model):
             return Start(nearly_rested(run, y, steps), copies(model, y), _states(run))
-        return Start(trained(run, y, steps), copies(model, y), None)
+        reached = climbed(run, y, steps) if run.is_by_gradients else trained(run, y, steps)
+    return Start(reached, copies(model, y), None, {name: value.clone() for name, value in run.beside.items()})
 
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
@@ -243,44 +266,6 @@ def _num_parameters(model: Any, y: Tensor) -> int:
 def _states(run: Run) -> Tensor:
     assert run.truncated is not None
     return run.truncated.population().states()
-
-
-def trained(run: Run, y: Tensor, steps: int) -> Reached:
-    """Takes so many steps; the free energy per data point before the last one, or the mean of the last sixth of a sampler's log joints."""
-    values = [run.step(y) for _ in range(steps)]
-    run.end()
-    if run.truncated is None:
-        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y))
-    return _reached(run, values)
-
-
-def rested(run: Run, y: Tensor, most: int) -> Reached:
-    """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
-    run.look_closely()
-    values: list[float] = []
-    while len(values) < most and not are_at_rest(values, _AT_REST):
-        values += [run.step(y) for _ in range(min(_RESTING, most - len(values)))]
-    run.end()
-    return _reached(run, values)
-
-
-def nearly_rested(run: Run, y: Tensor, most: int) -> Reached:
-    """Takes steps until five of them raise the free energy by little of what all have: starts in one optimum may differ by as much."""
-    values = [run.step(y)]
-    while not (is_at_rest := are_at_rest(values, _NEARLY_AT_REST * (values[-1] - values[0]))) and len(values) < most:
-        values.append(run.step(y))
-    run.end()
-    return _reached(run, values)._replace(noise=max(0.0, values[-1] - values[-1 - _RESTING]) if is_at_rest else 0.0)
-
-
-def are_at_rest(values: list[float], little: float) -> bool:
-    """Whether five steps have raised the free energy by that little."""
-    return len(values) > _RESTING and values[-1] - values[-1 - _RESTING] <= little
-
-
-def _reached(run: Run, values: list[float]) -> Reached:
-    assert run.truncated is not None
-    return Reached(values[-1], each=run.truncated.population().free_energy())
 
 
 def _losses(run: Run, y: Tensor) -> Tensor:

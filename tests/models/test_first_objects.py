@@ -13,7 +13,7 @@ from pyro_truncated.distributions import Canvas
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.models.first_objects import Clusters, Windows, background_of, lone_windows, missing_energy, most_missed
 from pyro_truncated.scenes import Objects, generated_objects, match_objects, occluded_scenes
-from pyro_truncated.training.starts import nearly_rested
+from pyro_truncated.training.resting import nearly_rested
 
 
 def test_background_is_the_narrow_part_of_the_pixels() -> None:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
+from pyro.infer import SVI
+from pyro.ops.indexing import Vindex
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import learn, learning
-from pyro_truncated.training.starts import Run, Settings, rested
+from pyro_truncated.training.resting import climbed, rested
+from pyro_truncated.training.starts import Run, Settings
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -117,3 +122,27 @@ def test_training_ends_with_a_closer_look(monkeypatch):
     y = linear_bars(100, 3, mean_active=2.0, generator=generator()).data
     learn(BinarySparseCoding(9, 6), y, starts=1, short_steps=2, steps=20, num_states=8, progress=False)
     assert done == ["step"] * 18 + ["look"] + ["step"] * 2
+
+
+def test_starts_by_gradients_go_on_while_they_climb():
+    rising = [float(step) for step in range(36)] + [36.0] * 90
+    # Of ten steps at the top none raises the mean of the ten before, which began at the top as well: rounded up to whole tens.
+    assert climbed(run_of(rising), None, 20).free_energy == 36.0
+    assert 126 - len(rising) == 60
+    assert climbed(run_of(forever := [float(step) for step in range(126)]), None, 20).free_energy == 79.0
+    assert len(forever) == 46
+
+
+def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
+    # All that is learned of these clusters is in the guide of their centres.
+    def clusters(y):
+        with pyro.plate("clusters", 3):
+            loc = pyro.sample("loc", dist.Normal(0.0, 20.0).expand([2]).to_event(1))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+            pyro.sample("y", dist.Normal(Vindex(loc.unsqueeze(-3))[..., z, :] if loc.dim() > 2 else loc[z], 1.0).to_event(1), obs=y)
+
+    y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())
+    guide = learn(clusters, y, starts=1, short_steps=60, steps=1, progress=False)
+    svi = SVI(clusters, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO())
+    assert -svi.evaluate_loss(y) / 90 == pytest.approx(guide.starts[0], abs=0.3)

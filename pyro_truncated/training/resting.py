@@ -1,0 +1,72 @@
+"""How long a run takes steps: so many, or until these raise its free energy no more."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
+
+if TYPE_CHECKING:
+    from pyro_truncated.training.starts import Run
+
+# Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
+_RESTING, _AT_REST = 5, 0.01
+# The same for models that start near the end, as a part of what all steps have raised it by.
+_NEARLY_AT_REST = 0.003
+# By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
+_CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
+
+
+def trained(run: Run, y: Tensor, steps: int) -> Reached:
+    """Takes so many steps; the free energy per data point before the last one, or the mean of the last sixth of a sampler's log joints."""
+    values = [run.step(y) for _ in range(steps)]
+    run.end()
+    if run.truncated is None:
+        return reached_on_average(values[-max(1, steps // 6) :])._replace(each=likelihoods(run.guide, y))
+    return _reached(run, values)
+
+
+def climbed(run: Run, y: Tensor, steps: int) -> Reached:
+    """Takes so many steps, and up to three times as many more while the free energy rises, as by gradients it mostly does."""
+    values = [run.step(y) for _ in range(steps)]
+    while len(values) < _LATEST * steps and _rise(values) > _ON_TOP:
+        values += [run.step(y) for _ in range(min(_CLIMBING, _LATEST * steps - len(values)))]
+    run.end()
+    # Draws of continuous latents make the free energy noisy.
+    return reached_on_average(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
+
+
+def _rise(values: list[float]) -> float:
+    number = min(_CLIMBING, len(values) // 2)
+    return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
+
+
+def rested(run: Run, y: Tensor, most: int) -> Reached:
+    """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
+    run.look_closely()
+    values: list[float] = []
+    while len(values) < most and not are_at_rest(values, _AT_REST):
+        values += [run.step(y) for _ in range(min(_RESTING, most - len(values)))]
+    run.end()
+    return _reached(run, values)
+
+
+def nearly_rested(run: Run, y: Tensor, most: int) -> Reached:
+    """Takes steps until five of them raise the free energy by little of what all have: starts in one optimum may differ by as much."""
+    values = [run.step(y)]
+    while not (is_at_rest := are_at_rest(values, _NEARLY_AT_REST * (values[-1] - values[0]))) and len(values) < most:
+        values.append(run.step(y))
+    run.end()
+    return _reached(run, values)._replace(noise=max(0.0, values[-1] - values[-1 - _RESTING]) if is_at_rest else 0.0)
+
+
+def are_at_rest(values: list[float], little: float) -> bool:
+    """Whether five steps have raised the free energy by that little."""
+    return len(values) > _RESTING and values[-1] - values[-1 - _RESTING] <= little
+
+
+def _reached(run: Run, values: list[float]) -> Reached:
+    assert run.truncated is not None
+    return Reached(values[-1], each=run.truncated.population().free_energy())
