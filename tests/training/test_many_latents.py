@@ -82,12 +82,8 @@ def test_a_search_that_was_asked_for_stays():
 
 
 def run_of(values):
-    return SimpleNamespace(
-        step=lambda y: values.pop(0),
-        look_closely=lambda: None,
-        end=lambda: None,
-        truncated=SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3))),
-    )
+    guide = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
+    return SimpleNamespace(step=lambda y: values.pop(0), look_closely=lambda: None, end=lambda: None, truncated=guide, guide=guide)
 
 
 def test_starts_are_compared_when_they_are_at_rest():
@@ -126,7 +122,7 @@ def test_training_ends_with_a_closer_look(monkeypatch):
 
 def test_starts_by_gradients_go_on_while_they_climb():
     rising = [float(step) for step in range(36)] + [36.0] * 90
-    # Of ten steps at the top none raises the mean of the ten before, which began at the top as well: rounded up to whole tens.
+    # Steps 41 to 50 are on average above those before; the ten after them are not.
     assert climbed(run_of(rising), None, 20).free_energy == 36.0
     assert 126 - len(rising) == 60
     assert climbed(run_of(forever := [float(step) for step in range(126)]), None, 20).free_energy == 79.0
