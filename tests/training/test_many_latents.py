@@ -9,7 +9,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
-from pyro.ops.indexing import Vindex
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
@@ -136,7 +135,7 @@ def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_lat
             loc = pyro.sample("loc", dist.Normal(0.0, 20.0).expand([2]).to_event(1))
         with pyro.plate("data", len(y)):
             z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
-            pyro.sample("y", dist.Normal(Vindex(loc.unsqueeze(-3))[..., z, :] if loc.dim() > 2 else loc[z], 1.0).to_event(1), obs=y)
+            pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=y)
 
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())
     guide = learn(clusters, y, starts=1, short_steps=60, steps=1, progress=False)
