@@ -140,5 +140,5 @@ def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_lat
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())
     guide = learn(clusters, y, starts=1, short_steps=60, steps=1, progress=False)
     svi = SVI(clusters, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO())
-    # The start was still rising; from the prior's centre one step comes to some fifty nats per data point.
+    # The start was still rising; at the centre of the prior two thirds of the data would cost fifty nats each.
     assert -svi.evaluate_loss(y) / 90 > guide.starts[0] - 0.3
