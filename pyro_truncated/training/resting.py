@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
-
-if TYPE_CHECKING:
-    from pyro_truncated.training.starts import Run
 
 # Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
 _RESTING, _AT_REST = 5, 0.01
@@ -19,7 +17,23 @@ _NEARLY_AT_REST = 0.003
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
 
 
-def trained(run: Run, y: Tensor, steps: int) -> Reached:
+class Steps(Protocol):
+    """A model and its guide, trained step by step."""
+
+    guide: Any
+    truncated: AutoTruncated | None
+
+    def step(self, y: Tensor) -> float:
+        """Takes a step; the free energy per data point before it."""
+
+    def look_closely(self) -> None:
+        """Searches more thoroughly from here on."""
+
+    def end(self) -> None:
+        """Makes the guide that of the parameters after the last step."""
+
+
+def trained(run: Steps, y: Tensor, steps: int) -> Reached:
     """Takes so many steps; the free energy per data point before the last one, or the mean of the last sixth of a sampler's log joints."""
     values = [run.step(y) for _ in range(steps)]
     run.end()
@@ -28,7 +42,7 @@ def trained(run: Run, y: Tensor, steps: int) -> Reached:
     return _reached(run, values)
 
 
-def climbed(run: Run, y: Tensor, steps: int) -> Reached:
+def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
     """Takes so many steps, and up to three times as many more while the free energy rises, as by gradients it mostly does."""
     values = [run.step(y) for _ in range(steps)]
     while len(values) < _LATEST * steps and _rise(values) > _ON_TOP:
@@ -43,7 +57,7 @@ def _rise(values: list[float]) -> float:
     return (sum(values[-number:]) - sum(values[-2 * number : -number])) / number if number else 0.0
 
 
-def rested(run: Run, y: Tensor, most: int) -> Reached:
+def rested(run: Steps, y: Tensor, most: int) -> Reached:
     """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
     run.look_closely()
     values: list[float] = []
@@ -53,7 +67,7 @@ def rested(run: Run, y: Tensor, most: int) -> Reached:
     return _reached(run, values)
 
 
-def nearly_rested(run: Run, y: Tensor, most: int) -> Reached:
+def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
     """Takes steps until five of them raise the free energy by little of what all have: starts in one optimum may differ by as much."""
     values = [run.step(y)]
     while not (is_at_rest := are_at_rest(values, _NEARLY_AT_REST * (values[-1] - values[0]))) and len(values) < most:
@@ -67,6 +81,6 @@ def are_at_rest(values: list[float], little: float) -> bool:
     return len(values) > _RESTING and values[-1] - values[-1 - _RESTING] <= little
 
 
-def _reached(run: Run, values: list[float]) -> Reached:
+def _reached(run: Steps, values: list[float]) -> Reached:
     assert run.truncated is not None
     return Reached(values[-1], each=run.truncated.population().free_energy())
