@@ -14,7 +14,14 @@ from pyro_truncated.ops.unpacked import normal_log_density
 
 @torch.no_grad()
 def scan_places(
-    images: Tensor, scene: SceneParameters, canvas: Canvas, *, clutter: float = 0.0, min_mask: float = 0.0, behind: Tensor | None = None
+    images: Tensor,
+    scene: SceneParameters,
+    canvas: Canvas,
+    *,
+    clutter: float = 0.0,
+    min_mask: float = 0.0,
+    max_mask: float = 1.0,
+    behind: Tensor | None = None,
 ) -> Tensor:
     r"""How well each object fits at each place, for every image.
 
@@ -33,6 +40,7 @@ def scan_places(
         canvas: sizes.
         clutter: :math:`\epsilon`, in [0, 1).
         min_mask: entries of smaller mask probability are left out ("representative features").
+        max_mask: entries of larger mask probability are compared as if it were this one.
         behind: log densities of the pixels in the place of the bare background's :math:`p_B`, ``(N, D)``.
 
     Returns:
@@ -40,7 +48,9 @@ def scan_places(
     """
     if behind is None:
         behind = _background(images, scene)
-    terms = _terms(images, scene, behind, clutter, min_mask)
+    is_compared = scene.masks >= min_mask
+    scene = scene._replace(masks=scene.masks.clamp(max=max_mask))
+    terms = (*_terms(images, scene, behind, clutter), is_compared)
     return backend("scene_scan", images).scan(images, scene, canvas, *terms)  # type: ignore[no-any-return]
 
 
@@ -52,7 +62,7 @@ def scan_at(
 
     All other arguments are those of :func:`scan_places`. On the CPU it costs only these places, elsewhere the whole scan.
     """
-    terms = _terms(images, scene, _background(images, scene), clutter, min_mask)
+    terms = (*_terms(images, scene, _background(images, scene), clutter), scene.masks >= min_mask)
     return backend("scene_scan", images).scan_at(images, scene, canvas, *terms, objects, places)  # type: ignore[no-any-return]
 
 
@@ -61,12 +71,12 @@ def _background(images: Tensor, scene: SceneParameters) -> Tensor:
     return normal_log_density(images.double(), scene.background.double(), scene.background_variance.double())
 
 
-def _terms(images: Tensor, scene: SceneParameters, behind: Tensor, clutter: float, min_mask: float) -> tuple[Tensor, Tensor, Tensor]:
+def _terms(images: Tensor, scene: SceneParameters, behind: Tensor, clutter: float) -> tuple[Tensor, Tensor]:
     """What scans add up.
 
-    Minus the log density of what else pixels may show, ``(N, D)``; log-odds of the masks, with the constant of the objects' densities,
-    ``(H, T)``; and which entries of the templates are compared, ``(H, T)``.
+    Minus the log density of what else pixels may show, ``(N, D)``, and log-odds of the masks, with the constant of the objects' densities,
+    ``(H, T)``.
     """
     energy = -torch.logaddexp(math.log1p(-clutter) + behind, torch.full_like(behind, math.log(clutter) if clutter else -math.inf))
     logits = scene.masks.double().logit() - 0.5 * images.shape[-1] * (2 * math.pi * scene.variance.double()).log()
-    return energy, logits, scene.masks >= min_mask
+    return energy, logits

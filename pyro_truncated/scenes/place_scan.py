@@ -34,7 +34,7 @@ class PlaceScan:
         canvas: sizes.
         num_candidates: places per object.
         clutter: share of the pixels that other objects cover.
-        min_mask: only template entries of at least this mask probability are compared.
+        min_mask: only template entries of at least this mask probability are compared, by what the masks are, also in :meth:`beside`.
         site: name of the observed images.
 
     Raises:
@@ -60,7 +60,7 @@ class PlaceScan:
         """Candidates to be put into scenes of places ``(N, H)``, -1 for absent objects, and depth ranks ``(N, H)``.
 
         Objects are compared with what the scene makes of the image, not with the bare background. Where others lie they may be hidden, so
-        no mask counts as more probable than not.
+        no mask counts as more probable than not. Which entries are compared (``min_mask``) does not depend on that.
         """
         images, scene = self._images(batch), self.scene()
         ranks = None if rank is None else rank.unsqueeze(1)
@@ -73,9 +73,7 @@ class PlaceScan:
 
     def _candidates(self, images: Tensor, behind: Tensor | None) -> Candidates:
         scene = self.scene()
-        if behind is not None:
-            scene = scene._replace(masks=scene.masks.clamp(max=0.5))
-        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask}
+        options: Any = {"clutter": self.clutter, "min_mask": self.min_mask, "max_mask": 1.0 if behind is None else 0.5}
         found = []
         for rows in blocks_of_rows(len(images), _BYTES_PER_SCORE * len(scene.features) * self.canvas.num_places):
             scores = scan_places(images[rows], scene, self.canvas, behind=None if behind is None else behind[rows], **options)

@@ -186,6 +186,14 @@ def test_representative_features_leave_entries_out() -> None:
     torch.testing.assert_close(got, scan_places(images, SceneParameters(features, kept, *rest), canvas), rtol=1e-5, atol=2e-3)
 
 
+def test_entries_are_left_out_by_their_masks_before_these_are_bounded() -> None:
+    canvas, _, _, images, (features, masks, *rest) = make_problem(wrap=True)
+    got = scan_places(images, SceneParameters(features, masks, *rest), canvas, min_mask=0.6, max_mask=0.5)
+    kept = torch.where(masks >= 0.6, 0.5, 1e-12)
+    assert bool((masks >= 0.6).any())
+    torch.testing.assert_close(got, scan_places(images, SceneParameters(features, kept, *rest), canvas), rtol=1e-5, atol=2e-3)
+
+
 def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     canvas, _, _, images, parameters = make_problem(wrap=True)
     bare, cluttered = (scan_places(images, parameters, canvas, clutter=clutter) for clutter in (0.0, 0.3))

@@ -151,6 +151,18 @@ def test_completion_finds_one_object_after_the_other(order: str) -> None:
     assert int((best > truth - 5.0).sum()) >= 36
 
 
+def test_an_object_is_found_beside_a_scene_by_its_most_probable_entries() -> None:
+    objects = generated_objects(3, 4, torch.Generator().manual_seed(0))
+    scenes = occluded_scenes(objects, 5, (12, 12), presence=1.0, wrap=True, generator=torch.Generator().manual_seed(1))
+    model = OcclusiveComponents(3, (12, 12), (4, 4), min_scale=0.01)
+    model.features, model.masks = objects.features, objects.masks * 0.98 + 0.01
+    model.scale = model.background_scale = torch.tensor(0.05)
+    batch, nothing = SimpleNamespace(observations={"y": scenes.data}), torch.full((5, 3), -1)
+    scores = [PlaceScan(model.parameters_of_scene, model.canvas, min_mask=least).beside(batch, nothing).scores for least in (0.4, 0.6)]
+    assert bool((scores[1] != 0).all())
+    torch.testing.assert_close(*scores)  # masks are .01 or .99
+
+
 def packed_scenes_of(space: StateSpace, presence: Tensor, position: Tensor, rank: Tensor | None) -> Tensor:
     parts = [presence, position * presence]
     return space.pack(torch.cat(parts if rank is None else [*parts, depth_code(rank, presence)], -1))
