@@ -38,6 +38,16 @@ def reached_on_average(values: Sequence[float]) -> Reached:
     return Reached(sum(values) / len(values), _STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
+def reached_on_a_line(values: Sequence[float]) -> Reached:
+    """The mean of values that draws have made noisy while they rise, and three standard errors of it around the line through them."""
+    noisy = torch.tensor(values, dtype=torch.float64)
+    noisy = noisy - noisy.mean()
+    times = torch.arange(len(values), dtype=torch.float64) - (len(values) - 1) / 2
+    residuals = noisy - times * (times @ noisy) / (times @ times).clamp(min=1.0)
+    spread = math.sqrt(float(residuals.square().sum()) / (len(values) - 2)) if len(values) > 2 else 0.0
+    return Reached(sum(values) / len(values), _STANDARD_ERRORS * spread / math.sqrt(len(values)))
+
+
 def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
     """Whether the best two have reached the same free energy, but for the tolerance and for what both may have gained from noise."""
     if len(reached) < 2:

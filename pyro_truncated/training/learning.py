@@ -101,10 +101,10 @@ def learn(
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.
 
-    Starts of a model whose ``initialize`` finds the components by a search of its own, and says so by ``starts_near_the_end``, such as
-    :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end once five steps raise the free
-    energy by less than .3 % of what all have. What these five have raised it by does not count as a difference either. The training then
-    ends once five steps raise it by half of that.
+    Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
+    ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
+    once five steps raise the free energy by less than .3 % of what all have. What these five have raised it by does not count as a
+    difference either. The training then ends once five steps raise it by half of that; where it falls by more it goes on.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an

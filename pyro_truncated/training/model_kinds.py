@@ -6,6 +6,7 @@ from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
 
+from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.search.base import Search
 
 
@@ -30,6 +31,7 @@ class SearchedModel(Protocol):
 def starts_near_the_end(model: Any) -> bool:
     """Whether ``initialize`` finds the components by a search of its own, as the model says by an attribute of this name.
 
-    Starts then need no annealing, and they and the training end as soon as little rises any more.
+    Starts then need no annealing, and they and the training end as soon as little rises any more. Only of models with closed-form M-steps:
+    the first steps of an optimiser may lose more than what it finds in the end, and of how much little is they say nothing.
     """
-    return bool(getattr(model, "starts_near_the_end", False))
+    return isinstance(model, ClosedFormModel) and bool(getattr(model, "starts_near_the_end", False))

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_average
+from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_a_line, reached_on_average
 
 # Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
 _RESTING, _AT_REST = 5, 0.01
@@ -48,8 +48,8 @@ def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
     while len(values) < _LATEST * steps and _rise(values) > _ON_TOP:
         values += [run.step(y) for _ in range(min(_CLIMBING, _LATEST * steps - len(values)))]
     run.end()
-    # Draws of continuous latents make the free energy noisy.
-    return reached_on_average(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
+    # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
+    return reached_on_a_line(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
 
 
 def _rise(values: list[float]) -> float:
@@ -77,8 +77,8 @@ def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
 
 
 def are_at_rest(values: list[float], little: float) -> bool:
-    """Whether five steps have raised the free energy by that little."""
-    return len(values) > _RESTING and values[-1] - values[-1 - _RESTING] <= little
+    """Whether the free energy is by that little above or below the best before the last five steps: what has fallen is not at rest."""
+    return len(values) > _RESTING and abs(values[-1] - max(values[:-_RESTING])) <= little
 
 
 def _reached(run: Steps, values: list[float]) -> Reached:

@@ -275,9 +275,13 @@ def _losses(run: Run, y: Tensor) -> Tensor:
 
 @torch.no_grad()
 def offer(run: Run, y: Tensor, states: Tensor) -> None:
-    """Merges states, which may repeat each other, into the populations of a guide that has just been made."""
+    """Merges states, which may repeat each other, into the populations of a guide that has just been made.
+
+    Not beside continuous latents, which are drawn anew before states have log joints.
+    """
     guide = run.truncated
-    assert guide is not None
+    if guide is None or run.guide is not guide:
+        return
     log_joint = guide.log_joint_of(y)
     words = guide.space.pack(states)
     population = guide.rescored(log_joint)

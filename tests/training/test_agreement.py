@@ -9,7 +9,7 @@ from pyro_truncated import GPSelect, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_average
+from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_a_line, reached_on_average
 from pyro_truncated.training.starts import Start
 
 
@@ -83,3 +83,13 @@ def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(mon
     monkeypatch.setattr(several_starts, "start", lambda *args: best)
     learn(model, bars.data.clamp(min=0.0), GPSelect(4, kernel="linear"), steps=1, starts=1, progress=False)
     assert matched_bars(model.weight, bars.components, 0.98) == 8
+
+
+def test_what_a_start_still_rises_by_is_no_noise() -> None:
+    reached = reached_on_a_line([float(value) for value in range(10)])
+    assert (reached.free_energy, reached.noise) == (4.5, pytest.approx(0.0, abs=1e-9))
+    assert not have_agreed([reached, reached._replace(free_energy=2.0)], 0.05)
+    rising = [value + (-1) ** value for value in range(10)]
+    # An alternating one has hardly any slope: the residuals have a deviation of one, but for two degrees of freedom.
+    assert reached_on_a_line(rising).noise == pytest.approx(3 * 8**-0.5, rel=0.02)
+    assert [reached_on_a_line([1.0, 3.0][:number]).noise for number in (1, 2)] == [0.0, 0.0]

@@ -9,13 +9,15 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.nn import PyroModule, PyroParam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding
+from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, OcclusiveComponents
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import learn, learning
-from pyro_truncated.training.resting import climbed, rested
+from pyro_truncated.training.model_kinds import starts_near_the_end
+from pyro_truncated.training.resting import are_at_rest, climbed, rested
 from pyro_truncated.training.starts import Run, Settings
 
 
@@ -94,6 +96,48 @@ def test_starts_are_compared_when_they_are_at_rest():
     assert len(forever) == 40
     assert rested(run_of(few := [float(step) for step in range(60)]), None, 7).free_energy == 6.0
     assert len(few) == 53
+
+
+def test_what_falls_is_not_at_rest():
+    assert are_at_rest([1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.01], 1.1)
+    assert not are_at_rest([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 0.01)
+    # The steps of a new optimiser lose at first what they gain later, even where the last ones have gained a little of it.
+    assert not are_at_rest([1.0, 0.0, -1.0, -1.5, -2.0, -2.0, -2.0, -0.9], 0.5)
+    # A free energy that has only fallen makes the part of what all steps raised it by negative.
+    assert not are_at_rest([1.0, 0.9, 0.8, 0.7, 0.6, 0.5], 0.003 * -0.5)
+    falling = [*(1.0 - 0.1 * step for step in range(10)), *[3.0] * 60]
+    assert rested(run_of(falling), None, 60).free_energy == 3.0
+
+
+class Bars(PyroModule):
+    """Linear bars with noise that is a latent itself, by gradients, which says all a model can say of its starts."""
+
+    starts_near_the_end = True
+
+    def __init__(self, weight):
+        super().__init__()
+        self.num_latents, self.weight = weight.shape[1], PyroParam(weight)
+
+    def initialize(self, y, generator=None):
+        self.weight = y[torch.randint(len(y), (self.num_latents,), generator=generator)].mT.clone()
+        return self
+
+    def forward(self, y):
+        noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((self.num_latents,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ self.weight.mT, noise).to_event(1), obs=y)
+
+
+def test_only_models_with_m_steps_of_their_own_start_near_the_end():
+    assert starts_near_the_end(OcclusiveComponents(2, (6, 6), (3, 3)))
+    assert not starts_near_the_end(Bars(torch.randn(9, 4)))
+
+
+def test_states_of_starts_are_not_offered_beside_continuous_latents():
+    y = linear_bars(40, 3, mean_active=2.0, generator=generator()).data
+    guide = learn(Bars(torch.randn(9, 4)), y, starts=1, short_steps=3, steps=3, num_states=8, generator=generator(), progress=False)
+    assert len(guide.starts) == 1
 
 
 def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population():
