@@ -242,7 +242,7 @@ class GaussianMixture(LinearMixture):
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
 
     @torch.no_grad()
-    def expected_statistics(self) -> dict[str, Tensor]:
+    def statistics_of_one(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         return dict(self._components(self.weights).expected_statistics())
 

@@ -13,6 +13,8 @@ from pyro_truncated.models.seeding import Groups
 from pyro_truncated.search import SearchBatch
 
 _ROWS = 2**14
+# Equal weights differ by rounding.
+_EQUAL = 1e-5
 
 
 class LinearMixture(UniqueModule):
@@ -21,10 +23,12 @@ class LinearMixture(UniqueModule):
     Attributes:
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
+        weights: mixing proportions, ``(K,)``.
     """
 
     num_observed: int
     num_components: int
+    weights: Tensor
 
     @abc.abstractmethod
     def linear_features(self, y: Tensor) -> Tensor:
@@ -33,6 +37,23 @@ class LinearMixture(UniqueModule):
     @abc.abstractmethod
     def linear_groups(self, y: Tensor) -> Groups:
         """The coefficients of the components, in groups of similar ones, in the type of the data."""
+
+    @abc.abstractmethod
+    def statistics_of_one(self) -> dict[str, Tensor]:
+        """What ``sufficient_statistics`` are for one data point of the mixture, in expectation, in float64."""
+
+    @torch.no_grad()
+    def expected_statistics(self) -> dict[str, Tensor] | None:
+        """What ``sufficient_statistics`` are for one data point of the mixture, in expectation, where the mixture knows of data.
+
+        :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
+
+        Returns:
+            Sums by name, in float64. ``None`` if all components have the same weight, as they have from the constructor: what it draws has
+            nothing to do with the data.
+        """
+        lowest, highest = self.weights.aminmax()
+        return self.statistics_of_one() if bool(highest - lowest > _EQUAL * highest) else None
 
     @names_arguments
     @torch.no_grad()

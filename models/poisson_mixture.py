@@ -117,7 +117,7 @@ class PoissonMixture(LinearMixture):
         return {"counts": shares.counts(), "sums": shares.sums(rows)}
 
     @torch.no_grad()
-    def expected_statistics(self) -> dict[str, Tensor]:
+    def statistics_of_one(self) -> dict[str, Tensor]:
         """What :meth:`sufficient_statistics` are for one data point of the mixture, in expectation."""
         weights = self.weights.double()
         return {"counts": weights, "sums": weights.unsqueeze(-1) * self.rate.double()}

@@ -63,10 +63,11 @@ class ClosedForm(Described, PyroOptim):
 
     * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the
       old contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never
-      decreases. Data points that have not been visited count as the model expected them to be when training began, if it has a
-      method ``expected_statistics()``, the statistics of one such data point: otherwise the first minibatch alone, which may be too
-      few data, takes the place of all that a model knew. Not for models whose statistics depend on the parameters, and not while a
-      temperature changes.
+      decreases. If the model has a method ``expected_statistics()``, the statistics of one data point as it expects them, or ``None``
+      where it knows of no data, those that have not been visited count as the model expected them to be when training began: what
+      never decreases is the free energy of the visited data together with what was expected of the others, and that of the visited
+      ones alone may. Otherwise the first minibatch alone, which may be too few data, takes the place of all that a model knew. Not for
+      models whose statistics depend on the parameters, and not while a temperature changes.
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 

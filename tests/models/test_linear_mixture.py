@@ -33,7 +33,9 @@ def problem(kind: str, number: int = 6, num_data: int = 120) -> tuple[LinearMixt
 def test_data_as_expected_change_nothing(kind: str) -> None:
     model, y = problem(kind)
     before = log_joint(model, y).detach()
-    model.maximize({name: 1000 * value for name, value in model.expected_statistics().items()})
+    expected = model.expected_statistics()
+    assert expected is not None
+    model.maximize({name: 1000 * value for name, value in expected.items()})
     torch.testing.assert_close(log_joint(model, y).detach(), before, rtol=1e-8, atol=1e-6)
 
 
@@ -50,6 +52,7 @@ def test_one_step_finds_the_likeliest_components(kind: str) -> None:
 def test_minibatches_take_the_place_of_what_was_expected(kind: str) -> None:
     model, y = problem(kind)
     expected = model.expected_statistics()
+    assert expected is not None
     closed_form = ClosedForm(model)
     guide = AutoTruncated(model, num_states=6)
     svi = SVI(model, guide, closed_form, Truncated_ELBO(ExhaustiveSearch()))
@@ -69,6 +72,19 @@ def test_minibatches_take_the_place_of_what_was_expected(kind: str) -> None:
     whole = model.sufficient_statistics(guide.population(), y)
     for name, value in closed_form.statistics.items():
         torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, D64])
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_nothing_is_expected_of_what_the_constructor_draws(kind: str, dtype: torch.dtype) -> None:
+    y = problem("poisson")[1].to(dtype)
+    model = PoissonMixture(4, 37, dtype=dtype) if kind == "poisson" else GaussianMixture(4, 37, covariance=kind, dtype=dtype)
+    closed_form, guide = ClosedForm(model), AutoTruncated(model, num_states=37)
+    SVI(model, guide, closed_form, Truncated_ELBO(ExhaustiveSearch())).step(y, 40)
+    assert closed_form.expected is None
+    assert closed_form.statistics is not None
+    assert float(closed_form.statistics["counts"].sum()) == pytest.approx(40)
+    assert model.expected_statistics() is not None  # what it has learned by now
 
 
 def test_a_search_for_mixtures_refuses_other_models() -> None:
