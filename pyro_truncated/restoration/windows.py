@@ -83,21 +83,23 @@ class Patches:
 
         Args:
             patches: ``(N, D)``.
-            weights: of the patches ``(N,)`` or ``(N, 1)``, or of their entries ``(N, D)``, not negative; default: equal ones.
+            weights: of the patches ``(N,)`` or ``(N, 1)``, or of their entries ``(N, D)``, finite and not negative; default: equal
+                ones.
 
         Returns:
             The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches; NaN where no patch has weight.
 
         Raises:
-            ValueError: if there are more or fewer patches, entries or weights than the array has, or weights that are negative or NaN.
+            ValueError: if there are more or fewer patches, entries or weights than the array has, or weights that are negative, infinite
+                or NaN.
         """
         patches = as_tensors(patches)
         number, entries = len(self), self.num_observed
         if patches.shape != (number, entries):
             raise ValueError(f"patches must have shape {(number, entries)}; got {tuple(patches.shape)}")
         weight = patches.new_ones(number) if weights is None else as_tensors(weights)
-        if weight.shape not in ((number,), (number, 1), (number, entries)) or not bool((weight >= 0).all()):
-            raise ValueError(f"weights must have shape {(number,)} or {(number, entries)} and not be negative; got {_said(weight)}")
+        if weight.shape not in ((number,), (number, 1), (number, entries)) or not bool(((weight >= 0) & weight.isfinite()).all()):
+            raise ValueError(f"weights must have shape {(number,)} or {(number, entries)}, finite and not negative; got {_said(weight)}")
         weight = (weight if weight.dim() == 2 else weight.unsqueeze(-1)).double().expand(patches.shape)
         counts = [len(starts) for starts in self._starts]
         window = (*self.size, *([] if self.channels is None else [self.channels]))
@@ -126,7 +128,8 @@ class Patches:
 
 
 def _said(weight: Tensor) -> str:
-    return f"shape {tuple(weight.shape)}, the least {float(weight.min()) if weight.numel() else math.nan:g}"
+    least, most = (float(weight.min()), float(weight.max())) if weight.numel() else (math.nan, math.nan)
+    return f"shape {tuple(weight.shape)}, between {least:g} and {most:g}"
 
 
 def _starts(count: int, stride: int) -> Tensor:

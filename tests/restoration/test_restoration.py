@@ -80,7 +80,7 @@ def test_arrays_and_patches_of_other_shapes_are_refused():
         patches.extract(torch.zeros(4, 5))
     with pytest.raises(ValueError, match="patches must have shape"):
         patches.assemble(torch.zeros(8, 4))
-    for weights in (torch.ones(8), torch.ones(9, 2), -torch.ones(9), torch.full((9, 4), torch.nan)):
+    for weights in (torch.ones(8), torch.ones(9, 2), -torch.ones(9), torch.full((9, 4), torch.nan), torch.full((9,), torch.inf)):
         with pytest.raises(ValueError, match="weights must have shape"):
             patches.assemble(torch.zeros(9, 4), weights)
 
