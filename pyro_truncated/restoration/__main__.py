@@ -16,6 +16,10 @@ from pyro_truncated.restoration.restore import denoise, inpaint
 
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
+_IMAGE = (
+    "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
+    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255"
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,9 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pyro_truncated.restoration",
         description="Takes noise off a picture, or fills in what is missing, from the picture alone.",
     )
-    parser.add_argument("image", type=Path, help="the damaged picture, grey or colour, in any format that Pillow reads")
+    parser.add_argument("image", type=Path, help=_IMAGE)
     parser.add_argument("--output", type=Path, required=True, help="where the restored picture goes")
-    parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black is missing")
+    parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black (0) is missing")
     parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated, or none with a mask")
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
     parser.add_argument("--components", type=int, help="components of the mixture of patches; default: by the size")
@@ -65,7 +69,7 @@ def _read(path: Path) -> Tensor:
 
 
 def _of_255(pixels: Tensor, mode: str) -> Tensor:
-    """Grey pixels of more than eight bits; whole numbers above 255 are of 65535."""
+    """Grey pixels of more than eight bits, of 255: 65535 is white in those of 16 bits, and in those of 32 if any exceeds 255."""
     least, most = float(pixels.min()), float(pixels.max())
     largest = 65535.0 if mode.startswith("I;16") or (mode == "I" and most > 255) else 255.0
     if not 0 <= least <= most <= largest or (mode == "F" and 0 < most <= 1):
@@ -78,8 +82,10 @@ def _of_255(pixels: Tensor, mode: str) -> Tensor:
 def _read_mask(path: Path | None) -> Tensor | None:
     if path is None:
         return None
-    with Image.open(path) as picture:
-        return torch.from_numpy(np.array(ImageOps.exif_transpose(picture).convert("L"))) > 0
+    with Image.open(path) as opened:
+        picture = ImageOps.exif_transpose(opened)
+        # Fewer bits would make small numbers zero.
+        return torch.from_numpy(np.array(picture if picture.mode in _DEEP else picture.convert("L"), dtype=np.float32)) > 0
 
 
 def _check_output(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from pyro_truncated.restoration.__main__ import main
@@ -48,3 +49,22 @@ def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys
     capsys.readouterr()
     assert main([str(tmp_path / "share.tiff"), "--output", str(tmp_path / "out.png")]) == 1
     assert "between 0 and 255" in capsys.readouterr().err
+
+
+def test_masks_of_any_depth_say_what_is_seen_by_what_is_not_zero(tmp_path):
+    given = np.random.default_rng(0).integers(0, 255, (8, 9), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "grey.png")
+    seen = np.random.default_rng(1).random((8, 9)) < 0.7
+    for kind, value in ((np.float32, 0.4), (np.uint16, 100), (np.int32, 1)):
+        Image.fromarray((value * seen).astype(kind)).save(tmp_path / "mask.tiff")
+        arguments = ["--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.tiff"), "--side", "3", "--rounds", "1"]
+        assert main([str(tmp_path / "grey.png"), *arguments]) == 0
+        found = pixels_of(tmp_path / "out.png")
+        assert np.array_equal(found[seen], given[seen])
+        assert (found[~seen] != given[~seen]).any()
+
+
+def test_help_says_what_is_white(capsys):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert "65535 is white" in " ".join(capsys.readouterr().out.split())
