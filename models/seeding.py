@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -139,38 +140,41 @@ class Groups:
 
     Args:
         coefficients: of the functions, ``(K, F)``.
-        places: where the functions belong, ``(K, D)``: those that lie together make a group. Up to a thousand functions are one group.
+        places: where the functions belong, ``(K, D)``: those that lie together make a group. Up to a thousand functions make
+            none, and the device is not asked for anything.
     """
 
     def __init__(self, coefficients: Tensor, places: Tensor) -> None:
         self.coefficients, number = coefficients, len(places)
-        if number <= _FEW:
-            self.group = torch.zeros(number, dtype=torch.int64, device=places.device)
-        else:
-            self.group = spread_rows(places, round(number**0.5), torch.Generator(places.device).manual_seed(0))[1]
-        self.size = torch.bincount(self.group)
-        total = coefficients.new_zeros(len(self.size), coefficients.shape[1]).index_add_(0, self.group, coefficients)
-        self.mean = total / self.size.unsqueeze(-1)
+        self.sizes: list[int] = []
+        if number > _FEW:
+            group = spread_rows(places, round(number**0.5), torch.Generator(places.device).manual_seed(0))[1]
+            # Of several rows at one place only one is the nearest: the others have no group.
+            self.group, size = group.unique(return_inverse=True, return_counts=True)[1:]
+            total = coefficients.new_zeros(len(size), coefficients.shape[1]).index_add_(0, self.group, coefficients)
+            self.mean, self.sizes = total / size.unsqueeze(-1), size.tolist()
 
     def likeliest(self, features: Tensor, number: int) -> Tensor:
         """The ``number`` largest functions of each of some features ``(N, F)``, largest first; of groups, those in the likeliest ones."""
-        looked_at, total = min(_LOOKED_AT, len(self.size)), len(self.coefficients)
-        if looked_at * int(self.size.max()) >= total or int(self.size.sort().values[:looked_at].sum()) < number:
+        looked_at, total = min(_LOOKED_AT, len(self.sizes)), len(self.coefficients)
+        width = looked_at * max(self.sizes, default=0)
+        if not width or width >= total or sum(sorted(self.sizes)[:looked_at]) < number:
             return torch.cat([(some @ self.coefficients.mT).topk(number).indices for some in _blocks(features, total)])
-        return torch.cat([self._likeliest(some, number, looked_at) for some in _blocks(features, looked_at * int(self.size.max()))])
+        return torch.cat([self._likeliest(some, number, looked_at) for some in _blocks(features, width)])
 
     def _likeliest(self, features: Tensor, number: int, looked_at: int) -> Tensor:
         """The same, by way of one table of all functions of the groups that are looked at; group by group it takes longer."""
         asked = (features @ self.mean.mT).topk(looked_at).indices
         order, members = asked.flatten().argsort(), self.group.argsort(stable=True)
-        width = int(self.size.max())
+        width, starts = max(self.sizes), torch.tensor([0, *itertools.accumulate(self.sizes)], device=asked.device)
         value = features.new_full((len(order), width), -math.inf)
-        times = torch.bincount(asked.flatten(), minlength=len(self.size)).tolist()
-        for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(self.size.tolist()), strict=True):
+        times = torch.bincount(asked.flatten(), minlength=len(self.sizes)).tolist()
+        for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(self.sizes), strict=True):
             value[those, : len(who)] = features[rows] @ self.coefficients[who].mT
         place = value.view(len(features), -1).topk(number).indices
         group = asked.gather(1, place // width)
-        return members[(self.size.cumsum(0) - self.size)[group] + place % width]
+        found: Tensor = members[starts[group] + place % width]
+        return found
 
 
 def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.seeding import Groups, spread_rows
+from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
 
@@ -110,3 +111,21 @@ def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     found = Groups(coefficients, places).likeliest(torch.cat([torch.ones(200, 1), places[1800:]], 1), 1)
     assert torch.equal(found[:, 0], torch.arange(1800, 2000))
+
+
+def test_components_at_one_place_make_no_empty_groups() -> None:
+    places = torch.cat([torch.arange(20.0).unsqueeze(1).repeat(100, 1), torch.full((5, 1), 100.0)])
+    coefficients = torch.cat([-0.5 * places.square(), places], 1)
+    groups = Groups(coefficients, places)
+    assert min(groups.sizes) > 0
+    assert bool(groups.mean.isfinite().all())
+    found = groups.likeliest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
+    assert places[found].flatten().tolist() == [7.0, 100.0]
+
+
+def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
+    places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
+    with PretendedDevice() as device:
+        found = Groups(there(places), there(places)).likeliest(there(places), 3)
+        assert not device.syncs
+    assert torch.equal(here(found), (places @ places.mT).topk(3).indices)
