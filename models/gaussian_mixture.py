@@ -183,7 +183,7 @@ class GaussianMixture(LinearMixture):
             raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
         statistics = statistics_of_all(self, population, y)
         floor = least_variance(statistics, self.center, self.loc.dtype)
-        moves = Plan(self._components(self.weights), population, (y.double() - self.center).to(y), statistics, floor).moves(generator)
+        moves = Plan(self._components(self.weights), population, self._above_center(y), statistics, floor).moves(generator)
         moves, moved = accepted(moves, lambda some: self._moved(some, guide, y), self)
         if moved is None:
             return 0
@@ -207,12 +207,21 @@ class GaussianMixture(LinearMixture):
 
     def linear_features(self, y: Tensor) -> Tensor:
         """One, the data, and the squares and products that the covariances need, ``(N, F)``."""
-        x = y - self.center.to(y)
+        x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
     def linear_groups(self, y: Tensor) -> Groups:
-        """Those of the components, in the data's type."""
-        return Groups(self._components(self.weights).coefficients().to(y), self.loc.to(y))
+        """Those of the components, in the data's type; of integers in that of the means."""
+        dtype = self._dtype_for(y)
+        return Groups(self._components(self.weights).coefficients().to(dtype), self.loc.to(dtype))
+
+    def _dtype_for(self, y: Tensor) -> torch.dtype:
+        """The type to compute with data in: their own, of integers that of the means."""
+        return y.dtype if y.is_floating_point() else self.loc.dtype
+
+    def _above_center(self, y: Tensor) -> Tensor:
+        """Data above the center, ``(N, D)``."""
+        return (y.double() - self.center).to(self._dtype_for(y))
 
     def _components(self, weights: Tensor) -> Gaussians:
         """The components with such weights, above the center."""
@@ -272,4 +281,4 @@ class GaussianMixture(LinearMixture):
         check_data(y, self.num_observed)
         parameters = {name: value.double() for name, value in self._spreads().items()}
         mean: Tensor = self._kind.without_noise(population, y, self.loc.double(), parameters)
-        return mean.to(y.dtype)
+        return mean.to(self._dtype_for(y))

@@ -12,6 +12,7 @@ from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.seeding import Groups
 from pyro_truncated.search import SearchBatch
 
+_SITE = "y"
 _ROWS = 2**14
 # Equal weights differ by rounding.
 _EQUAL = 1e-5
@@ -113,7 +114,8 @@ class LikeliestComponents(Search):
         num_states: how many components to propose.
 
     Raises:
-        ValueError: if the number is below 1; when searching, if the model has other latents than one per data point.
+        ValueError: if the number is below 1; when searching, if the model has other latents than one per data point, or no observed site
+            ``y``.
     """
 
     def __init__(self, model: LinearMixture, num_states: int) -> None:
@@ -127,7 +129,9 @@ class LikeliestComponents(Search):
     def propose(self, batch: SearchBatch) -> Population:
         """The likeliest components."""
         self.check_space(batch.space)
-        likeliest = self.model.likeliest_components(batch.observations["y"], self.num_states)
+        if _SITE not in batch.observations:
+            raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
+        likeliest = self.model.likeliest_components(batch.observations[_SITE], self.num_states)
         return batch.scored(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:

@@ -144,4 +144,4 @@ class PoissonMixture(LinearMixture):
             y: all data, ``(N, D)``.
         """
         mean: Tensor = Shares(population, self.num_components).means(self.rate.double())
-        return mean.to(check_data(y, self.num_observed).dtype)
+        return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.rate.dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pyro
 import pytest
 import torch
+from pyro.distributions import Categorical, Normal
 from pyro.infer import SVI
 from torch import Tensor
 
@@ -72,6 +73,46 @@ def test_minibatches_take_the_place_of_what_was_expected(kind: str) -> None:
     whole = model.sufficient_statistics(guide.population(), y)
     for name, value in closed_form.statistics.items():
         torch.testing.assert_close(value, whole[name], rtol=1e-9, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["full", "diag", "low-rank"])
+def test_integers_are_searched_as_the_same_numbers_are(kind: str) -> None:
+    model, y = problem(kind)
+    counts = y.round().long()
+    assert torch.equal(model.likeliest_components(counts, 2), model.likeliest_components(counts.double(), 2))
+    assert isinstance(model, GaussianMixture)
+    guide = AutoTruncated(model, num_states=6).infer(counts, ExhaustiveSearch(), steps=1)
+    moved = model.split_and_merge(guide, counts, torch.Generator().manual_seed(0))
+    again = problem(kind)[0]
+    assert isinstance(again, GaussianMixture)
+    guide = AutoTruncated(again, num_states=6).infer(counts.double(), ExhaustiveSearch(), steps=1)
+    assert again.split_and_merge(guide, counts.double(), torch.Generator().manual_seed(0)) == moved
+    torch.testing.assert_close(model.loc, again.loc)
+
+
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_means_of_integers_are_none(kind: str) -> None:
+    model, y = problem(kind)
+    assert isinstance(model, GaussianMixture | PoissonMixture)
+    guide = AutoTruncated(model, num_states=6).infer(y.round(), ExhaustiveSearch(), steps=1)
+    expected = model.reconstruct(guide.population(), y.round())
+    torch.testing.assert_close(model.reconstruct(guide.population(), y.round().long()), expected)
+
+
+class _WithOtherName(GaussianMixture):
+    """A mixture whose data are called otherwise."""
+
+    def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
+        assert y is not None
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", Categorical(self.weights))
+            return pyro.sample("x", Normal(self.loc[z], 1.0).to_event(1), obs=y)
+
+
+def test_the_search_says_which_site_it_does_not_find() -> None:
+    model = _WithOtherName(2, 3)
+    with pytest.raises(ValueError, match=r"found no observed site 'y'; the model has \['x'\]"):
+        AutoTruncated(model, num_states=2).infer(torch.randn(5, 2), model.default_search(2), steps=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, D64])
