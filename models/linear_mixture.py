@@ -63,8 +63,10 @@ class LinearMixture(UniqueModule):
         r"""The components of highest :math:`\log \pi_k + \log p_k(y_n)`, the best states that populations can have.
 
         Log joints are linear in features of the data - of Gaussians the data and their squares, of Poisson distributions the data - so that
-        this is a product of matrices; of more than a thousand components only those are looked at whose groups are likely, at a cost that
-        grows with :math:`N \sqrt K`, and few are missed.
+        this is a product of matrices, which up to a thousand components finds the likeliest. Of more only those are looked at whose groups
+        are likely, and others are missed: of ten thousand the best one for 2.4 % of the data points, and a fifth of the four best, in the
+        tables of large mixtures. A pass of training takes 3.4 to 3.9 CPU microseconds per data point with a hundred components, 5.7 to 6.8
+        with a thousand, and 13.4 to 13.9 with ten thousand there.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -89,6 +91,8 @@ class LinearMixture(UniqueModule):
     def default_search(self, num_states: int) -> Search:
         """The search of :func:`pyro_truncated.learn` where none is named: the likeliest components, at every step.
 
+        Of more than a thousand components some likely ones are missed, see :meth:`likeliest_components`.
+
         Example:
             >>> y = torch.randn(500, 2)
             >>> model = GaussianMixture(2, 50, covariance="diag").initialize(y)
@@ -107,7 +111,8 @@ class LinearMixture(UniqueModule):
 class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
-    One step finds what there is to find: populations need not be likely beforehand, and nothing is learned of the data.
+    One step finds what such steps can find: populations need not be likely beforehand, and nothing is learned of the data. Of more than a
+    thousand components that is not all: some that are likely are in groups that no step looks at.
 
     Args:
         model: the mixture, whose data are called ``y``.
