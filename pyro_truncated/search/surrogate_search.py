@@ -28,13 +28,13 @@ _BOLDNESS = -1.0, 1.0
 class SurrogateSearch(Search):
     r"""Scores the states that a quadratic regression on the scores so far thinks best; for models whose scores are expensive.
 
-    All scores of a search are kept, those of bad states too, and regressed on the states: linear effects depend on the observation and on
-    the data point, interactions of pairs are shared by all data (see :class:`.LogJointRegression`). For each child, effects are drawn
-    from what is believed of them in the data point (Thompson sampling), a state of the population drawn by its weight climbs to an optimum
-    of the quadratic function that they make, and the best of that optimum and of the states one or two flips away which has not been scored
-    before is scored. The first child takes the means, the others deviate from them by half to twice as much as is believed, because a
-    quadratic function is not the whole truth. So no state is scored twice, flips that are known to be bad are not tried again, and what
-    was learned from other data points tells where to look.
+    All scores of a search are kept while the parameters stay the same, those of bad states too; ``memory`` of them are regressed on the
+    states: linear effects depend on the observation and on the data point, interactions of pairs are shared by all data (see
+    :class:`.LogJointRegression`). For each child, effects are drawn from what is believed of them in the data point (Thompson sampling), a
+    state of the population drawn by its weight climbs to an optimum of the quadratic function that they make, and the best of that optimum
+    and of the states one or two flips away which has not been scored before is scored. The first child takes the means, the others deviate
+    from them by half to twice as much as is believed, because a quadratic function is not the whole truth. So no state is scored twice,
+    flips that are known to be bad are not tried again, and what was learned from other data points tells where to look.
 
     What was scored under other parameters is forgotten, but for the regression, so that in training, too, each step starts from what the
     steps before have learned. Where a score takes some tens of microseconds or more, this pays. For binary latents.
@@ -46,7 +46,9 @@ class SurrogateSearch(Search):
 
     Args:
         children: number of states proposed in a step.
-        memory: number of scored states per data point that are regressed on: the best, and as many of the latest of the others.
+        memory: number of scored states per data point that are regressed on (no fewer than a population has): the best half, and of the
+            others the latest. It does not bound what is kept, lest a state be scored twice: all that were scored under the same
+            parameters, up to ``children`` more per data point with every step, until parameters or data change.
         rank: number of principal components of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.

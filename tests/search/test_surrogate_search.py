@@ -164,6 +164,17 @@ def test_of_scores_the_best_are_regressed_on_and_the_latest_of_the_others() -> N
     assert scored.kept(10) is scored
 
 
+def test_memory_bounds_what_is_regressed_on_and_still_no_state_is_scored_twice(monkeypatch) -> None:
+    seen = []
+    fit = LogJointRegression.fit
+    monkeypatch.setattr(LogJointRegression, "fit", lambda self, trials: (seen.append(trials.states.shape[1]), fit(self, trials)))
+    y = torch.randn(3, 12, generator=generator())
+    search = Recorded(SurrogateSearch(4, memory=10))
+    AutoTruncated(BinarySparseCoding(12, 20).initialize(y), num_states=6).infer(y, search, steps=5)
+    assert max(seen) == 10
+    assert all(len(row.unique(dim=0)) == 20 for row in torch.cat(search.proposals, 1))
+
+
 def test_fewer_scores_are_needed_than_by_learned_flips() -> None:
     y, model = bars_with_model()
     reached = {}
