@@ -14,6 +14,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_truncated.program.densities import log_density
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
@@ -152,6 +153,8 @@ class CandidateRuns:
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.probe.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
+        if not node["args"] and not node["kwargs"] and self.scoring != "vmap":
+            return log_density(node["fn"], node["value"])
         log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
         return log_prob
 
