@@ -6,6 +6,7 @@ import math
 import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -115,7 +116,7 @@ def learn(
             itself where a start may lie. Others start where they are (where ``initialize(y)`` takes them, if they have it), then there with
             noise as large as what their parameters have reached; in turn with where the best start has ended, if they cannot exchange
             latents.
-        y: data, ``(N, ...)``, the model's argument.
+        y: data, ``(N, ...)``, the model's argument; of a model of several arrays these side by side, ``torch.cat([x, y], 1)``.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
             population holds all states, evolutionary with crossover for latents most of which are binary, otherwise an
             :class:`~pyro_truncated.search.AutomaticSearch`.
@@ -144,7 +145,7 @@ def learn(
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
-        TypeError: if the search selects no latents for a Gibbs sampler.
+        TypeError: if the search selects no latents for a Gibbs sampler, or is a second array of data.
     """
     num_states, steps, short_steps = check_counts(num_states=num_states, steps=steps, short_steps=short_steps)
     starts = None if starts is None else check_count("starts", starts)
@@ -190,6 +191,11 @@ def learn(
 
 
 def _check_search(model: Any, search: Search | None) -> None:
+    if isinstance(search, (Tensor, np.ndarray)):
+        raise TypeError(
+            "learn takes one array of data, and the argument after it is a search. A model of several takes them side by side: "
+            "learn(lambda rows: model(rows[:, :p], rows[:, p:]), torch.cat([x, y], 1))"
+        )
     if search is not None and not isinstance(search, Preselection if isinstance(model, GibbsModel) else Search):
         raise TypeError(
             "search must be one of pyro_truncated.search, such as EvolutionarySearch(), and for a Gibbs sampler one that selects latents, "

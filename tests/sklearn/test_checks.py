@@ -24,7 +24,8 @@ ESTIMATORS = [
     SparseCoding(**QUICK),
     SparseCoding(**QUICK, family="gaussian", offset=False),
     SparseCoding(**QUICK, family="bernoulli", binarize=0.0),
-    SpikeSlabGPLVMTransformer(2, max_iter=3, n_inducing=5),
+    # Linear: latents of functions that bend after three iterations take as long to find as all other checks together.
+    SpikeSlabGPLVMTransformer(2, kernel="linear", max_iter=3, n_inducing=5),
     ActiveSetGPLVM(max_iter=3),
     SpikeSlabRegressor(),
     SpikeSlabRegressor(prior="independent"),

@@ -239,6 +239,8 @@ def test_gibbs_sampling_learns_with_a_search_that_selects():
     assert isinstance(guide, GibbsGuide)
     with pytest.raises(TypeError, match="selects latents"):
         learn(MaxSpikeSlabSparseCoding(9, 6), y, object(), **QUICK)
+    with pytest.raises(TypeError, match="takes them side by side"):
+        learn(MaxSpikeSlabSparseCoding(9, 6), y, y, **QUICK)
 
 
 def mixture(y):
