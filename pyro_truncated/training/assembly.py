@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -24,13 +25,15 @@ class Assembly:
     number of those that it has seen only once (Chao, 1987).
 
     Args:
-        recombination: exchanges latents between two members.
+        recombinations: each exchanges latents of one group between two members.
         settle: trains the model a little, in ever smaller steps, from where a member is.
         generator: source of randomness.
     """
 
-    def __init__(self, recombination: Recombination, settle: Callable[[Member], Start], generator: torch.Generator | None = None) -> None:
-        self._recombination, self._settle, self._generator = recombination, settle, generator
+    def __init__(
+        self, recombinations: Sequence[Recombination], settle: Callable[[Member], Start], generator: torch.Generator | None = None
+    ) -> None:
+        self._recombinations, self._settle, self._generator = recombinations, settle, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
         # The last one whose spare latents have been tried elsewhere.
@@ -45,7 +48,7 @@ class Assembly:
     def join(self, found: Start) -> None:
         """Takes over what the start that has just ended has found, and if that was something, what others can add to it now."""
         before = self._best
-        self._starts.append(self._recombination.member(found.parameters))
+        self._starts.append(self._recombinations[0].member(found.parameters))
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
@@ -56,15 +59,18 @@ class Assembly:
 
     def is_complete(self) -> bool:
         """Whether two starts have found each latent of the best, none of which is spare: of two that are the same one may be elsewhere."""
-        return not bool(self._are_lonely().any()) and not bool(self._are_spare().any())
+        return not any(bool((self._are_lonely(group) | self._are_spare(group)).any()) for group in self._recombinations)
 
     @property
     def num_lonely(self) -> int:
         """How many latents of the best were found by a single start; spare ones do not count, unless they are most of what there is."""
-        lonely = self._are_lonely()
+        return sum(self._num_lonely(group) for group in self._recombinations)
+
+    def _num_lonely(self, group: Recombination) -> int:
+        lonely = self._are_lonely(group)
         if not bool(lonely.any()):
             return 0
-        spare = self._are_spare()
+        spare = self._are_spare(group)
         is_excused = int(spare.sum()) <= int((~lonely & ~spare).sum())
         return int((lonely & ~spare if is_excused else lonely).sum())
 
@@ -73,32 +79,40 @@ class Assembly:
         if self._best is None:
             self._best = other
             return False
-        child = self._recombination.cross(self._best, other)
-        if child is self._best:
-            return False
-        settled = self._recombination.member(self._settle(child).parameters, near=child)
-        self._best = max(child, settled, key=lambda member: member.free_energy)
-        return True
+        before, by_free_energy = self._best, attrgetter("free_energy")
+        self._best, lesser = sorted((before, other), key=by_free_energy, reverse=True)
+        for group in self._recombinations:
+            child = group.cross(self._best, lesser)
+            if child is not self._best:
+                self._best = max(child, self._settled(child), key=by_free_energy)
+        return self._best is not before
+
+    def _settled(self, member: Member) -> Member:
+        return self._recombinations[0].member(self._settle(member).parameters, near=member)
 
     def _use_spare_latents(self) -> None:
         """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains."""
         while self._best is not None and self._best is not self._tried:
-            self._tried, spare = self._best, self._are_spare()
-            if not bool(spare.any()) or bool(spare.all()):
-                return
-            need = self._recombination.badly_explained(self._best).masked_fill(spare, -math.inf)
-            for other in need.topk(min(_MOST_TRIED, int((~spare).sum()))).indices.tolist():
-                child = self._recombination.beside(self._tried, int(spare.nonzero()[0]), other, self._generator)
-                settled = self._recombination.member(self._settle(child).parameters, near=child)
-                if settled.free_energy > self._best.free_energy + self._recombination.tolerance:
-                    self._best = settled
-                    break
+            self._tried = self._best
+            for group in self._recombinations:
+                self._best = self._with_spare_latent_used(group, self._best)
 
-    def _are_lonely(self) -> Tensor:
+    def _with_spare_latent_used(self, group: Recombination, member: Member) -> Member:
+        spare = self._are_spare(group)
+        if not bool(spare.any()) or bool(spare.all()):
+            return member
+        need = group.badly_explained(member).masked_fill(spare, -math.inf)
+        for other in need.topk(min(_MOST_TRIED, int((~spare).sum()))).indices.tolist():
+            settled = self._settled(group.beside(member, int(spare.nonzero()[0]), other, self._generator))
+            if settled.free_energy > member.free_energy + group.tolerance:
+                return settled
+        return member
+
+    def _are_lonely(self, group: Recombination) -> Tensor:
         assert self._best is not None
-        counts = torch.stack([self._recombination.are_shared(self._best, start) for start in self._starts]).sum(0)
+        counts = torch.stack([group.are_shared(self._best, start) for start in self._starts]).sum(0)
         return counts < 2
 
-    def _are_spare(self) -> Tensor:
+    def _are_spare(self, group: Recombination) -> Tensor:
         assert self._best is not None
-        return self._recombination.are_spare(self._best)
+        return group.are_spare(self._best)

@@ -82,8 +82,8 @@ class Exchangeable(NamedTuple):
         return torch.stack([value.double() for value in differences]).amax(0)
 
 
-def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> Exchangeable | None:
-    r"""Finds the latents that a program treats alike.
+def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> list[Exchangeable]:
+    r"""Finds the groups of latents that a program treats alike.
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`, which move the latents of
     the states and the entries of the parameters along one axis each. That is tried, with random states and the parameters as they are, for
@@ -96,13 +96,13 @@ def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> Exchang
         guide: has seen them; its populations stay as they are.
 
     Returns:
-        The largest such group of latents or values, or ``None`` where there is none with parameters of its own.
+        Such groups of latents or values that have parameters of their own, the largest first.
     """
     with torch.no_grad(), spare_random_numbers():
         if guide.layout.other_latents or guide.log_joint_of(y).num_data < guide.layout.num_data:
-            return None
+            return []
         groups = (_exchangeable(model, y, guide, *alike) for alike in _alike(guide))
-        return next((group for group in groups if group is not None), None)
+        return [group for group in groups if group is not None]
 
 
 def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:

@@ -92,12 +92,12 @@ def learn(
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
-    the program is asked; of mixtures, whose one latent is the component, its values. The best start takes over those latents of all others
-    that raise its free energy (see :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until
-    two starts have found each of its latents: on for the same data points (correlations above .9). Where a start adds nothing, a spare
-    latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises. Spare ones need not
-    be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize``
-    have half the states.
+    the program is asked; of a latent that is alone in its site, such as the component of a mixture, its values; each group of them. The
+    best start takes over those latents of all others that raise its free energy (see
+    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
+    its latents: on for the same data points (correlations above .9). Where a start adds nothing, a spare latent of the best is tried beside
+    the three that explain their data worst, and stays where the free energy rises. Spare ones need not be found twice, as long as they are
+    no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half the states.
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.
@@ -124,7 +124,7 @@ def learn(
         steps: training steps on all data after the best start; the most of them for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.
         short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
-            energy is at rest; by gradients up to four times as many until it is.
+            energy is at rest; by gradients up to four times as many until it is, and twenty in which the learning rate falls.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
             near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
             equal do not part again.

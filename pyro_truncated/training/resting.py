@@ -15,6 +15,8 @@ _RESTING, _AT_REST = 5, 0.01
 _NEARLY_AT_REST = 0.003
 # By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
+# Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
+_CALMING = 20
 
 
 class Steps(Protocol):
@@ -25,6 +27,9 @@ class Steps(Protocol):
 
     def step(self, y: Tensor) -> float:
         """Takes a step; the free energy per data point before it."""
+
+    def slow_down(self, steps: int) -> None:
+        """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
 
     def look_closely(self) -> None:
         """Searches more thoroughly from here on."""
@@ -43,10 +48,12 @@ def trained(run: Steps, y: Tensor, steps: int) -> Reached:
 
 
 def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
-    """Takes so many steps, and up to three times as many more while the free energy rises, as by gradients it mostly does."""
+    """Takes so many steps, up to three times as many more while the free energy rises, as by gradients it mostly does, and some to rest."""
     values = [run.step(y) for _ in range(steps)]
     while len(values) < _LATEST * steps and _rise(values) > _ON_TOP:
         values += [run.step(y) for _ in range(min(_CLIMBING, _LATEST * steps - len(values)))]
+    run.slow_down(_CALMING)
+    values += [run.step(y) for _ in range(_CALMING)]
     run.end()
     # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
     return reached_on_a_line(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)

@@ -16,7 +16,7 @@ from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
-from pyro_truncated.training.starts import Settings, Start, recombination_of, settled, space_of, start
+from pyro_truncated.training.starts import Settings, Start, recombinations_of, settled, space_of, start
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
@@ -110,10 +110,10 @@ class SeveralStarts:
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
         """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
         self._disturb(first)
-        recombination = recombination_of(self._model, self._y, self._settings, self._plan.tolerance)
-        if recombination is None:
+        recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance)
+        if not recombinations:
             return None
-        assembly = Assembly(recombination, partial(self._settled, steps=max(1, self._plan.steps // 2)), self._plan.generator)
+        assembly = Assembly(recombinations, partial(self._settled, steps=max(1, self._plan.steps // 2)), self._plan.generator)
         assembly.join(self.best)
         return assembly
 

@@ -79,6 +79,15 @@ def ordered(y: Tensor) -> None:
         pyro.sample("y", dist.Normal(Vindex(loc)[z] + z.unsqueeze(-1), 0.5).to_event(1), obs=y)
 
 
+def types_and_factors(y: Tensor) -> None:
+    """Three types with a location each, and four latents above them."""
+    loc, weight = random_parameter("loc", 3, 5), random_parameter("weight", 5, 4)
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+        s = pyro.sample("s", dist.Bernoulli(torch.full((4,), 0.3)).to_event(1))
+        pyro.sample("y", dist.Normal(Vindex(loc)[z] + s @ weight.mT, 0.5).to_event(1), obs=torch.cat([y, y[:, :1]], 1))
+
+
 def chain(y: Tensor) -> None:
     """Latents that come one after the other."""
     weight, coupling = random_parameter("weight", 4, 3), random_parameter("coupling", 1)
@@ -134,16 +143,20 @@ class Constants(PyroModule):
             pyro.sample("y", dist.Normal(s @ weight.mT, 0.5).to_event(1), obs=y)
 
 
-def found(model: Any) -> Exchangeable | None:
+def found(model: Any) -> list[Exchangeable]:
     y = torch.rand(20, 4, generator=generator())
     guide = AutoTruncated(model, num_states=4)
     guide.setup(y)
     before, random = copies(model, y), torch.get_rng_state()
-    group = exchangeable_latents(model, y, guide)
+    groups = exchangeable_latents(model, y, guide)
     assert torch.equal(torch.get_rng_state(), random)
     after = copies(model, y)
     assert all(torch.equal(value, after[name]) for name, value in before.items())
-    return group
+    return groups
+
+
+def test_every_group_is_found_and_the_largest_comes_first() -> None:
+    assert found(types_and_factors) == [Exchangeable(slice(1, 5), {"weight": 1}), Exchangeable(slice(0, 1), {"loc": 0}, num_values=3)]
 
 
 @pytest.mark.parametrize(
@@ -156,12 +169,12 @@ def found(model: Any) -> Exchangeable | None:
     ],
 )
 def test_the_program_shows_which_parameters_belong_to_which_latent_or_value(model: Any, group: Exchangeable) -> None:
-    assert found(model) == group
+    assert found(model) == [group]
 
 
 @pytest.mark.parametrize("model", [chain, ring, ordered, without_parameters_of_their_own, in_minibatches, beside_continuous, Constants()])
 def test_latents_that_are_not_alike_or_have_no_parameters_are_left_alone(model: Any) -> None:
-    assert found(model) is None
+    assert found(model) == []
 
 
 # --- recombination ---
@@ -259,7 +272,7 @@ def repeating(bars: Bars) -> dict[str, Tensor]:
 
 def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> Assembly:
     """Starts that have ended with these parameters, which are left as they are."""
-    assembly = Assembly(recombination(bars.data), as_start)
+    assembly = Assembly([recombination(bars.data)], as_start)
     for value in parameters:
         assembly.join(Start(Reached(0.0), value, None))
     return assembly
@@ -325,6 +338,18 @@ def test_what_two_starts_find_together_lets_a_third_one_help() -> None:
     assert together.best.reached.free_energy == pytest.approx(exact(whole(bars), bars.data), rel=1e-5)
 
 
+def test_nothing_is_complete_before_each_group_is() -> None:
+    """What a single start has found is missed in each of two groups."""
+    bars = linear_bars(100, 3, mean_active=2.0, noise=1.0, generator=generator())
+    latents = recombination(bars.data)
+    both = Assembly([latents, latents], as_start)
+    for parameters in (whole(bars), without(bars, 5), without(bars, 5)):
+        both.join(Start(Reached(0.0), parameters, None))
+    assert (both.num_lonely, both.is_complete()) == (2, False)
+    both.join(Start(Reached(0.0), whole(bars), None))
+    assert (both.num_lonely, both.is_complete()) == (0, True)
+
+
 # --- components of a mixture ---
 
 
@@ -384,7 +409,7 @@ def test_a_component_that_all_starts_have_twice_goes_where_data_are_explained_wo
     stuck = Start(
         Reached(0.0), {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)}, None
     )
-    assembly = Assembly(crossing_of_clusters(y), partial(estimated, y), generator())
+    assembly = Assembly([crossing_of_clusters(y)], partial(estimated, y), generator())
     assembly.join(stuck)
     assert assembly.best.parameters is stuck.parameters
     # Nothing is tried before another start has failed to help.

@@ -159,6 +159,62 @@ def true_counts() -> dict[str, Tensor]:
     return {"weight": torch.where(torch.rand(25, 8) < 0.3, 6.0, -3.0), "base": torch.full((25,), -1.0)}
 
 
+# --- answers on a scale of four levels ---
+
+
+def ordinal() -> Program:
+    def program(y: Tensor) -> None:
+        weight = pyro.param("weight", lambda: torch.randn(25, 8))
+        cuts = pyro.param("cuts", torch.tensor([-1.0, 0.0, 1.0]), constraint=dist.constraints.ordered_vector)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            pyro.sample("y", dist.OrderedLogistic(s @ weight.mT, cuts).to_event(1), obs=y)
+
+    return program
+
+
+def true_ordinal() -> dict[str, Tensor]:
+    return {"weight": 5 * torch.randn(25, 8) * (torch.rand(25, 8) < 0.4), "cuts": torch.tensor([-2.0, 0.5, 3.0])}
+
+
+# --- the topics of short texts ---
+
+
+def topics() -> Program:
+    def program(y: Tensor) -> None:
+        words = pyro.param("words", lambda: torch.randn(8, 25))
+        base = pyro.param("base", lambda: torch.randn(25))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(rates(8)).to_event(1))
+            probs = (s @ words.softmax(-1) + 0.3 * base.softmax(-1)) / (s.sum(-1, keepdim=True) + 0.3)
+            pyro.sample("y", dist.Multinomial(60, probs), obs=y)
+
+    return program
+
+
+def true_topics() -> dict[str, Tensor]:
+    return {"words": 2 * torch.randn(8, 25), "base": torch.randn(25)}
+
+
+# --- a type that a continuous latent depends on ---
+
+
+def positions() -> Program:
+    def program(y: Tensor) -> None:
+        loc, weight = pyro.param("loc", lambda: torch.randn(4, 2)), pyro.param("weight", lambda: torch.randn(10, 2))
+        noise = pyro.param("noise", torch.tensor(1.0), constraint=constraints.positive)
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(4) / 4))
+            x = pyro.sample("x", dist.Normal(Vindex(loc)[z], 1.0).to_event(1))
+            pyro.sample("y", dist.Normal(x @ weight.mT, noise).to_event(1), obs=y)
+
+    return program
+
+
+def true_positions() -> dict[str, Tensor]:
+    return {"loc": 2 * torch.randn(4, 2), "weight": torch.randn(10, 2), "noise": torch.tensor(0.5)}
+
+
 KINDS = {
     "noisy-OR": Kind(noisy_or, true_noisy_or, 25),
     "mixture": Kind(mixture, true_mixture, 5, tolerance=0.01),
@@ -166,6 +222,9 @@ KINDS = {
     "types": Kind(types, true_types, 25),
     "contrasts": Kind(contrasts, true_contrasts, 25),
     "counts": Kind(counts, true_counts, 25),
+    "ordinal": Kind(ordinal, true_ordinal, 25),
+    "topics": Kind(topics, true_topics, 25),
+    "positions": Kind(positions, true_positions, 10),
 }
 
 
