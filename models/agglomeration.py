@@ -15,7 +15,8 @@ from pyro_truncated.models.covariances import Covariances
 from pyro_truncated.models.floors import floored
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined, names_of_own
 from pyro_truncated.models.mixture import Shares
-from pyro_truncated.models.seeding import Groups, parted, partners, scattered_rows
+from pyro_truncated.models.seeding import grouped, parted, partners, scattered_rows
+from pyro_truncated.search import LinearFunctions
 
 # Chosen on data of other seeds than those of the tables.
 _SURPLUS = 2
@@ -195,6 +196,10 @@ def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
 def _nearest(x: Tensor, centres: Tensor) -> Tensor:
     """The centres that are nearest to each data point, nearest first, ``(N, S)``."""
     # The smallest distance is the largest of these linear functions.
-    groups = Groups(torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1), centres)
-    number = min(_NEAREST, len(centres))
-    return torch.cat([groups.likeliest(torch.cat([torch.ones_like(some[:, :1]), some], 1), number) for some in x.split(_ROWS)])
+    linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
+    functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x))
+    return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in x.split(_ROWS)])
+
+
+def _with_one(x: Tensor) -> Tensor:
+    return torch.cat([torch.ones_like(x[:, :1]), x], 1)

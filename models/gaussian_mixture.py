@@ -27,8 +27,9 @@ from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
-from pyro_truncated.models.seeding import Groups
+from pyro_truncated.models.seeding import grouped
 from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, statistics_of_all
+from pyro_truncated.search import LinearFunctions
 
 _ROWS_PER_COMPONENT = 50
 
@@ -210,10 +211,12 @@ class GaussianMixture(LinearMixture):
         x = self._above_center(y)
         return torch.cat([torch.ones_like(x[:, :1]), x, self._kind.features(x)], 1)
 
-    def linear_groups(self, y: Tensor) -> Groups:
-        """Those of the components, in the data's type; of integers in that of the means."""
+    def linear_functions(self, y: Tensor) -> LinearFunctions:
+        """The log joints, in the data's type; of integers in that of the means."""
         dtype = self._dtype_for(y)
-        return Groups(self._components(self.weights).coefficients().to(dtype), self.loc.to(dtype))
+        loc = self.loc.detach().to(dtype)
+        coefficients = self._components(self.weights).coefficients().to(dtype)
+        return LinearFunctions(coefficients, self.linear_features(loc), lambda: grouped(loc), len(y))
 
     def _dtype_for(self, y: Tensor) -> torch.dtype:
         """The type to compute with data in: their own, of integers that of the means."""

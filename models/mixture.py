@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import products_of_components
+from pyro_truncated.distributions import products_of_components, sums_of_components
 
 NEVER_USED = 1e-8
 _WEIGHT_FLOOR = 1e-6
@@ -50,10 +50,7 @@ class Shares:
         r""":math:`\sum_n r_{nk} x_n` of rows ``(N, D)``, ``(K, D)``."""
         if self._dense is not None:
             return self._dense.mT @ rows
-        total = rows.new_zeros(self.num_components, rows.shape[1])
-        for component, weight in zip(self._component.mT, self._weight.mT, strict=True):
-            total.index_add_(0, component, weight.unsqueeze(-1) * rows)
-        return total
+        return sums_of_components(self._component, self._weight, rows, self.num_components)
 
     def means(self, values: Tensor) -> Tensor:
         r""":math:`\sum_k r_{nk} v_k` of values ``(K, D)`` of the components, ``(N, D)``."""

@@ -14,7 +14,8 @@ from pyro_truncated.distributions import categorical, checked_later
 from pyro_truncated.models.binary_causes import check_data, first_rows
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
-from pyro_truncated.models.seeding import Groups, spread_rows
+from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.search import LinearFunctions
 
 _RATE_FLOOR = 1e-6
 _Poisson = checked_later(dist.Poisson)
@@ -96,10 +97,11 @@ class PoissonMixture(LinearMixture):
         counts = y.to(self.rate)
         return torch.cat([torch.ones_like(counts[:, :1]), counts], 1)
 
-    def linear_groups(self, y: Tensor) -> Groups:
-        """Those of the components."""
+    def linear_functions(self, y: Tensor) -> LinearFunctions:
+        """The log joints."""
         offset = self.weights.log() - self.rate.sum(1)
-        return Groups(torch.cat([offset.unsqueeze(-1), self.rate.log()], 1), self.rate.sqrt())
+        coefficients, rate = torch.cat([offset.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
+        return LinearFunctions(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y))
 
     @torch.no_grad()
     @takes_arrays

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 
 import torch
@@ -13,10 +12,8 @@ _PATIENCE = 10
 _LEAST_GAIN = 0.02
 _FEWEST_TRIES = 25
 _FEW_TRIALS = 4
-# More are many: they are looked at in groups, of which so many.
+# More are many.
 _FEW = 1000
-_LOOKED_AT = 8
-_BLOCK = 2**22
 
 
 def spread_rows(points: Tensor, number: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
@@ -135,52 +132,12 @@ def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 
-class Groups:
-    """Finds the largest of very many linear functions of some features: first the groups of functions that are large on average.
-
-    Args:
-        coefficients: of the functions, ``(K, F)``.
-        places: where the functions belong, ``(K, D)``: those that lie together make a group. Up to a thousand functions make
-            none, and the device is not asked for anything.
-    """
-
-    def __init__(self, coefficients: Tensor, places: Tensor) -> None:
-        self.coefficients, number = coefficients, len(places)
-        self.sizes: list[int] = []
-        if number > _FEW:
-            group = spread_rows(places, round(number**0.5), torch.Generator(places.device).manual_seed(0))[1]
-            # Of several rows at one place only one is the nearest: the others have no group.
-            self.group, size = group.unique(return_inverse=True, return_counts=True)[1:]
-            total = coefficients.new_zeros(len(size), coefficients.shape[1]).index_add_(0, self.group, coefficients)
-            self.mean, self.sizes = total / size.unsqueeze(-1), size.tolist()
-
-    def likeliest(self, features: Tensor, number: int) -> Tensor:
-        """The ``number`` largest functions of each of some features ``(N, F)``, largest first; of groups, those in the likeliest ones."""
-        looked_at, total = min(_LOOKED_AT, len(self.sizes)), len(self.coefficients)
-        width = looked_at * max(self.sizes, default=0)
-        if not width or width >= total or sum(sorted(self.sizes)[:looked_at]) < number:
-            return torch.cat([(some @ self.coefficients.mT).topk(number).indices for some in _blocks(features, total)])
-        return torch.cat([self._likeliest(some, number, looked_at) for some in _blocks(features, width)])
-
-    def _likeliest(self, features: Tensor, number: int, looked_at: int) -> Tensor:
-        """The same, by way of one table of all functions of the groups that are looked at; group by group it takes longer."""
-        asked = (features @ self.mean.mT).topk(looked_at).indices
-        order, members = asked.flatten().argsort(), self.group.argsort(stable=True)
-        width, starts = max(self.sizes), torch.tensor([0, *itertools.accumulate(self.sizes)], device=asked.device)
-        value = features.new_full((len(order), width), -math.inf)
-        times = torch.bincount(asked.flatten(), minlength=len(self.sizes)).tolist()
-        for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(self.sizes), strict=True):
-            value[those, : len(who)] = features[rows] @ self.coefficients[who].mT
-        place = value.view(len(features), -1).topk(number).indices
-        group = asked.gather(1, place // width)
-        found: Tensor = members[starts[group] + place % width]
-        return found
-
-
-def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
-    """Rows of so many results each, at a time."""
-    blocks: tuple[Tensor, ...] = features.split(max(1, _BLOCK // width))
-    return blocks
+def grouped(places: Tensor) -> Tensor:
+    """Groups ``(K,)`` of places ``(K, D)`` that lie together, as many as the root of their number, numbered from 0 and none empty."""
+    nearest = spread_rows(places, round(len(places) ** 0.5), torch.Generator(places.device).manual_seed(0))[1]
+    # Of several rows at one place only one is the nearest: the others have no group.
+    group: Tensor = nearest.unique(return_inverse=True)[1]
+    return group
 
 
 def partners(near: Tensor, number: int, most: int) -> Tensor:

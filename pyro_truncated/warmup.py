@@ -27,6 +27,8 @@ from pyro_truncated import (
     Truncated_ELBO,
     models,
 )
+from pyro_truncated.ops.component_sums import sums_of_components
+from pyro_truncated.ops.largest import largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
@@ -139,7 +141,15 @@ def _psi(dtype: torch.dtype) -> None:
         mixture_products(*factors, summed=summed).sum().backward()
 
 
+def _mixtures(dtype: torch.dtype) -> None:
+    features, group = torch.rand(9, 5, dtype=dtype), torch.arange(9)
+    value, index = largest_of_groups(features, features, group, 9, group.reshape(-1, 1), 1)
+    walked(features, features, index, value, index, 1)
+    sums_of_components(index, value, features, 9)
+
+
 _TASKS: dict[str, Task] = {
+    "mixtures of many components": _mixtures,
     "models with binary latents": _any_model,
     "models with other latents": _other_latents,
     "binary sparse coding": _causes(models.BinarySparseCoding),

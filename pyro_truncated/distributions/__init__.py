@@ -15,6 +15,7 @@ from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
+from pyro_truncated.ops.component_sums import sums_of_components
 from pyro_truncated.ops.low_rank import products_of_components
 from pyro_truncated.utils.missing import or_missing
 
@@ -48,6 +49,7 @@ __all__ = [
     "checked_later",
     "or_missing",
     "products_of_components",
+    "sums_of_components",
 ]
 
 # They live with their features, which stand above this floor, and are loaded when first asked for (PEP 562).

@@ -9,6 +9,7 @@ from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
+from pyro_truncated.search.linear_functions import LinearFunctions
 from pyro_truncated.search.neighbours import NeighbourSearch
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.search.sampling import SampledSearch
@@ -28,6 +29,7 @@ __all__ = [
     "ExhaustiveSearch",
     "GPSelect",
     "LearnedFlips",
+    "LinearFunctions",
     "LogOdds",
     "NeighbourSearch",
     "Preselection",

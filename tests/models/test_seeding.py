@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.seeding import Groups, spread_rows
+from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.search import LinearFunctions, linear_functions
 from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
@@ -86,6 +87,14 @@ def test_likeliest_components_are_those_of_the_highest_log_joint(covariance: str
     assert model.likeliest_components(y[:3], 99).sort(1).values.equal(torch.arange(12).repeat(3, 1))
 
 
+@pytest.fixture
+def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thousand functions are looked for in groups, for any number of data."""
+    monkeypatch.setattr(linear_functions, "_FEW", 1000)
+    monkeypatch.setattr(linear_functions, "_ROWS_PER_FUNCTION", 0)
+
+
+@pytest.mark.usefixtures("few_are_many")
 def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
     y, _, _ = clusters(1500, 4)
     model = GaussianMixture(8, 1500, covariance="spherical", dtype=D64)
@@ -93,7 +102,8 @@ def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
         model.loc, model.scale = y[:1500].clone(), torch.full((1500,), 0.7, dtype=D64)
     found = model.likeliest_components(y[1500:], 3)
     nearest = torch.cdist(y[1500:], model.loc.detach()).topk(3, largest=False).indices
-    assert float((found[:, 0] == nearest[:, 0]).double().mean()) > 0.97
+    assert float((found[:, 0] == nearest[:, 0]).double().mean()) > 0.99
+    assert float((found.sort(1).values == nearest.sort(1).values).double().mean()) > 0.97
     assert found.sort(1).values.diff().min() > 0
 
 
@@ -105,27 +115,28 @@ def test_bad_numbers_and_data_are_refused() -> None:
         model.likeliest_components(torch.randn(5, 3), 1)
 
 
+@pytest.mark.usefixtures("few_are_many")
 def test_where_most_components_lie_in_one_place_none_is_missed() -> None:
     generator = torch.Generator().manual_seed(0)
     places = torch.cat([1e-3 * torch.randn(1800, 2, generator=generator), 100 * torch.randn(200, 2, generator=generator)])
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
-    found = Groups(coefficients, places).likeliest(torch.cat([torch.ones(200, 1), places[1800:]], 1), 1)
+    features = torch.cat([torch.ones(2000, 1), places], 1)
+    found = LinearFunctions(coefficients, features, lambda: grouped(places), 200).largest(features[1800:], 1)
     assert torch.equal(found[:, 0], torch.arange(1800, 2000))
 
 
+@pytest.mark.usefixtures("few_are_many")
 def test_components_at_one_place_make_no_empty_groups() -> None:
     places = torch.cat([torch.arange(20.0).unsqueeze(1).repeat(100, 1), torch.full((5, 1), 100.0)])
     coefficients = torch.cat([-0.5 * places.square(), places], 1)
-    groups = Groups(coefficients, places)
-    assert min(groups.sizes) > 0
-    assert bool(groups.mean.isfinite().all())
-    found = groups.likeliest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
+    features = torch.cat([torch.ones_like(places), places], 1)
+    found = LinearFunctions(coefficients, features, lambda: grouped(places), 2).largest(torch.tensor([[1.0, 7.0], [1.0, 100.0]]), 1)
     assert places[found].flatten().tolist() == [7.0, 100.0]
 
 
 def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
     places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
     with PretendedDevice() as device:
-        found = Groups(there(places), there(places)).likeliest(there(places), 3)
+        found = LinearFunctions(there(places), there(places), lambda: grouped(there(places)), 60).largest(there(places), 3)
         assert not device.syncs
     assert torch.equal(here(found), (places @ places.mT).topk(3).indices)

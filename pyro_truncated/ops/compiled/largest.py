@@ -1,0 +1,188 @@
+"""Compiled CPU kernels behind :mod:`pyro_truncated.ops.largest`.
+
+Products of matrices are torch's, in blocks that stay in the cache and in memory that is used again: new memory costs several times as much
+as what is written to it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.threads import parallel_kernel
+
+_BLOCK, _FEWEST_ROWS = 2**18, 64
+# Of so many values at a time the largest is looked for first, in vector registers.
+_FOLD = 8
+_BLOCKS = 16
+
+
+def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.largest.largest_of_all`."""
+    value, index = _none(features, number)
+    rows, names = np.arange(len(features)), np.arange(len(coefficients))
+    _enter_products(features.contiguous(), coefficients, rows, names, value, index)
+    _fill(index)
+    return torch.from_numpy(value), torch.from_numpy(index)
+
+
+def largest_of_groups(
+    features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.largest.largest_of_groups`."""
+    value, index = _none(features, number)
+    members, first = _sorted(group.reshape(-1, 1).numpy(), num_groups)
+    rows, start = _sorted(asked.numpy(), num_groups)
+    ordered = coefficients[torch.from_numpy(members)]
+    for g in np.flatnonzero((np.diff(start) > 0) & (np.diff(first) > 0)):
+        some, own = rows[start[g] : start[g + 1]], slice(first[g], first[g + 1])
+        _enter_products(features[torch.from_numpy(some)], ordered[own], some, members[own], value, index)
+    _fill(index)
+    return torch.from_numpy(value), torch.from_numpy(index)
+
+
+def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.largest.walked`."""
+    found, best = index.clone().numpy(), value.clone().numpy()
+    arrays = (tensor.detach().contiguous().numpy() for tensor in (features, coefficients, neighbours))
+    _walk(*arrays, depth, best, found)
+    return torch.from_numpy(found)
+
+
+def _none(features: Tensor, number: int) -> tuple[np.ndarray, np.ndarray]:
+    value = torch.full((len(features), number), -torch.inf, dtype=features.dtype, device="cpu").numpy()
+    return value, np.full((len(features), number), -1)
+
+
+def _enter_products(
+    features: Tensor, coefficients: Tensor, rows: np.ndarray, names: np.ndarray, value: np.ndarray, index: np.ndarray
+) -> None:
+    """Enters the functions ``names`` of such coefficients ``(W, F)`` for the data points ``rows`` with such features ``(R, F)``."""
+    width = len(coefficients)
+    step = min(max(1, len(rows)), max(_FEWEST_ROWS, _BLOCK // width))
+    memory, across = features.new_empty(step, width), coefficients.mT
+    for start in range(0, len(rows), step):
+        some = features[start : start + step]
+        products = torch.mm(some, across, out=memory[: len(some)])
+        _enter(products.numpy(), rows[start : start + step], names, value, index)
+
+
+@njit(cache=True, nogil=True)
+def _sorted(group, num_groups):
+    """The rows that are in each group ``(N, L)``, one group after the other, and where each begins, ``(G + 1,)``."""
+    num_rows, most = group.shape
+    start = np.zeros(num_groups + 1, np.int64)
+    for n in range(num_rows):
+        for i in range(most):
+            start[group[n, i] + 1] += 1
+    for g in range(num_groups):
+        start[g + 1] += start[g]
+    free, rows = start[:-1].copy(), np.empty(num_rows * most, np.int64)
+    for n in range(num_rows):
+        for i in range(most):
+            g = group[n, i]
+            rows[free[g]] = n
+            free[g] += 1
+    return rows, start
+
+
+@njit(cache=True, nogil=True)
+def _fill(index):
+    """Where no value was above minus infinity, the first functions that are not there yet."""
+    num_rows, number = index.shape
+    for n in range(num_rows):
+        other = 0
+        for s in range(number):
+            while index[n, s] < 0:
+                is_there = False
+                for t in range(number):
+                    is_there |= index[n, t] == other
+                if not is_there:
+                    index[n, s] = other
+                other += 1
+
+
+@njit(cache=True, nogil=True)
+def _insert(x, name, best, index):
+    """Enters a value that is above the least of the best ones, which stay sorted; returns its place."""
+    s = len(best) - 1
+    while s > 0 and best[s - 1] < x:
+        best[s] = best[s - 1]
+        index[s] = index[s - 1]
+        s -= 1
+    best[s] = x
+    index[s] = name
+    return s
+
+
+@parallel_kernel(cost=2)
+def _enter(products, rows, names, value, index):
+    num_rows, width = products.shape
+    number, size = value.shape[1], width // _FOLD
+    num_blocks = min(num_rows, _BLOCKS)
+    for block in prange(num_blocks):
+        most = np.empty(size, products.dtype)
+        for i in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
+            row, best, found = products[i], value[rows[i]], index[rows[i]]
+            least = best[number - 1]
+            for j in range(size):
+                most[j] = row[j]
+            for r in range(1, _FOLD):
+                part = row[r * size : (r + 1) * size]
+                for j in range(size):
+                    most[j] = part[j] if part[j] > most[j] else most[j]
+            for j in range(size):
+                if most[j] > least:
+                    for r in range(_FOLD):
+                        if row[r * size + j] > least:
+                            _insert(row[r * size + j], names[r * size + j], best, found)
+                            least = best[number - 1]
+            for j in range(_FOLD * size, width):
+                if row[j] > least:
+                    _insert(row[j], names[j], best, found)
+                    least = best[number - 1]
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
+def _product(features, coefficients):
+    total = features[0] * 0
+    for f in range(len(features)):
+        total += features[f] * coefficients[f]
+    return total
+
+
+@parallel_kernel(cost=64)
+def _walk(features, coefficients, neighbours, depth, value, index):
+    num_rows, number = index.shape
+    num_blocks = min(num_rows, _BLOCKS)
+    for block in prange(num_blocks):
+        # The function at every place whose neighbours have been looked at.
+        done = np.empty(number, np.int64)
+        for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
+            best, found, own = value[n], index[n], features[n]
+            done[:] = -1
+            count = 0
+            s = 0
+            while s < depth and count < number:
+                k = found[s]
+                is_done = False
+                for t in range(count):
+                    is_done |= done[t] == k
+                if is_done:
+                    s += 1
+                    continue
+                done[count] = k
+                count += 1
+                for j in range(neighbours.shape[1]):
+                    other = neighbours[k, j]
+                    x = _product(own, coefficients[other])
+                    if x > best[number - 1]:
+                        is_there = False
+                        for t in range(number):
+                            is_there |= found[t] == other
+                        if not is_there:
+                            _insert(x, other, best, found)
+                s = 0

@@ -1,0 +1,71 @@
+"""The largest of many linear functions of some features: of all, of groups of them, and from neighbour to neighbour."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend
+
+_TYPES = (torch.float32, torch.float64)
+
+
+def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """The largest functions of every data point.
+
+    Args:
+        features: of the data points, ``(N, F)``.
+        coefficients: of the functions, ``(K, F)``.
+        number: how many functions, at most ``K``.
+
+    Returns:
+        Their values and their numbers, ``(N, number)``, the largest first; of equal ones, any. Types that are not compiled are computed
+        with in single precision.
+    """
+    features, coefficients = _computed(features, coefficients)
+    found: tuple[Tensor, Tensor] = backend("largest", features).largest_of_all(features, coefficients, number)
+    return found
+
+
+def largest_of_groups(
+    features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
+    """The same among the functions of those groups that are looked at.
+
+    Args:
+        features: of the data points, ``(N, F)``.
+        coefficients: of the functions, ``(K, F)``.
+        group: of every function, ``(K,)``; none is empty.
+        num_groups: how many there are.
+        asked: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
+        number: how many functions.
+    """
+    features, coefficients = _computed(features, coefficients)
+    found: tuple[Tensor, Tensor]
+    found = backend("largest", features).largest_of_groups(features, coefficients, group, num_groups, asked, number)
+    return found
+
+
+def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+    """Looks at the neighbours of the best functions, and of what is among the best then, until all of theirs have been looked at.
+
+    Args:
+        features: of the data points, ``(N, F)``.
+        coefficients: of the functions, ``(K, F)``.
+        neighbours: of every function, ``(K, W)``.
+        value: the largest functions known, ``(N, S)``, the largest first.
+        index: which functions these are; different ones.
+        depth: how many of the best ones' neighbours are looked at; of at most ``S`` functions in all.
+
+    Returns:
+        The numbers of the largest functions now known, ``(N, S)``, the largest first.
+    """
+    features, coefficients = _computed(features, coefficients)
+    depth = min(depth, index.shape[1])
+    found: Tensor = backend("largest", features).walked(features, coefficients, neighbours, value.to(features), index, depth)
+    return found
+
+
+def _computed(features: Tensor, coefficients: Tensor) -> tuple[Tensor, Tensor]:
+    dtype = features.dtype if features.dtype in _TYPES else torch.float32
+    return features.detach().to(dtype), coefficients.detach().to(dtype)

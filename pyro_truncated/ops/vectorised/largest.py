@@ -1,0 +1,68 @@
+"""The largest of many linear functions in plain torch, for any device."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+_BLOCK = 2**22
+
+
+def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.largest.largest_of_all`."""
+    found = [(some @ coefficients.mT).topk(number) for some in _blocks(features, len(coefficients))]
+    return torch.cat([some.values for some in found]), torch.cat([some.indices for some in found])
+
+
+def largest_of_groups(
+    features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int
+) -> tuple[Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.largest.largest_of_groups`: one table of all functions of the groups that are looked at."""
+    sizes = torch.bincount(group, minlength=num_groups).tolist()
+    members, width, looked_at = group.argsort(stable=True), max(sizes), asked.shape[1]
+    starts = torch.tensor([0, *itertools.accumulate(sizes)], device=asked.device)
+    values, indices = [], []
+    rows_of_blocks = _blocks(features, looked_at * width)
+    for some, own in zip(rows_of_blocks, asked.split(max(1, len(rows_of_blocks[0]))), strict=True):
+        order = own.flatten().argsort()
+        table = features.new_full((len(order), width), -math.inf)
+        times = torch.bincount(own.flatten(), minlength=num_groups).tolist()
+        for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(sizes), strict=True):
+            table[those, : len(who)] = some[rows] @ coefficients[who].mT
+        best = table.view(len(some), -1).topk(number)
+        values.append(best.values)
+        indices.append(members[starts[own.gather(1, best.indices // width)] + best.indices % width])
+    return torch.cat(values), torch.cat(indices)
+
+
+def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.largest.walked`."""
+    number, width = index.shape[1], neighbours.shape[1] * features.shape[1]
+    step = max(1, _BLOCK // max(1, width))
+    blocks = zip(features.split(step), value.split(step), index.split(step), strict=True)
+    return torch.cat([_walked(some, coefficients, neighbours, best, found, depth, number) for some, best, found in blocks])
+
+
+def _walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, number: int) -> Tensor:
+    done = torch.full_like(found, -1)
+    for visit in range(number):
+        is_open = (found[:, :depth, None] != done[:, None, :]).all(2)
+        # Where none is left the best one is looked at again, which changes nothing.
+        k = found.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
+        done[:, visit] = torch.where(is_open.any(1), k[:, 0], -1)
+        others = neighbours[k[:, 0]]
+        products = (coefficients[others] * features.unsqueeze(1)).sum(2)
+        is_there = (others[:, :, None] == found[:, None, :]).any(2)
+        both = torch.cat([best, products.masked_fill(is_there, -math.inf)], 1)
+        best, place = both.topk(number)
+        found = torch.cat([found, others], 1).gather(1, place)
+    return found
+
+
+def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
+    """Rows of so many results each, at a time."""
+    blocks: tuple[Tensor, ...] = features.split(max(1, _BLOCK // width))
+    return blocks

@@ -1,0 +1,85 @@
+"""The largest of very many linear functions of some features, of which most are not looked at."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+
+# Up to so many functions, and for fewer data points per function, all are looked at.
+_FEW, _ROWS_PER_FUNCTION = 3000, 10
+# Of the rest: the groups that are looked at, the neighbours of the best functions then, and of how many.
+_LOOKED_AT, _NEIGHBOURS, _DEPTH = 8, 32, 2
+# Neighbours are looked for in more groups: once, for all data.
+_LOOKED_AT_FOR_NEIGHBOURS = 40
+_ROWS = 2**14
+
+
+class LinearFunctions:
+    """Finds the largest of very many linear functions of some features.
+
+    Up to three thousand functions, and for fewer than ten data points per function, all are looked at. Of more first the groups of
+    functions that are large on average, then the neighbours of the best ones found there: those functions that are largest where these
+    belong. Some of the largest are missed.
+
+    Example:
+        >>> places = torch.randn(40, 2)
+        >>> coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+        >>> features = torch.cat([torch.ones(40, 1), places], 1)
+        >>> nearest = LinearFunctions(coefficients, features, lambda: torch.arange(40) // 8, 40).largest(features, 3)
+        >>> nearest[:, 0].equal(torch.arange(40))
+        True
+
+    Args:
+        coefficients: of the functions, ``(K, F)``.
+        features: where the functions belong, ``(K, F)``.
+        group: asked for when it is needed: a group of similar functions for each, ``(K,)``, numbered from 0, none empty.
+        num_data: of how many data points the largest functions will be looked for.
+    """
+
+    def __init__(self, coefficients: Tensor, features: Tensor, group: Callable[[], Tensor], num_data: int) -> None:
+        self.coefficients, self.features = coefficients, features
+        self._find_group = group
+        self._are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
+
+    def largest(self, features: Tensor, number: int) -> Tensor:
+        """The ``number`` largest functions of each of some features ``(N, F)``, largest first, ``(N, number)``."""
+        if self._are_few or not self._are_apart(number):
+            return largest_of_all(features, self.coefficients, number)[1]
+        value, index = self._of_groups(features, number, _LOOKED_AT)
+        return walked(features, self.coefficients, self._neighbours, value, index, _DEPTH)
+
+    def _are_apart(self, number: int) -> bool:
+        """Whether the groups that are looked at leave most functions out, and have as many as are asked for."""
+        sizes = self._sizes.sort().values
+        looked_at = min(_LOOKED_AT, len(sizes))
+        return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
+
+    def _of_groups(self, features: Tensor, number: int, looked_at: int) -> tuple[Tensor, Tensor]:
+        num_groups = len(self._sizes)
+        asked = largest_of_all(features, self._mean, min(looked_at, num_groups))[1]
+        return largest_of_groups(features, self.coefficients, self._group, num_groups, asked, number)
+
+    @functools.cached_property
+    def _group(self) -> Tensor:
+        return self._find_group()
+
+    @functools.cached_property
+    def _sizes(self) -> Tensor:
+        return torch.bincount(self._group)
+
+    @functools.cached_property
+    def _mean(self) -> Tensor:
+        """The functions of the groups on average, ``(G, F)``."""
+        total = self.coefficients.new_zeros(len(self._sizes), self.coefficients.shape[1]).index_add_(0, self._group, self.coefficients)
+        return total / self._sizes.unsqueeze(-1)
+
+    @functools.cached_property
+    def _neighbours(self) -> Tensor:
+        """What is largest where each function belongs, ``(K, W)``."""
+        parts = self.features.split(_ROWS)
+        return torch.cat([self._of_groups(some, _NEIGHBOURS, _LOOKED_AT_FOR_NEIGHBOURS)[1] for some in parts])

@@ -1,0 +1,80 @@
+"""The largest of many linear functions: of all, of groups, and from neighbour to neighbour; sums for components."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.component_sums import sums_of_components
+from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+
+
+def problem(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Features of 150 data points, coefficients of 203 functions, and their groups, of which some have few."""
+    generator = torch.Generator().manual_seed(0)
+    features, coefficients = (torch.randn(number, 5, generator=generator, dtype=dtype) for number in (150, 203))
+    return features, coefficients, torch.cat([torch.arange(7), torch.randint(3, (196,), generator=generator)])
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("number", [1, 4, 203])
+def test_the_largest_of_all_are_those_of_the_table(number: int) -> None:
+    features, coefficients, _ = problem()
+    value, index = largest_of_all(features, coefficients, number)
+    expected = (features @ coefficients.mT).topk(number)
+    torch.testing.assert_close(value, expected.values)
+    assert torch.equal(index, expected.indices)
+
+
+@pytest.mark.usefixtures("kind")
+def test_in_groups_others_are_not_looked_at() -> None:
+    features, coefficients, group = problem()
+    asked = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(n))[:3] for n in range(150)])
+    asked[:, 0], asked[:, 1] = torch.where((asked < 3).any(1), asked[:, 0], 0), torch.where((asked < 3).any(1), asked[:, 1], 3)
+    value, index = largest_of_groups(features, coefficients, group, 7, asked, 3)
+    is_out = (group != asked.unsqueeze(-1)).all(1)
+    expected = (features @ coefficients.mT).masked_fill(is_out, -torch.inf).topk(3)
+    torch.testing.assert_close(value, expected.values)
+    assert torch.equal(index, expected.indices)
+
+
+@pytest.mark.usefixtures("kind")
+def test_a_walk_ends_where_no_neighbour_of_the_best_is_better() -> None:
+    # Functions along a line, each largest at its own place: from the left end neighbours lead to a data point at place 9.
+    places = torch.arange(20, dtype=torch.float64)
+    coefficients = torch.stack([-0.5 * places**2, places], 1)
+    neighbours = torch.stack([(torch.arange(20) + step).clamp(0, 19) for step in (-2, -1, 1, 2)], 1)
+    features = torch.tensor([[1.0, 9.2]], dtype=torch.float64)
+    start = torch.tensor([[5, 4, 3, 2, 1]])
+    found = walked(features, coefficients, neighbours, (features @ coefficients.mT).gather(1, start), start, 1)
+    stayed = walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1)
+    assert found.tolist() == [[9, 10, 8, 11, 7]]
+    assert torch.equal(stayed, start)
+
+
+@pytest.mark.usefixtures("kind")
+def test_what_overflows_is_filled_up_with_different_functions() -> None:
+    features = torch.tensor([[1e30], [1.0]])
+    index = largest_of_all(features, torch.tensor([[-1e30], [-1e29], [-1.0], [-2.0]]), 3)[1]
+    assert index[1].tolist() == [2, 3, 1]
+    assert len(set(index[0].tolist())) == 3
+    assert set(index[0].tolist()) > {2, 3}
+
+
+@pytest.mark.usefixtures("kind")
+def test_half_precision_is_searched() -> None:
+    features, coefficients, _ = problem(torch.float32)
+    features, coefficients = features.half(), coefficients.half()
+    index = largest_of_all(features, coefficients, 2)[1]
+    assert torch.equal(index, (features.float() @ coefficients.float().mT).topk(2).indices)
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("number", [3, 70])
+def test_sums_for_components_are_those_of_a_table(number: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    component = torch.randint(number, (400, 3), generator=generator)
+    weight, rows = torch.rand(400, 3, generator=generator), torch.randn(400, 5, generator=generator)
+    shares = torch.zeros(400, number, dtype=torch.float64).scatter_add_(1, component, weight.double())
+    torch.testing.assert_close(sums_of_components(component, weight, rows, number), shares.mT @ rows.double())
