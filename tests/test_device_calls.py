@@ -232,10 +232,10 @@ def test_a_step_of_other_models_waits_twice(name: str) -> None:
         return lambda: svi.step(y), svi.guide
 
     step, guide = run(lambda thing: thing)
-    losses = [step() for _ in range(4)]
+    losses = [step() for _ in range(3)]
     with PretendedDevice() as device:
         step, moved = run(there)
-        found = [step() for _ in range(3)]
+        found = [step() for _ in range(2)]
         device.forget()
         found.append(step())
         assert sum(device.syncs.values()) <= 2, device.syncs

@@ -49,6 +49,8 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)
     names: dict[str, Any] = {"__name__": "__main__"}
+    if page == "README.md":  # which shows no more than that it runs
+        names["range"] = lambda steps: range(min(steps, 20))
     for number, (language, code) in enumerate(BLOCK.findall(PAGES[page]), 1):
         run(language, code, names, f"{page}, block {number}")
 

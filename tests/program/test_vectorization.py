@@ -207,10 +207,9 @@ def test_what_users_do_works_with_slow_models_too(model, sites, local, scoring, 
     elbo = Truncated_ELBO(EvolutionarySearch(parents=1, children=2, generations=1, crossover=False))
     svi = SVI(model, guide, Adam({"lr": 0.01}), elbo)
     for _ in range(3):
-        loss = svi.step(Y)
-    assert loss >= -table(model, sites, local).logsumexp(0).sum().item() - 1e-9 or loss == pytest.approx(loss)
+        svi.step(Y)
     assert svi.evaluate_loss(Y) >= -table(model, sites, local).logsumexp(0).sum().item() - 1e-9
-    assert set(sites) <= set(to_arviz(model, guide, Y).posterior)
+    assert set(sites) <= set(to_arviz(model, guide, Y, num_samples=10).posterior)
     assert Predictive(model, guide=guide, num_samples=3)(Y)["y"].shape[0] == 3
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", VectorizationWarning)

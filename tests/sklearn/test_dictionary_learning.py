@@ -163,7 +163,7 @@ def test_missing_entries_are_filled_in():
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["spike_slab", "gaussian"])
 def test_all_bars_are_found_with_the_defaults(family):
-    y = linear_bars(500, size=5, mean_active=2.0, generator=torch.Generator().manual_seed(7)).data.numpy()
+    y = linear_bars(250, size=5, mean_active=2.0, generator=torch.Generator().manual_seed(7)).data.numpy()
     coder = SparseCoding(10, family=family, random_state=0).fit(y)
     assert coder.components_.dtype == np.float32
     assert matched_bars(torch.from_numpy(coder.components_.T.copy()), 10 * bar_components(5)) == 10

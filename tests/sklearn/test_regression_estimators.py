@@ -41,8 +41,9 @@ def test_evidence_is_the_integral_over_coefficients_intercept_and_noise(is_zelln
         prior = g * np.linalg.inv(chosen.T @ chosen) if is_zellner else g / n * np.eye(k)
         shape = contrasts @ (np.eye(n) + (chosen @ prior @ chosen.T if k else 0.0)) @ contrasts.T
         log_sigma = np.linspace(-4, 7, 4001)
-        normals = [stats.multivariate_normal(np.zeros(n - 1), np.exp(2 * u) * shape) for u in log_sigma]
-        logs = [normal.logpdf(contrasts @ y.numpy()) - np.log(n) / 2 for normal in normals]
+        # The density of contrasts whose deviations are a multiple is that of the contrasts in this unit.
+        normal = stats.multivariate_normal(np.zeros(n - 1), shape)
+        logs = normal.logpdf(np.exp(-log_sigma)[:, None] * (contrasts @ y.numpy())) - (n - 1) * log_sigma - np.log(n) / 2
         # A prior 1 / variance of the variance is 2 for the logarithm of the deviation.
         integral = np.log(2 * np.trapezoid(np.exp(logs), log_sigma))
         assert float(models.log_evidence(torch.tensor([s]))[0]) == pytest.approx(integral, abs=1e-6)

@@ -32,12 +32,13 @@ def wrong(y: Tensor) -> None:
     pyro.sample("shift", dist.Normal(torch.tensor(0.4), 0.4))
 
 
-@pytest.fixture
-def y(generator: torch.Generator) -> Tensor:
+@pytest.fixture(scope="module")
+def y() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
     return torch.randn(NUM_DATA, generator=generator) + 2 * (torch.rand(NUM_DATA, generator=generator) < RATE)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def idata(y: Tensor) -> Any:
     guide = AutoGuideList(model)
     guide.append(wrong)
