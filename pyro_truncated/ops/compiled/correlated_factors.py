@@ -1,7 +1,7 @@
-"""Factors of slabs that are correlated a priori, and of their posteriors: what the compiled kernels are made of.
+"""Slabs of the active latents of a state that are correlated a priori, integrated out: what the compiled kernels are made of.
 
-Slabs of the active latents are written as ``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``. Such
-factors take no square roots, which would be most of the time for few latents.
+Slabs are written as ``mean + R c``, with a unit lower triangular ``R`` and independent ``c`` of variances ``D``: such factors take no
+square roots, and divide by nothing but what tells slabs apart. All is done to whole rows, of so many entries as fill registers.
 """
 
 from __future__ import annotations
@@ -9,132 +9,151 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.slab_parts import invert
+from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_square
+from pyro_truncated.ops.compiled.walk import padded
 
 _LARGE = 1e150
 _TINY = 1e-14
+# Rows of the matrix of vectors.
+_VARIANCES, FIELD, SLABS, _SPARE = 0, 1, 2, 3
 
 
 @njit(cache=True, nogil=True)
-def factorize_prior(covariance, active, count, root, variances, work):
-    """Writes ``R`` (without its diagonal) and ``D`` of the active latents' covariance; ``work`` is a vector."""
+def size_of(most):
+    """Entries of the rows for states with at most so many active latents, and a column beyond them."""
+    return padded(most + 1)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def _from_the_left(prior, count, size, matrix):
+    """Multiplies a matrix with ``R'`` from the left."""
+    for a in range(1, count):
+        for p in range(a):
+            add_row(prior[p, a], matrix, a, matrix, p, 0, size)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def _factorize_prior(covariance, active, count, size, prior, vectors):
+    """Leaves the factor ``R'`` of the active latents' covariance above the diagonal of ``prior``, and ``D`` in ``vectors``."""
+    gather_square(covariance, active, count, size, prior)
+    for p in range(count):
+        pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
+        vectors[_VARIANCES, p], inverse = pivot, 1.0 / pivot
+        for a in range(p + 1, count):
+            add_row(-prior[p, a] * inverse, prior, p, prior, a, p, size)
+        for a in range(p + 1, count):
+            prior[p, a] *= inverse
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def collapse(linear, table, mean, covariance, active, count, prior, joint, spare, vectors):
+    """Writes the slabs of the active latents as ``mean + R c``, given the data.
+
+    Leaves in ``prior`` and ``vectors`` the ``R'`` and ``D`` of their covariance, in ``joint`` the precision ``M = D^-1 + R' G R`` of ``c``
+    given the data with ``R' (a - G mean)`` as a column beyond it, and in ``vectors`` ``a - G mean``. Returns ``mean (a - G mean / 2)``.
+    """
+    size = size_of(count)
+    _factorize_prior(covariance, active, count, size, prior, vectors)
+    gather_square(table, active, count, size, spare)
     for a in range(count):
-        row, source = root[a], covariance[active[a]]
-        pivot = source[active[a]]
-        floor = _TINY * pivot
-        for b in range(a):
-            other = root[b]
-            entry = source[active[b]]
-            for j in range(b):
-                entry -= work[j] * other[j]
-            work[b] = entry
-            row[b] = entry / variances[b]
-            pivot -= entry * row[b]
-        variances[a] = max(pivot, floor)
-
-
-@njit(cache=True, nogil=True)
-def _project(linear, table, mean, active, count, root, dense, right, solution):
-    """Leaves in ``right`` the transpose of ``G R``, in ``solution`` ``R' (a - G mean)``; returns ``mean (a - G mean / 2)``."""
+        vectors[FIELD, a] = linear[active[a]]
+    clear_row(vectors, FIELD, count, size)
+    for a in range(count):
+        add_row(-mean[active[a]], spare, a, vectors, FIELD, 0, size)
     energy = 0.0
     for a in range(count):
-        h = active[a]
-        field, row, source = linear[h], dense[a], table[h]
-        for b in range(count):
-            row[b] = source[active[b]]
-            field -= row[b] * mean[active[b]]
-        energy += 0.5 * mean[h] * (linear[h] + field)
-        solution[a] = field
+        field = vectors[FIELD, a]
+        energy += 0.5 * mean[active[a]] * (linear[active[a]] + field)
+        spare[a, count] = field
+    _from_the_left(prior, count, size, spare)
     for a in range(count):
-        target, row = solution[a], right[a]
         for b in range(count):
-            row[b] = dense[a, b]
-        for j in range(a + 1, count):
-            factor = root[j, a]
-            target += factor * solution[j]
-            for b in range(count):
-                row[b] += factor * dense[j, b]
-        solution[a] = target
+            joint[a, b] = spare[b, a]
+        clear_row(joint, a, count, size)
+    _from_the_left(prior, count, size, joint)
+    for a in range(count):
+        joint[a, a] += 1.0 / vectors[_VARIANCES, a]
+        joint[a, count] = spare[a, count]
     return energy
 
 
-@njit(cache=True, nogil=True)
-def factorize(linear, table, mean, covariance, active, count, root, right, factor, variances, pivots, work, solution):
-    """Collapses the slabs of the active latents.
-
-    Leaves in ``root`` and ``variances`` the ``R`` and ``D`` of their covariance, in ``factor`` and ``pivots`` the same of
-    ``M = D^-1 + R' G R``, the posterior precision of ``c``, and in ``solution`` the vector ``x`` with ``E x = R' (a - G mean)`` for the
-    factor ``E``. Returns the log density up to terms that do not depend on the state.
-    """
-    factorize_prior(covariance, active, count, root, variances, work)
-    energy = _project(linear, table, mean, active, count, root, factor, right, solution)
-    product = 1.0
-    for a in range(count):
-        row, x = factor[a], solution[a]
-        for b in range(a + 1):
-            work[b] = right[b, a]
-        for j in range(a + 1, count):
-            weight = root[j, a]
-            for b in range(a + 1):
-                work[b] += weight * right[b, j]
-        floor = 1.0 / variances[a]
-        pivot = floor + work[a]
-        for b in range(a):
-            other = factor[b]
-            entry = work[b]
-            for j in range(b):
-                entry -= work[j] * other[j]
-            work[b] = entry
-            row[b] = entry / pivots[b]
-            pivot -= entry * row[b]
-            x -= row[b] * solution[b]
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def eliminate(joint, count, size, vectors):
+    """Eliminates what is below the pivots of ``M``, in rows of so many entries; returns the rest of the log density."""
+    energy, product = 0.0, 1.0
+    for p in range(count):
         # The precision exceeds that of the prior, so a pivot below it is a rounding error.
-        pivot = max(pivot, floor)
-        pivots[a] = pivot
-        solution[a] = x
-        energy += 0.5 * x * x / pivot
+        variance = vectors[_VARIANCES, p]
+        pivot, x = max(joint[p, p], 1.0 / variance), joint[p, count]
+        joint[p, p], inverse = pivot, 1.0 / pivot
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, joint, p, joint, a, p, size)
+        energy += 0.5 * x * x * inverse
         # One logarithm for many pivots; no factor is below one, so the product can only overflow.
-        product *= pivot * variances[a]
+        product *= pivot * variance
         if product > _LARGE:
             energy -= 0.5 * np.log(product)
             product = 1.0
     return energy - 0.5 * np.log(product)
 
 
-@njit(cache=True, nogil=True)
-def posterior(root, factor, variances, pivots, solution, count, spread):
-    """Posterior of the slabs, which :func:`factorize` has factorised.
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def posterior(mean, active, prior, joint, count, size, vectors, covariance):
+    """Posterior of the slabs after :func:`collapse`: their mean in ``vectors``, and the lower triangle of their covariance.
 
-    With Cholesky factors ``T = R D^1/2`` of the prior covariance and ``L`` of the posterior precision of ``e`` in ``mean + T e``, leaves in
-    ``root`` the factor ``T``, in ``factor`` ``L^-1``, in ``solution`` the posterior mean of ``e``, and in ``spread`` a root of the
-    posterior covariance.
+    Columns of ``joint`` from ``size`` on become those of ``E^-1 R'`` with the factor ``E`` of ``M``, whose pivots stay where they are.
     """
-    for a in range(count):
-        variances[a], pivots[a] = np.sqrt(variances[a]), np.sqrt(pivots[a])
-        root[a, a], factor[a, a] = variances[a], variances[a] * pivots[a]
-        solution[a] /= pivots[a]
-        for b in range(a):
-            root[a, b] *= variances[b]
-            factor[a, b] *= variances[a] * pivots[b]
-    invert(factor, count)
-    for a in range(count):
-        # Column a of the inverse starts at a, so what is overwritten is not needed any more.
-        total = 0.0
-        for j in range(a, count):
-            total += factor[j, a] * solution[j]
-        solution[a] = total
-    for a in range(count):
-        for j in range(count):
-            total = 0.0
-            for i in range(min(a, j) + 1):
-                total += root[a, i] * factor[j, i]
-            spread[a, j] = total
+    for p in range(count):
+        clear_row(joint, p, size, 2 * size)
+        joint[p, size + p] = 1.0
+        for a in range(p + 1, count):
+            joint[p, size + a] = prior[p, a]
+        clear_row(covariance, p, 0, size)
+        vectors[SLABS, p] = mean[active[p]]
+    clear_row(vectors, SLABS, count, size)
+    eliminate(joint, count, 2 * size, vectors)
+    for p in range(count):
+        inverse = 1.0 / joint[p, p]
+        add_row(joint[p, count] * inverse, joint, p, vectors, SLABS, 0, size, size)
+        add_square(inverse, joint, p, size, count, covariance)
 
 
-@njit(cache=True, nogil=True)
-def deviation_of(root, solution, a):
-    """How far the posterior mean of an active slab is from its prior mean."""
-    total = 0.0
-    for j in range(a + 1):
-        total += root[a, j] * solution[j]
-    return total
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def gradients(table, mean, active, joint, count, size, vectors, spare, products):
+    """Gradients of the log density after :func:`posterior`, in the means and, twice that, in the covariances.
+
+    With the posterior mean ``z`` and covariance ``C`` they are ``r = a - G z``, which the field in ``vectors`` becomes, and
+    ``r r' + G C G - G``, whose lower triangle is left in ``products``.
+    """
+    gather_square(table, active, count, size, spare)
+    for a in range(count):
+        add_row(mean[active[a]] - vectors[SLABS, a], spare, a, vectors, FIELD, 0, size)
+    for a in range(count):
+        clear_row(products, a, 0, size)
+        add_row(-1.0, spare, a, products, a, 0, size)
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, size)
+    for p in range(count):
+        clear_row(vectors, _SPARE, 0, size)
+        for a in range(count):
+            add_row(joint[p, size + a], spare, a, vectors, _SPARE, 0, size)
+        add_square(1.0 / joint[p, p], vectors, _SPARE, 0, count, products)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def log_prior(covariance, active, count, size, prior, moments, vectors):
+    """Expected log density, up to a constant, of slabs with these second moments about the prior's mean; changes ``moments``."""
+    _factorize_prior(covariance, active, count, size, prior, vectors)
+    energy, product = 0.0, 1.0
+    for p in range(count):
+        variance = vectors[_VARIANCES, p]
+        energy -= 0.5 * moments[p, p] / variance
+        product *= variance
+        if not 1.0 / _LARGE < product < _LARGE:
+            energy -= 0.5 * np.log(product)
+            product = 1.0
+        # Moments of independent slabs are left: what is taken from a row is taken from a column as well.
+        for a in range(p + 1, count):
+            shared, factor = moments[a, p], prior[p, a]
+            add_row(-factor, moments, p, moments, a, p, size)
+            add_row(factor * moments[p, p] - shared, prior, p, moments, a, p, size)
+    return energy - 0.5 * np.log(product)

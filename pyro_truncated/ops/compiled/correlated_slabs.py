@@ -10,17 +10,27 @@ import torch
 from numba import prange
 from torch import Tensor
 
-from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.correlated_factors import deviation_of, factorize, factorize_prior, posterior
-from pyro_truncated.ops.compiled.slab_parts import gram_of, gram_of_row, invert
+from pyro_truncated.ops.compiled.correlated_factors import FIELD, SLABS, collapse, eliminate, gradients, log_prior, posterior, size_of
+from pyro_truncated.ops.compiled.lanes import clear_row
+from pyro_truncated.ops.compiled.slab_parts import gram_of, gram_of_row
 from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks, ever_active
+from pyro_truncated.ops.compiled.walk import (
+    MAX_BLOCKS,
+    active_latents,
+    as_array,
+    as_words,
+    count_blocks,
+    ever_active,
+    least_weight,
+    most_active,
+)
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
     """As :func:`pyro_truncated.ops.compiled.spike_slab.log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
-    _log_prob(as_words(words), as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance), out.numpy())
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    _log_prob(packed, *parameters, *_scratch(packed, min(len(linear), MAX_BLOCKS)), out.numpy())
     return out
 
 
@@ -38,12 +48,13 @@ def moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    num_blocks = num_data if per_datum else count_blocks(num_data, 2 * num_latents**2)
-    second, curvature = (linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64) for _ in range(2))
+    num_blocks = count_blocks(num_data, 2 * num_latents**2)
+    second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
+    curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
     slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
-    parameters = as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance)
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
     outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
-    _moments(as_words(words), as_array(weights), *parameters, *outputs)
+    _moments(packed, as_array(weights), *parameters, *_scratch(packed, num_blocks), *outputs)
     second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
 
@@ -60,23 +71,31 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    out = linear.new_zeros(count_blocks(len(linear), len(means)), len(means), dtype=torch.float64)
-    parameters = as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance)
-    _expected_log_prior(as_words(words), as_array(weights), *parameters, as_array(means), as_array(covariances), out.numpy())
+    num_blocks = count_blocks(len(linear), len(means))
+    out = linear.new_zeros(num_blocks, len(means), dtype=torch.float64)
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    others = as_array(means), as_array(covariances)
+    _expected_log_prior(packed, as_array(weights), *parameters, *others, *_scratch(packed, num_blocks), out.numpy())
     return out.sum(0)
 
 
+def _scratch(words: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices and vectors that a state's active latents fit in, for each block: counting references to a kernel's own takes long."""
+    most = most_active(words)
+    size = size_of(most)
+    return np.zeros((num_blocks, 4, most, 2 * size)), np.zeros((num_blocks, 4, size))
+
+
 @parallel_kernel(cost=24)
-def _log_prob(words, linear, scaled, observed, gram, mean, covariance, out):
+def _log_prob(words, linear, scaled, observed, gram, mean, covariance, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks = min(num_data, MAX_BLOCKS)
+    num_blocks = len(matrices)
     has_missing = observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
-        work, vectors = np.empty((3, num_latents, num_latents)), np.empty((4, num_latents))
-        variances, pivots, spare, solution = vectors[0], vectors[1], vectors[2], vectors[3]
+        prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
         near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
@@ -85,130 +104,80 @@ def _log_prob(words, linear, scaled, observed, gram, mean, covariance, out):
                 gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
             for c in range(num_candidates):
                 count = active_latents(words, row, c, active)
-                out[n, c] = factorize(
-                    linear[n], own, mean, covariance, active, count, work[0], work[1], work[2], variances, pivots, spare, solution
-                )
-
-
-@njit(cache=True, nogil=True)
-def _add_moments(weight, mean, active, count, root, spread, solution, first, table):
-    """Adds a state's weighted first and (lower triangle) second moments of the slabs."""
-    for a in range(count):
-        h = active[a]
-        value = mean[h] + deviation_of(root, solution, a)
-        first[h] += weight * value
-        for b in range(a + 1):
-            moment = value * (mean[active[b]] + deviation_of(root, solution, b))
-            for j in range(count):
-                moment += spread[a, j] * spread[b, j]
-            table[h, active[b]] += weight * moment
-
-
-@njit(cache=True, nogil=True)
-def _add_gradient(weight, active, count, root, right, factor, solution, slope, curvature):
-    """Adds a state's weighted gradients in means and (twice that, lower triangle) in covariances; ``root`` and ``right`` are overwritten.
-
-    They are ``r = T'^-1 e`` and ``r r' + T'^-1 (M^-1 - I) T^-1``.
-    """
-    invert(root, count)
-    for a in range(count):
-        total = 0.0
-        for j in range(a, count):
-            total += root[j, a] * solution[j]
-        # The solution is not needed below a.
-        solution[a] = total
-        for j in range(a, count):
-            total = 0.0
-            for i in range(a, j + 1):
-                total += factor[j, i] * root[i, a]
-            right[j, a] = total
-    for a in range(count):
-        h = active[a]
-        slope[h] += weight * solution[a]
-        for b in range(a + 1):
-            entry = solution[a] * solution[b]
-            for j in range(a, count):
-                entry += right[j, a] * right[j, b] - root[j, a] * root[j, b]
-            curvature[h, active[b]] += weight * entry
+                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                out[n, c] = energy + eliminate(joint, count, size_of(count), work)
 
 
 @parallel_kernel(cost=48)
-def _moments(words, weights, linear, scaled, observed, gram, mean, covariance, total, first, second, slope, curvature):
+def _moments(words, weights, linear, scaled, observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks = second.shape[0]
+    num_blocks, is_apart = len(matrices), len(second) > len(matrices)
     has_missing = observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
-        work, vectors = np.empty((3, num_latents, num_latents)), np.empty((4, num_latents))
-        variances, pivots, spare, solution = vectors[0], vectors[1], vectors[2], vectors[3]
+        prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
+        work = vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
         near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
-            row = n if num_rows > 1 else 0
+            row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
             if has_missing:
                 gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                if weight == 0.0:
+                if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                factorize(linear[n], own, mean, covariance, active, count, work[0], work[1], work[2], variances, pivots, spare, solution)
-                posterior(work[0], work[2], variances, pivots, solution, count, work[1])
+                size = size_of(count)
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                posterior(mean, active, prior, joint, count, size, work, spread)
                 for a in range(count):
-                    total[n, active[a]] += weight
-                _add_moments(weight, mean, active, count, work[0], work[1], solution, first[n], second[block])
-                _add_gradient(weight, active, count, work[0], work[1], work[2], solution, slope[block], curvature[block])
-
-
-@njit(cache=True, nogil=True)
-def _square(root, variances, column, count):
-    """Squared length of ``D^-1/2 R^-1 v`` for the column ``v``, which is overwritten."""
-    total = 0.0
-    for a in range(count):
-        x = column[a]
-        for j in range(a):
-            x -= root[a, j] * column[j]
-        column[a] = x
-        total += x * x / variances[a]
-    return total
+                    h, value = active[a], work[SLABS, a]
+                    total[n, h] += weight
+                    first[n, h] += weight * value
+                    for b in range(a + 1):
+                        second[place, h, active[b]] += weight * (spread[a, b] + value * work[SLABS, b])
+                gradients(own, mean, active, joint, count, size, work, spare, spread)
+                for a in range(count):
+                    h = active[a]
+                    slope[block, h] += weight * work[FIELD, a]
+                    for b in range(a + 1):
+                        curvature[block, h, active[b]] += weight * spread[a, b]
 
 
 @parallel_kernel(cost=64)
-def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, covariance, means, covariances, out):
+def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
     num_rows, num_candidates, num_words = words.shape
     num_data, num_latents = linear.shape
-    num_blocks = out.shape[0]
+    num_blocks = len(matrices)
     has_missing = observed.shape[0] > 0
     for block in prange(num_blocks):
         active = np.empty(64 * num_words, np.int64)
         union = np.empty((1, 1, num_words), np.int64)
-        work, vectors = np.empty((4, num_latents, num_latents)), np.empty((5, num_latents))
-        variances, pivots, spare, solution, column = vectors[0], vectors[1], vectors[2], vectors[3], vectors[4]
+        prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
+        work = vectors[block]
         own = np.empty((num_latents, num_latents)) if has_missing else gram
         near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
         for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
             row = n if num_rows > 1 else 0
             if has_missing:
                 gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                if weight == 0.0:
+                if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
-                factorize(linear[n], own, mean, covariance, active, count, work[0], work[1], work[2], variances, pivots, spare, solution)
-                posterior(work[0], work[2], variances, pivots, solution, count, work[1])
-                for t in range(means.shape[0]):
-                    factorize_prior(covariances[t], active, count, work[3], variances, spare)
-                    energy = 0.0
+                size = size_of(count)
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                posterior(mean, active, prior, joint, count, size, work, spread)
+                for t in range(len(means)):
                     for a in range(count):
-                        h = active[a]
-                        energy -= 0.5 * np.log(variances[a])
-                        column[a] = mean[h] + deviation_of(work[0], solution, a) - means[t, h]
-                    energy -= 0.5 * _square(work[3], variances, column, count)
-                    for j in range(count):
-                        for a in range(count):
-                            column[a] = work[1][a, j]
-                        energy -= 0.5 * _square(work[3], variances, column, count)
-                    out[block, t] += weight * energy
+                        for b in range(a + 1):
+                            moment = spread[a, b] + (work[SLABS, a] - means[t, active[a]]) * (work[SLABS, b] - means[t, active[b]])
+                            spare[a, b], spare[b, a] = moment, moment
+                        clear_row(spare, a, count, size)
+                    out[block, t] += weight * log_prior(covariances[t], active, count, size, prior, spare, work)

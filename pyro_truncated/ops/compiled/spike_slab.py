@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.slab_parts import gram_of, gram_of_row, invert
 from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks, ever_active
+from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks, ever_active, least_weight
 
 _LARGE = 1e150
 
@@ -156,9 +156,10 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, to
             row = n if num_rows > 1 else 0
             if has_missing:
                 gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
             for c in range(num_candidates):
                 weight = weights[n, c]
-                if weight == 0.0:
+                if abs(weight) <= least:
                     continue
                 count = active_latents(words, row, c, active)
                 _factorize(linear[n], own, mean, deviation, active, count, factor, solution)

@@ -15,6 +15,8 @@ from pyro_truncated.utils.budget import current_budget
 MAX_BLOCKS = 64
 # Rows are padded to whole vector registers, so the compiler's inner loops have no scalar remainder.
 _LANES = 8
+# Of a state so much less likely than the likeliest one no digit is left in a sum, whatever its moments.
+_ROUNDED = 1e-24
 
 
 def as_words(words: Tensor) -> np.ndarray:
@@ -55,6 +57,31 @@ def active_latents(words, n, c, active):
             word &= word - 1
             count += 1
     return count
+
+
+@njit(cache=True, nogil=True)
+def least_weight(weights):
+    """What is so small beside the largest of the weights that it is lost when sums are rounded; zero if all are."""
+    largest = 0.0
+    for weight in weights:
+        largest = max(largest, abs(weight))
+    return _ROUNDED * largest
+
+
+@njit(cache=True, nogil=True)
+def most_active(words):
+    """The largest number of active latents of a state."""
+    most = 0
+    for n in range(words.shape[0]):
+        for c in range(words.shape[1]):
+            count = 0
+            for w in range(words.shape[2]):
+                word = words[n, c, w]
+                while word != 0:
+                    word &= word - 1
+                    count += 1
+            most = max(most, count)
+    return most
 
 
 @njit(cache=True, nogil=True)

@@ -1,0 +1,74 @@
+"""Small matrices, row by row in whole vector registers: entries beyond those in use are there, and are zero."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.walk import padded
+
+# Entries of a row that are worked on at a time.
+_LANES = 8
+_VECTOR, _INTEGER = ir.VectorType(ir.DoubleType(), _LANES), ir.IntType(32)
+
+
+@intrinsic
+def _add_lanes(typing_context, factor, source, row, start, target, other, column):
+    """Adds a multiple of a register of a row, so far from its start, to one of a row of another matrix."""
+
+    def generate(context, builder, signature, arguments):
+        factor, source, row, start, target, other, column = arguments
+
+        def place(kind, matrix, row, column):
+            array = context.make_array(kind)(context, builder, matrix)
+            position = builder.add(builder.mul(row, builder.extract_value(array.shape, 1)), column)
+            return builder.bitcast(builder.gep(array.data, [position]), _VECTOR.as_pointer())
+
+        nothing = ir.Constant(_VECTOR, ir.Undefined)
+        factor = builder.insert_element(nothing, factor, ir.Constant(_INTEGER, 0))
+        factors = builder.shuffle_vector(factor, nothing, ir.Constant(ir.VectorType(_INTEGER, _LANES), [0] * _LANES))
+        source = place(signature.args[1], source, row, builder.add(start, column))
+        target = place(signature.args[4], target, other, column)
+        # One rounding for product and sum where the machine can.
+        product = builder.fmul(factors, builder.load(source, align=8), flags=("contract",))
+        builder.store(builder.fadd(builder.load(target, align=8), product, flags=("contract",)), target, align=8)
+        return context.get_dummy_value()
+
+    position = types.int64
+    return types.void(types.float64, source, position, position, target, position, position), generate
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def add_row(factor, source, row, target, other, first, size, start=0):
+    """Adds a multiple of a row of a matrix to a row of another one, from about the first entry on to a size of whole registers.
+
+    The row that is added begins at ``start``.
+    """
+    for column in range(first // _LANES * _LANES, size, _LANES):
+        _add_lanes(factor, source, row, start, target, other, column)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def add_square(factor, source, row, start, count, target):
+    """Adds a multiple of a row's outer product with itself to the lower triangle of a matrix, and to some of the rest of it."""
+    for a in range(count):
+        add_row(factor * source[row, start + a], source, row, target, a, 0, padded(a + 1), start)
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def clear_row(matrix, row, first, size):
+    """Sets the entries of a row from the first one on to zero."""
+    for j in range(first, size):
+        matrix[row, j] = 0.0
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def gather_square(table, active, count, size, out):
+    """Copies the rows and columns of the active latents of a table, and pads the rows."""
+    for a in range(count):
+        h = active[a]
+        for b in range(count):
+            out[a, b] = table[h, active[b]]
+        clear_row(out, a, count, size)
