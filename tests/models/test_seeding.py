@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.models import GaussianMixture
-from pyro_truncated.models.seeding import grouped, spread_rows
+from pyro_truncated.models import GaussianMixture, seeding
+from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
 from pyro_truncated.search import LinearFunctions, linear_functions
 from tests.pretended_device import PretendedDevice, here, there
 
@@ -85,6 +85,26 @@ def test_likeliest_components_are_those_of_the_highest_log_joint(covariance: str
     # Where two are as likely, rounding may decide.
     torch.testing.assert_close((model.weights.log() + density).gather(1, found), expected.values, rtol=1e-4, atol=1e-3)
     assert model.likeliest_components(y[:3], 99).sort(1).values.equal(torch.arange(12).repeat(3, 1))
+
+
+def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    means = 20 * torch.rand(150, 3, generator=generator)
+    points = means[torch.randint(150, (3000,), generator=generator)] + 0.1 * torch.randn(3000, 3, generator=generator)
+    one_by_one = scattered_rows(points, 300, generator)
+    monkeypatch.setattr(seeding, "_FEW", 100)
+    together = scattered_rows(points, 300, generator)
+    assert len(together.unique()) == 300
+    costs = [float(torch.cdist(points, points[rows]).amin(1).square().sum()) for rows in (one_by_one, together)]
+    assert costs[1] < 1.1 * costs[0]
+
+
+def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_FEW", 3)
+    points = torch.arange(4.0).repeat(10).unsqueeze(1)
+    rows = scattered_rows(points, 12, torch.Generator().manual_seed(0))
+    assert len(rows) == 12
+    assert points[rows].unique().tolist() == [0.0, 1.0, 2.0, 3.0]
 
 
 @pytest.fixture
