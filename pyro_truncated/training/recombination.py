@@ -25,6 +25,8 @@ _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 _SAME = 0.2
 # The correlation above which two models have found the same latent, and that below which a latent has no counterpart at all.
 _SHARED, _COUNTERPART = 0.9, 0.5
+# The part of the latents up to which models have found nearly the same: of others every latent would be tried.
+_MOST_DIFFERENT = 0.25
 # The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
 _ROUNDING = 1e-4
 
@@ -75,12 +77,34 @@ class Recombination:
             return self._adapted(parameters, self._first_words, _FILLING)
         return self._adapted(parameters, near.population.words, _ADAPTING)
 
+    @torch.no_grad()
+    def known(self, parameters: dict[str, Tensor], states: Tensor) -> Member:
+        """A model with populations that were found before, of unpacked states."""
+        put_back(self._model, self._y, parameters)
+        words = self._guide.space.pack(states)
+        return Member(parameters, Population(self._guide.space, words, self._guide.log_joint_of(self._y).score(words)))
+
     def cross(self, one: Member, other: Member) -> Member:
         """The better of two models with the latents of the other one that raise its free energy; itself if none does."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = self._matched(better, other)
         partner = self._with_the_least_needed_first(better, other, correlation, partner)
         differs = self._latents.distances(better.parameters, other.parameters, partner) > _SAME
+        return self._with_blocks_of(better, other, correlation, partner, differs)
+
+    def complete(self, one: Member, other: Member) -> Member:
+        """The first of two models that have found nearly the same, with what differs in the other one as far as that gains; or itself.
+
+        What differs are latents that are not on for the same data points: most often none.
+        """
+        correlation, partner = self._matched(one, other)
+        differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _SHARED
+        if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
+            return one
+        partner = self._with_the_least_needed_first(one, other, correlation, partner)
+        return self._with_blocks_of(one, other, correlation, partner, differs)
+
+    def _with_blocks_of(self, better: Member, other: Member, correlation: Tensor, partner: Tensor, differs: Tensor) -> Member:
         gains = {}
         for block in _blocks(correlation[:, partner]):
             if bool(differs[list(block)].any()):
@@ -128,6 +152,8 @@ class Recombination:
         """Pairs anew what has no counterpart: the latent that is missed least in one model with that which is missed most in the other."""
         is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
+        if len(here) < 2:
+            return partner
         needed, needed_there = self._losses(one).cpu()[here], self._losses(other).cpu()[there]
         return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
 

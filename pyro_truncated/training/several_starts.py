@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
+from pyro_truncated.training.completion import can_complete, completed
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.recombination import Member
@@ -20,6 +21,8 @@ from pyro_truncated.training.starts import Settings, Start, recombinations_of, s
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
+# The best starts, which are kept with their states.
+_KEPT = 3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,7 @@ class SeveralStarts:
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
         self._settings = settings if is_full else settings.halved(space_of(model, y))
         self._assembly: Assembly | None = None
+        self._found: list[Start] = []
 
     def make(self, bar: ProgressBar) -> None:
         """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""
@@ -71,6 +75,11 @@ class SeveralStarts:
             if self._is_enough():
                 return
             number += 1
+
+    def complete(self) -> None:
+        """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
+        if len(self._found) > 1:
+            self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
     def _most(self) -> int:
         return self._plan.starts or (_MOST if self._assembly is None else _MOST_THAT_EXCHANGE)
@@ -122,6 +131,8 @@ class SeveralStarts:
 
     def _end(self, number: int, found: Start) -> None:
         self.energies.append(found.reached.free_energy)
+        if can_complete(self._model):
+            self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         if not self._first or self._assembly is not None or number % 2 == 0:
             self._apart.append(found.reached)
         if self._assembly is not None:

@@ -1,0 +1,64 @@
+"""What several starts of a model with closed-form steps have found, put together once they are at rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from torch import Tensor
+
+from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.training.model_kinds import ResizableModel
+from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back
+from pyro_truncated.training.recombination import Member
+from pyro_truncated.training.resting import rested
+from pyro_truncated.training.starts import Run, Settings, Start, offer, recombinations_of
+
+# Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
+_GAIN = 0.1
+
+
+def can_complete(model: Any) -> bool:
+    """Whether the starts of a model are compared latent by latent: those of closed-form models of causes that are off at zero."""
+    return isinstance(model, ResizableModel) and isinstance(model, ClosedFormModel) and not isinstance(model, GibbsModel)
+
+
+def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start], tolerance: float, steps: int) -> Start:
+    """The best of several starts, with the latents of the others that raise its free energy.
+
+    With a hundred latents one or two that a start has missed change its free energy by less than what starts may differ by, and chance
+    lets another start miss others. Starts that have found the same latents - on for the same data points - cost no more than this
+    comparison; others exchange what differs, see :class:`~pyro_truncated.training.recombination.Recombination`.
+
+    Args:
+        model: the model; left where one of the starts is.
+        y: its data.
+        settings: what all runs have in common.
+        starts: have ended at rest, each with its states.
+        tolerance: free energies per data point that differ by less are the same.
+        steps: the most steps after an exchange.
+    """
+    best, *others = sorted(starts, key=lambda one: one.reached.free_energy, reverse=True)
+    put_back(model, y, best.parameters)
+    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance)
+    if not recombinations or any(start.states is None for start in starts):
+        return best
+    recombination = recombinations[0]
+    member = first = recombination.known(best.parameters, cast("Tensor", best.states))
+    for other in others:
+        member = recombination.complete(member, recombination.known(other.parameters, cast("Tensor", other.states)))
+    if member is first:
+        return best
+    found = _rested(model, y, settings, member, steps)
+    return found if found.reached.free_energy > best.reached.free_energy else best
+
+
+def _rested(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    put_back(model, y, member.parameters)
+    with forgetting_guides(model, y):
+        run = Run(model, y, settings)
+        offer(run, y, member.population.states())
+        reached = rested(run, y, steps)
+        assert run.truncated is not None
+        return Start(reached, copies(model, y), run.truncated.population().states())
