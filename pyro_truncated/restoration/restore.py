@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.restoration.choice_of_sides import learned_with_chosen_sides
 from pyro_truncated.restoration.first_guesses import deviation, filled, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
-from pyro_truncated.restoration.rounds import restored_by_mixtures
+from pyro_truncated.restoration.rounds import agreed, learned_in_rounds
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -20,8 +21,9 @@ from pyro_truncated.utils.counts import check_counts
 
 # Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
 _SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-# Patches of arrays without channels agree above this ratio.
-_LEAST_RATIO = 0.4
+# Up to this ratio the last round of images of some size has sides that suit the image.
+_LARGEST_RATIO = 0.4
+_CANDIDATES, _LEAST_EXTENT = (4, 5, 6, 8, 10, 12), 100
 _SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
 _ROUNDS, _ROUNDS_IF_MISSING = 3, 8
 _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
@@ -77,10 +79,13 @@ def denoise(
     posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
     restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. What the patches
     say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those
-    of the whole patches); with patches of several sides, so are the arrays that they give, and those of the last two rounds, if
-    the mixtures of the last one have no more components. With channels, or if the noise exceeds .4 of the signal, the patches of the last
-    round agree on one array instead, unless entries are missing: twice, their mixtures are given 70 % of the restored and 30 % of the noisy
-    array, as if half the noise were left.
+    of the whole patches); with patches of several sides, so are the arrays that they give. Where entries are missing, so are those of the
+    last two rounds, if the mixtures of the last one have no more components. Otherwise the patches of the last round agree on one array:
+    twice, their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left.
+
+    Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
+    twice: with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round shall have, and with what
+    weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`.
 
     Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
@@ -102,7 +107,7 @@ def denoise(
         noise: standard deviation of its noise, where learning starts; default: estimated where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
-        side: side of a patch; default: by noise and dimensions, several for mixtures.
+        side: side of a patch; default: by noise and dimensions, several for mixtures, in the last round by the image.
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
@@ -135,21 +140,31 @@ def denoise(
     options: dict[str, Any] = {"stride": stride, "channels": image.shape[-1] if has_channels else None}
     if model is None:
         sides = [side] if side is not None else _sides(image, level, shape, has_channels)
-        mixtures = {"num_components": num_components, "rounds": rounds, "generator": generator, "progress": progress}
-        return _by_mixtures(image, level, [Patches(shape, side, **options) for side in sides], mixtures)
+        chooses = side is None and not has_channels and rounds > 1 and _shows_which_sides(image, level)
+        others = [candidate for candidate in _CANDIDATES if chooses and candidate >= stride]
+        mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
+        usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
+        return _by_mixtures(image, level, usual, candidates, rounds, mixtures)
     patches = Patches(shape, side or _side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
 
 
-def _by_mixtures(image: Tensor, level: float, patches: list[Patches], options: dict[str, Any]) -> Restored:
+def _by_mixtures(
+    image: Tensor, level: float, patches: list[Patches], candidates: list[Patches], rounds: int, options: dict[str, Any]
+) -> Restored:
     brightness = image.nanmean()
     above = image - brightness
     first = filled(image, len(patches[0].shape)) - brightness
-    is_noisy = patches[0].channels is not None or _ratio(image, level) > _LEAST_RATIO
-    agree = is_noisy and not bool(image.isnan().any())
-    restored, noise, mixture, guide = restored_by_mixtures(above, first, level, patches, agree=agree, **options)
-    return Restored(restored + brightness, noise, mixture, guide, patches[-1], [])
+    weights = None
+    if candidates:
+        learned, weights = learned_with_chosen_sides(above, level, patches, candidates, rounds, **options)
+    else:
+        learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, **options)
+    if not bool(image.isnan().any()):
+        restored = agreed(above, learned, weights)
+    last, _, noise, mixture, guide = learned[-1]
+    return Restored(restored + brightness, noise, mixture, guide, last, [])
 
 
 def _by_model(
@@ -232,6 +247,12 @@ def _sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -
     else:
         wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
     return sorted({min(side, *shape) for side in wanted})
+
+
+def _shows_which_sides(image: Tensor, noise: float) -> bool:
+    """Whether an image says which sides of patches suit it: one of some size, with little noise and all entries."""
+    is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
+    return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
 
 
 def _side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:

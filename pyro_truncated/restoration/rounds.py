@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,52 +35,61 @@ _PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
 _BUDGET = 2**36
 
 
-def restored_by_mixtures(
+class Learned(NamedTuple):
+    """What a mixture of patches makes of an array: the restored array, the noise that it asks for, the mixture, and its guide."""
+
+    patches: Patches
+    array: Tensor
+    noise: float
+    mixture: PatchMixture
+    guide: AutoTruncated
+
+
+def learned_in_rounds(
     image: Tensor,
     filled: Tensor,
     noise: float,
-    patches: Sequence[Patches],
+    per_round: Sequence[Sequence[Patches]],
     num_components: int | None,
-    rounds: int,
-    agree: bool,
     generator: torch.Generator | None,
     progress: bool | None,
-) -> tuple[Tensor, float, PatchMixture, AutoTruncated]:
-    """Rounds of mixtures of patches of several sides, whose arrays are averaged.
+) -> tuple[list[Learned], Tensor]:
+    """Rounds of mixtures of patches of several sides; each but the first learns from the mean of the arrays of the one before.
 
     Args:
         image: the damaged array; missing entries are NaN.
         filled: the same without missing entries.
         noise: standard deviation of the noise.
-        patches: patches of the array, of one side or more.
+        per_round: patches of the array, of one side or more in each round.
         num_components: of each mixture; default: by the number of patches and the round.
-        rounds: number of rounds.
-        agree: whether the patches of the last round shall agree on one array.
         generator: source of randomness.
         progress: whether to show a progress bar.
 
     Returns:
-        The mean of the arrays of the last round, after the steps in which patches agree; without them the mean of those of the last two
-        rounds, or of the last alone if it has more components; the standard deviation of the noise that the last mixture asks for; it; and
-        its guide.
+        What was learned in the last round with each side; and the mean of the arrays of the last two rounds, or of the last alone if it is
+        the only one or its mixtures have more components.
     """
-    arrays = [torch.stack([_thresholded(filled, windows, noise) for windows in patches]).mean(0)]
-    with progress_bar(progress, total=rounds * len(patches) * _ITERATIONS, desc="restoring") as bar:
-        for number in range(rounds):
-            found = []
-            for windows in patches:
+    means = [weighted_mean([_thresholded(filled, windows, noise) for windows in per_round[0]])]
+    counts = []
+    with progress_bar(progress, total=sum(map(len, per_round)) * _ITERATIONS, desc="restoring") as bar:
+        for number, of_round in enumerate(per_round):
+            learned = []
+            for windows in of_round:
                 wanted = min(num_components or _num_components(windows, number), len(windows))
-                found.append(_restored_by_mixture(image, arrays[-1], windows, wanted, noise, generator, bar))
-            arrays.append(torch.stack([array for array, *_ in found]).mean(0))
-            _, learned_noise, mixture, guide = found[-1]
+                learned.append(_restored_by_mixture(image, means[-1], windows, wanted, noise, generator, bar))
+            means.append(weighted_mean([of_side.array for of_side in learned]))
+            counts.append(learned[0].mixture.num_components)
             if number == 0:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
-                noise = 0.5 * (noise + learned_noise)
-    if agree:
-        learned = [(windows, *of_side[2:]) for windows, of_side in zip(patches, found, strict=True)]
-        return _agreed(image, arrays[-1], learned), learned_noise, mixture, guide
-    has_grown = num_components is None and _growth(patches[0], rounds - 1) > _growth(patches[0], rounds - 2)
-    return torch.stack(arrays[-1:] if rounds == 1 or has_grown else arrays[-2:]).mean(0), learned_noise, mixture, guide
+                noise = 0.5 * (noise + learned[-1].noise)
+    is_last_alone = len(counts) == 1 or counts[-1] > counts[-2]
+    return learned, means[-1] if is_last_alone else weighted_mean(means[-2:])
+
+
+def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Tensor:
+    """The mean of arrays, with weights that have the sum one; default: equal ones."""
+    stacked = torch.stack(list(arrays))
+    return stacked.mean(0) if weights is None else torch.tensordot(weights.to(stacked), stacked, 1)
 
 
 def _num_components(patches: Patches, number: int) -> int:
@@ -115,7 +125,7 @@ def _restored_by_mixture(
     noise: float,
     generator: torch.Generator | None,
     bar: ProgressBar,
-) -> tuple[Tensor, float, PatchMixture, AutoTruncated]:
+) -> Learned:
     """The mixture of the patches of an estimate, and what it makes of the patches of the image.
 
     Responsibilities are those of the noisy patches, where missing entries are taken from the estimate; the posterior means are those of
@@ -134,7 +144,7 @@ def _restored_by_mixture(
     population = guide.population()
     means, errors = mixture.posterior_means(population, y)
     variance = ((y - means).square() + errors).nanmean()
-    return _assembled(mixture, means, errors, y, patches), math.sqrt(variance), mixture, guide
+    return Learned(patches, _assembled(mixture, means, errors, y, patches), math.sqrt(variance), mixture, guide)
 
 
 def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches) -> Tensor:
@@ -144,28 +154,37 @@ def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, 
     return patches.assemble(means, 1 / (errors + _LEAST_ERROR * mixture.scale.square()))
 
 
-def _agreed(image: Tensor, estimate: Tensor, learned: Sequence[tuple[Patches, PatchMixture, AutoTruncated]]) -> Tensor:
+def agreed(image: Tensor, learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
     """Steps in which all patches agree on one array: those of half-quadratic splitting.
 
     The mixtures are given what lies between the restored and the noisy array, with half the noise, and the mean of what they make of it
     is the next restored array.
 
+    Args:
+        image: the noisy array.
+        learned: what was learned with each side; the mean of the arrays is where the steps start.
+        weights: of the sides, with sum one; default: equal ones.
+
     Reference:
         Zoran and Weiss, "From learning models of natural image patches to whole image restoration", International Conference on Computer
         Vision, 2011.
     """
+    estimate = weighted_mean([of_side.array for of_side in learned], weights)
+    sharper = [copy.deepcopy(of_side.mixture) for of_side in learned]
+    for mixture in sharper:
+        mixture.scale = _PART * mixture.scale
     for _ in range(_AGREEMENTS):
         between = torch.lerp(estimate, image, _SHARE)
-        estimate = torch.stack([_with_less_noise(between, *of_side) for of_side in learned]).mean(0)
+        pairs = zip(learned, sharper, strict=True)
+        estimate = weighted_mean([_restored_again(between, of_side, mixture) for of_side, mixture in pairs], weights)
     return estimate
 
 
-def _with_less_noise(image: Tensor, patches: Patches, mixture: PatchMixture, guide: AutoTruncated) -> Tensor:
-    y, places = patches.extract(image), patches.places().to(image)
-    sharper = copy.deepcopy(mixture)
-    sharper.scale = _PART * mixture.scale
-    population = _guide(sharper, guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
-    return _assembled(sharper, *sharper.posterior_means(population, y), y, patches)
+def _restored_again(image: Tensor, learned: Learned, mixture: PatchMixture) -> Tensor:
+    """What a mixture makes of another array, with the most probable components that were found."""
+    y, places = learned.patches.extract(image), learned.patches.places().to(image)
+    population = _guide(mixture, learned.guide.population().states(torch.int64)[..., 0]).refresh_(y, y, places)
+    return _assembled(mixture, *mixture.posterior_means(population, y), y, learned.patches)
 
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:

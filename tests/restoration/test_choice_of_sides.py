@@ -1,0 +1,145 @@
+"""Sides of patches that suit an image: what the split of the noise says, and when it is asked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from pyro_truncated.restoration import Patches, choice_of_sides, denoise, restore
+from pyro_truncated.restoration.choice_of_sides import learned_with_chosen_sides, noise_of_first, split, weights_of_arrays
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_two_arrays_have_independent_noise_of_known_variances():
+    y = 3 * torch.randn(40_000, dtype=torch.float64, generator=generator())
+    first, second = split(y, 3.0, generator(1))
+    # Four standard errors, of variances and of a covariance of normal numbers.
+    for found, deviation in ((first, noise_of_first(3.0)), (second, 3 * 5**0.5)):
+        assert float(found.square().mean()) == pytest.approx(deviation**2, rel=4 * (2 / len(y)) ** 0.5)
+    assert abs(float((first * second).mean())) < 4 * noise_of_first(3.0) * 3 * 5**0.5 / len(y) ** 0.5
+    torch.testing.assert_close(first + second / 4, 1.25 * y)
+
+
+def test_noise_of_the_same_seed_is_other_noise():
+    noise = torch.randn(40_000, dtype=torch.float64, generator=generator(1))
+    first, _ = split(noise, 1.0, generator(1))
+    # The correlation of independent numbers has the standard error .005.
+    assert abs(float((noise * (first - noise)).mean())) < 4 * 0.5 * 0.005
+
+
+def test_the_distance_from_the_second_array_is_the_error_and_a_constant():
+    truth = 10 * torch.sin(torch.arange(500, dtype=torch.float64) / 4)
+    differences = []
+    for seed in range(100):
+        first, second = split(truth + 2 * torch.randn(500, dtype=torch.float64, generator=generator(seed)), 2.0, generator(1000 + seed))
+        restored = first.unfold(0, 5, 1).mean(1)
+        distance, error = ((restored - other[2:-2]).square().mean() for other in (second, truth))
+        differences.append(distance - error - 5 * 2**2)
+    difference = torch.stack(differences)
+    assert abs(float(difference.mean())) < 4 * float(difference.std()) / 10
+
+
+def objective(weights, arrays, held_out, noise):
+    distance = (held_out - torch.tensordot(weights, arrays, 1)).square().sum() / (5 * noise**2)
+    return float(distance + (weights - 1 / len(weights)).square().sum() / 0.2**2)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_weights_are_more_probable(seed):
+    arrays = torch.randn(4, 30, dtype=torch.float64, generator=generator(seed))
+    held_out = arrays[0] + 0.7 * torch.randn(30, dtype=torch.float64, generator=generator(10 + seed))
+    weights = weights_of_arrays(arrays, held_out, 0.3)
+    assert float(weights.min()) >= 0
+    assert float(weights.sum()) == pytest.approx(1)
+    least = minimize(
+        lambda w: objective(torch.as_tensor(w), arrays, held_out, 0.3),
+        [0.25] * 4,
+        bounds=[(0, 1)] * 4,
+        constraints={"type": "eq", "fun": lambda w: w.sum() - 1},
+        options={"ftol": 1e-12},
+    )
+    assert objective(weights, arrays, held_out, 0.3) <= least.fun + 1e-9
+
+
+def test_few_data_leave_the_weights_equal_and_many_find_the_right_array():
+    truth, wrong = torch.zeros(20_000, dtype=torch.float64), torch.ones(20_000, dtype=torch.float64)
+    held_out = 5 * torch.randn(20_000, dtype=torch.float64, generator=generator())
+    arrays = torch.stack([truth, wrong])
+    few = weights_of_arrays(arrays[:, :10], held_out[:10], 5.0)
+    torch.testing.assert_close(few, torch.full_like(few, 0.5), atol=0.05, rtol=0)
+    # The standard deviation of the weight is 5**.5 * 5 / 20000**.5 = .08, of what the data alone say.
+    assert float(weights_of_arrays(arrays, held_out, 5.0)[0]) > 0.7
+
+
+def chosen(image, noise=10.0):
+    """How large the patches are of those of sides 3 and 10 that an image is restored with, from the largest weight on."""
+    weights, function = [], choice_of_sides.weights_of_arrays
+
+    def recording(*arguments):
+        weights.append(function(*arguments))
+        return weights[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choice_of_sides, "weights_of_arrays", recording)
+        noisy = image + noise * torch.randn(image.shape, generator=generator(5))
+        usual, candidates = [Patches(image.shape, 6)], [Patches(image.shape, 3), Patches(image.shape, 10)]
+        learned, used = learned_with_chosen_sides(noisy - 60, noise, usual, candidates, 2, 12, generator(6), False)
+    assert [of_side.patches for of_side in learned] == [side for side, weight in zip(candidates, weights[0], strict=True) if weight > 0]
+    torch.testing.assert_close(used, weights[0][weights[0] > 0])
+    return weights[0].tolist()
+
+
+def test_dots_want_small_patches_and_waves_large_ones():
+    dots = 60 + 80 * (torch.rand(48, 48, generator=generator(3)) < 0.06).float()
+    place = torch.arange(48)
+    waves = 60 + 12 * (torch.sin(0.7 * place).unsqueeze(0) + torch.cos(0.5 * place).unsqueeze(1))
+    small, large = chosen(dots)
+    assert small > 0.6 > large
+    small, large = chosen(waves)
+    assert large > 0.6 > small
+
+
+def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypatch):
+    asked = []
+
+    class StoppedError(Exception):
+        pass
+
+    def stopping(*arguments, **options):
+        raise StoppedError
+
+    def asking(*arguments, **options):
+        asked.append(arguments)
+        raise StoppedError
+
+    monkeypatch.setattr(restore, "learned_with_chosen_sides", asking)
+    monkeypatch.setattr(restore, "learned_in_rounds", stopping)
+    ramp = torch.linspace(0, 100, 104).expand(104, 104)
+    holes = ramp.clone()
+    holes[3, 4] = math.nan
+    refused = [
+        (ramp[:, :99], {}),
+        (holes, {}),
+        (ramp, {"noise": 20.0}),
+        (ramp, {"rounds": 1}),
+        (ramp, {"side": 6}),
+        (ramp.unsqueeze(-1).expand(-1, -1, 3), {}),
+    ]
+    for image, options in [*refused, (ramp, {}), (ramp, {"stride": 5})]:
+        with pytest.raises(StoppedError):
+            denoise(image, **{"noise": 5.0, **options}, progress=False)
+    assert [[windows.size[0] for windows in arguments[3]] for arguments in asked] == [[4, 5, 6, 8, 10, 12], [5, 6, 8, 10, 12]]
+
+
+def test_seeds_reproduce_the_choice(monkeypatch):
+    monkeypatch.setattr(restore, "_LEAST_EXTENT", 20)
+    monkeypatch.setattr(restore, "_CANDIDATES", (4, 6))
+    image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
+    images = [denoise(image, 5.0, num_components=3, rounds=2, generator=generator(1), progress=False).image for _ in range(2)]
+    assert torch.equal(*images)
