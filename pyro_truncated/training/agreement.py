@@ -16,6 +16,8 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 # Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
 _UNUSUAL = 0.01
 _STANDARD_ERRORS = 3.0
+# So few values say nothing of how they hang together; correlations beyond the other are no noise around a line any more.
+_FEW, _MOST_CORRELATED = 5, 0.9
 
 
 class Reached(NamedTuple):
@@ -39,13 +41,29 @@ def reached_on_average(values: Sequence[float]) -> Reached:
 
 
 def reached_on_a_line(values: Sequence[float]) -> Reached:
-    """The mean of values that draws have made noisy while they rise, and three standard errors of it around the line through them."""
+    r"""The mean of values that draws have made noisy while they rise, and three standard errors of it around the line through them.
+
+    Values of steps hang together: with a correlation :math:`\rho` of neighbours the standard error is that of independent ones times
+    :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. What the residuals :math:`r` of a line through :math:`n` values say of it is too small by about
+    :math:`(2 + 4 \rho) / n`.
+    """
     noisy = torch.tensor(values, dtype=torch.float64)
     noisy = noisy - noisy.mean()
     times = torch.arange(len(values), dtype=torch.float64) - (len(values) - 1) / 2
     residuals = noisy - times * (times @ noisy) / (times @ times).clamp(min=1.0)
     spread = math.sqrt(float(residuals.square().sum()) / (len(values) - 2)) if len(values) > 2 else 0.0
-    return Reached(sum(values) / len(values), _STANDARD_ERRORS * spread / math.sqrt(len(values)))
+    error = spread / math.sqrt(len(values)) * math.sqrt(_inflation(residuals))
+    return Reached(sum(values) / len(values), _STANDARD_ERRORS * error)
+
+
+def _inflation(residuals: Tensor) -> float:
+    """How many times larger the variance of a mean is than of independent values."""
+    number, total = len(residuals), float(residuals.square().sum())
+    if number <= _FEW or total == 0.0:
+        return 1.0
+    neighbours = float(residuals[1:] @ residuals[:-1]) / total
+    correlation = min(max((neighbours + 2 / number) / (1 - 4 / number), 0.0), _MOST_CORRELATED)
+    return (1 + correlation) / (1 - correlation)
 
 
 def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
