@@ -42,8 +42,8 @@ from pyro_truncated.utils.own_store import empty_store
 _GROWTH = 2
 _SETTLING, _LOOKING = 3, 10
 _LAST_RATE = 0.1
-# Parents of evolution under models of one's own, whose scores are most of what a step costs: half as many children as of the usual eight
-# led as far, those of four to worse optima.
+# Parents of evolution under models of one's own, whose scores are most of what a step costs: their 30 children led as far as the 56 of the
+# usual eight; those of four parents once to a worse optimum.
 _PARENTS = 6
 
 
