@@ -34,6 +34,8 @@ _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
 _LOOKS_CLOSELY = 10
 # Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
 _LITTLE = 0.5
+# That of mixtures with M-steps of their own: where five steps raise the free energy per data point by so little, and nothing moves.
+_LITTLE_OF_MIXTURES = 0.001
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
@@ -102,7 +104,8 @@ def learn(
     no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half the states.
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
-    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data.
+    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. The training on all data of a mixture
+    with closed-form M-steps ends once nothing moves and five steps raise the free energy per data point by no more than .001.
 
     Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
     ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
@@ -123,7 +126,7 @@ def learn(
             population holds all states, evolutionary with crossover for latents most of which are binary, otherwise an
             :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point.
-        steps: training steps on all data after the best start; the most of them for models that start near the end.
+        steps: training steps on all data after the best start; the most of them for mixtures and for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.
         short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
             energy is at rest; by gradients up to four times as many until it is, and twenty in which the learning rate falls.
@@ -178,9 +181,9 @@ def learn(
             offer(run, y, own_rows(found.best.states, y))
         else:
             run.find_states(y)
-        little = found.best.reached.noise * _LITTLE if starts_near_the_end(model) else -math.inf
+        little = _little(model, space, found.best.reached.noise)
         values: list[float] = []
-        while len(values) < steps and not are_at_rest(values, little):
+        while len(values) < steps and not (run.relocations.are_done and are_at_rest(values, little)):
             if len(values) == steps - steps // _LOOKS_CLOSELY:
                 run.look_closely()
             values.append(run.step(y))
@@ -219,6 +222,14 @@ def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES
     return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS
+
+
+def _little(model: Any, space: StateSpace | None, noise: float) -> float:
+    """By how little five steps must raise the free energy for the training to end before all steps are taken."""
+    if starts_near_the_end(model):
+        return noise * _LITTLE
+    is_mixture = space is not None and space.num_latents == 1 and isinstance(model, ClosedFormModel)
+    return _LITTLE_OF_MIXTURES if is_mixture else -math.inf
 
 
 def _warn(doubts: str) -> None:

@@ -54,7 +54,7 @@ class SplitAndMerge:
 
     def __init__(self, y: Tensor, *, every: int = _SETTLED, generator: torch.Generator | None = None) -> None:
         self.y, self.every, self.generator = y, check_count("every", every), generator
-        self._is_done = False
+        self.is_done = False
 
     def start(self, training: Training) -> None:
         """Called once before the first step, of a run that is continued as well."""
@@ -62,7 +62,7 @@ class SplitAndMerge:
         is_relocating: bool = isinstance(model, RelocatingModel)
         if not is_relocating:
             raise TypeError(f"SplitAndMerge needs a mixture with the method split_and_merge; {type(model).__name__} has none")
-        self._is_done = False
+        self.is_done = False
 
     def __call__(self, training: Training) -> dict[str, float]:
         """Called after every step."""
@@ -70,10 +70,10 @@ class SplitAndMerge:
 
     def after(self, steps: int, model: Any, guide: Any) -> int:
         """How many components move after so many steps."""
-        if self._is_done or steps % self.every:
+        if self.is_done or steps % self.every:
             return 0
         moved: int = model.split_and_merge(guide, self.y, self.generator)
-        self._is_done = moved == 0
+        self.is_done = moved == 0
         return moved
 
 
@@ -90,6 +90,11 @@ class Relocations:
         is_relocating: bool = isinstance(model, RelocatingModel) and guide is not None and not guide.populations.is_part
         self._moves = SplitAndMerge(y, generator=torch.Generator().manual_seed(0)) if is_relocating else None
         self._model, self._guide, self._steps = model, guide, 0
+
+    @property
+    def are_done(self) -> bool:
+        """Whether nothing will move any more."""
+        return self._moves is None or self._moves.is_done
 
     def before_step(self) -> None:
         """Moves components if it is time; before the first step there is nothing to see."""

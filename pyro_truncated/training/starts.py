@@ -92,7 +92,7 @@ class Run:
             self.guide, self.truncated, space = _guides(model, y, settings.num_states)
             search = settings.search or _default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
-        self._elbo, self._relocations = elbo, Relocations(model, self.truncated, y)
+        self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
         self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
 
     @property
@@ -118,7 +118,7 @@ class Run:
 
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
-        self._relocations.before_step()
+        self.relocations.before_step()
         return -float(self._svi.step(y)) / total_rows(y)
 
     def slow_down(self, steps: int) -> None:

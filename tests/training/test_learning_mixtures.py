@@ -19,3 +19,12 @@ def test_iris_is_learned_as_well_as_by_scikit_learn_with_many_starts(seed: int) 
     model = GaussianMixture(4, 3, dtype=torch.float64)
     guide = learn(model, y, progress=False, generator=torch.Generator().manual_seed(seed))
     assert float(guide.population().free_energy().mean()) == pytest.approx(best, abs=1e-3)
+
+
+def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
+    y = torch.cat([torch.randn(100, 2), torch.randn(100, 2) + 6])
+    model = GaussianMixture(2, 2, covariance="diag")
+    guide = learn(model, y, starts=1, short_steps=5, steps=1_000_000, num_states=2, progress=False)
+    before = float(guide.population().free_energy().mean())
+    model.maximize(model.sufficient_statistics(guide.population(), y))
+    assert 0.0 <= float(guide.refresh_(y).free_energy().mean()) - before + 1e-6 < 1e-3
