@@ -114,7 +114,7 @@ def learn(
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
-    :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, without annealing.
+    :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, at first at a draw from their prior, without annealing.
 
     Args:
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says

@@ -10,7 +10,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
-from pyro.infer.autoguide import AutoGuideList, AutoNormal
+from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible, init_to_median
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
@@ -89,7 +89,7 @@ class Run:
             self.guide: Any = GibbsGuide(model)
             elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
-            self.guide, self.truncated, space = _guides(model, y, settings.num_states)
+            self.guide, self.truncated, space = _guides(model, y, settings.num_states, temperature is not None)
             search = settings.search or _default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
@@ -147,7 +147,7 @@ class Run:
             self._driver.release()
 
 
-def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated, StateSpace]:
+def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
     """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
     truncated = AutoTruncated(model, num_states=num_states)
     with spare_random_numbers():
@@ -156,7 +156,9 @@ def _guides(model: Any, y: Tensor, num_states: int) -> tuple[Any, AutoTruncated,
     if not layout.other_latents:
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
-    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites))))
+    # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
+    begin = init_to_median(num_samples=1) if is_start else init_to_feasible
+    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=begin))
     truncated = AutoTruncated(model, num_states=num_states)
     guide.append(truncated)
     return guide, truncated, layout.space

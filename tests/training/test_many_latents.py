@@ -15,7 +15,7 @@ from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
 from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, OcclusiveComponents
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training import learn, learning
+from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.resting import are_at_rest, climbed, rested
 from pyro_truncated.training.starts import Run, Settings
@@ -172,15 +172,23 @@ def test_starts_by_gradients_go_on_while_they_climb():
     assert len(forever) == 46
 
 
-def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
-    # All that is learned of these clusters is in the guide of their centres.
-    def clusters(y):
-        with pyro.plate("clusters", 3):
-            loc = pyro.sample("loc", dist.Normal(0.0, 20.0).expand([2]).to_event(1))
-        with pyro.plate("data", len(y)):
-            z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
-            pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=y)
+def clusters(y):
+    """All that is learned of them is in the guide of their centres."""
+    with pyro.plate("clusters", 3):
+        loc = pyro.sample("loc", dist.Normal(0.0, 20.0).expand([2]).to_event(1))
+    with pyro.plate("data", len(y)):
+        z = pyro.sample("z", dist.Categorical(torch.ones(3) / 3))
+        pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=y)
 
+
+def test_starts_begin_at_draws_of_continuous_latents_from_their_prior():
+    run = Run(clusters, torch.randn(9, 2), Settings(None, 3), cooling(1.0, 2))
+    run.step(torch.randn(9, 2))
+    # Six draws of deviation twenty: all below two by chance once in four million.
+    assert run.guide[0].locs.loc.abs().max() > 2
+
+
+def test_training_goes_on_with_what_the_best_start_has_learned_of_continuous_latents():
     y = 10 * torch.eye(3)[:, :2][torch.arange(90) % 3] + torch.randn(90, 2, generator=generator())
     guide = learn(clusters, y, starts=1, short_steps=60, steps=1, progress=False)
     svi = SVI(clusters, guide, pyro.optim.Adam({"lr": 0.0}), Truncated_ELBO())
