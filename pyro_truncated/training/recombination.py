@@ -162,17 +162,29 @@ class Recombination:
 
     def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
         here = torch.tensor(block)
-        return self.member(self._latents.replaced(member.parameters, here, other.parameters, partner[here]), near=member)
+        parameters = self._latents.replaced(member.parameters, here, other.parameters, partner[here])
+        return self._adapted(parameters, member.population.words, _ADAPTING, self._with_states_of(other, member, here, partner[here]))
+
+    def _with_states_of(self, other: Member, member: Member, here: Tensor, there: Tensor) -> Tensor | None:
+        """The states of a model whose latents at ``here`` are what those at ``there`` are in the likeliest states of the other one."""
+        if self._latents.num_values:
+            return None
+        start, space = self._latents.latents.start, member.population.space
+        states, likeliest = member.population.states(), space.unpack(other.population.mode())
+        states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
+        return space.pack(states)
 
     @torch.no_grad()
-    def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int) -> Member:
+    def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Member:
         put_back(self._model, self._y, parameters)
         scorer = self._guide.log_joint_of(self._y)
-        log_joint = scorer.score(words)
-        if bool((log_joint.amax(-1) == -torch.inf).any()):
+        population = Population(self._guide.space, words, scorer.score(words))
+        if others is not None:
+            population = population.merge(Population(self._guide.space, others, scorer.score(others)))
+        if bool((population.log_joint.amax(-1) == -torch.inf).any()):
             # What either of them explains the two together may not.
-            return Member(parameters, Population(self._guide.space, words, log_joint))
-        self._guide.populations.store_(log_joint, None, words)
+            return Member(parameters, population)
+        self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
         return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()))
 
