@@ -34,6 +34,11 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
     return y
 
 
+def in_type_of(mean: Tensor, y: Tensor) -> Tensor:
+    """Means in the type of the data; of integers, whose means are none, in torch's default type."""
+    return mean.to(y.dtype if y.is_floating_point() else torch.get_default_dtype())
+
+
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
     """``num_rows`` randomly chosen data points, without repetition if there are as many; missing entries become their dimension's mean."""
     device = None if generator is None else generator.device

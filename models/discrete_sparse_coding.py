@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
-from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows
+from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows, in_type_of
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 
@@ -181,7 +181,8 @@ class DiscreteSparseCoding(LinearDictionary):
         check_data(y, self.num_observed)
         coefficients = population.value_probabilities().double() @ self.values.double()
         mean = coefficients @ self.weight.double().mT
-        return (mean if self.bias is None else mean + self.bias.double()).to(y.dtype)
+        found: Tensor = in_type_of(mean if self.bias is None else mean + self.bias.double(), y)
+        return found
 
     def _first_prior(self) -> Tensor:
         """Two active latents on average, all their values alike; ``(K,)`` or ``(H, K)``."""

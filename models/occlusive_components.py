@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.models.binary_causes import activation, best_prior, first_rows
+from pyro_truncated.models.binary_causes import activation, best_prior, first_rows, in_type_of
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
@@ -238,8 +238,8 @@ class OcclusiveComponents(UniqueModule):
             y: all images, ``(N, height, width, F)``.
         """
         rows = self._checked(population.rows_of(y))
-        mean: Tensor = self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows)
-        return mean.to(y.dtype)
+        mean: Tensor = in_type_of(self._any_scene().reconstruct(dataclasses.replace(population, indices=None), rows), y)
+        return mean
 
     @torch.no_grad()
     def parameters_of_scene(self) -> SceneParameters:

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, selected_rows, takes_arrays
 from pyro_truncated.distributions import Superposition
-from pyro_truncated.models.binary_causes import activation, check_data, first_prior, with_latents
+from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, with_latents
 
 
 class SuperposedCauses(UniqueModule):
@@ -100,9 +100,10 @@ class SuperposedCauses(UniqueModule):
             y: all data, ``(N, D)``; missing entries (NaN) are filled in.
 
         Returns:
-            ``(N, D)`` for the population's data points, in the type of the data.
+            ``(N, D)`` for the population's data points, in the type of the data; of integers in torch's default type.
         """
         population = self._scored(population, check_data(y, self.num_observed))
+        y = in_type_of(y, y)
         return self.likelihood().reconstruct(population, y).to(y.dtype)
 
     def _scored(self, population: Population, y: Tensor) -> Population:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from pyro_truncated import AutoTruncated, ExhaustiveSearch
 from pyro_truncated import models as library
 from pyro_truncated.models import SpikeSlabSparseCoding
 from tests.models.configurations import CONFIGURATIONS, D64, WITH_MISSING, Configuration
@@ -79,3 +80,11 @@ def test_a_mixture_of_many_components_reconstructs_from_the_few_that_are_kept() 
 def test_every_model_has_the_same_signature() -> None:
     for model in (getattr(library, name) for name in library.__all__ if isinstance(getattr(library, name), type)):
         assert list(inspect.signature(model.reconstruct).parameters)[:3] == ["self", "population", "y"], model
+
+
+@pytest.mark.parametrize("kind", [library.BinarySparseCoding, library.DiscreteSparseCoding, library.MaximalCauses])
+def test_means_of_integers_are_none(kind: Any) -> None:
+    y = torch.randint(9, (N, 4))
+    model = kind(4, 3)
+    guide = AutoTruncated(model, num_states=8).infer(y.float(), ExhaustiveSearch(), steps=1)
+    torch.testing.assert_close(model.reconstruct(guide.population(), y), model.reconstruct(guide.population(), y.float()))
