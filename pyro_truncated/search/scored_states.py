@@ -62,6 +62,10 @@ class ScoredStates:
         rank = age.masked_fill(self.log_joint <= _LOWEST, -1).scatter(1, best, number)
         return self._at(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
 
+    def num_since_best(self) -> Tensor:
+        """How many states were scored after the best one, ``(N,)``; initial states count in the order in which the population had them."""
+        return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
+
     def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:
         return dataclasses.replace(self, words=ops.take(words, order), log_joint=log_joint.gather(1, order))
 

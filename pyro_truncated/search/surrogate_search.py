@@ -23,6 +23,8 @@ from pyro_truncated.utils.counts import check_counts
 _CLIMB, _PAIRED = 12, 40
 # Deviations of the draws from their means, as powers of two times what is believed: some children are cautious; a belief may be wrong.
 _BOLDNESS = -1.0, 1.0
+# Steps without a better state after which they are twice as bold: a data point gets stuck where the regression trusts itself.
+_PATIENCE = 2
 
 
 class SurrogateSearch(Search):
@@ -33,7 +35,8 @@ class SurrogateSearch(Search):
     :class:`.LogJointRegression`). For each child, effects are drawn from what is believed of them in the data point (Thompson sampling), a
     state of the population drawn by its weight climbs to an optimum of the quadratic function that they make, and the best of that optimum
     and of the states one or two flips away which has not been scored before is scored. The first child takes the means, the others deviate
-    from them by half to twice as much as is believed, because a quadratic function is not the whole truth. So no state is scored twice,
+    from them by half to twice as much as is believed, because a quadratic function is not the whole truth, and by twice that in data
+    points for which two steps have found no better state. So no state is scored twice,
     flips that are known to be bad are not tried again, and what was learned from other data points tells where to look.
 
     What was scored under other parameters is forgotten, but for the regression, so that in training, too, each step starts from what the
@@ -146,6 +149,8 @@ class SurrogateSearch(Search):
         normal = torch.special.ndtri(uniform.double().clamp(min=1e-16))
         normal[:, 0] = 0.0
         normal[:, 1:] *= torch.logspace(*_BOLDNESS, self.children - 1, base=2.0, dtype=normal.dtype, device=normal.device).view(1, -1, 1)
+        assert self._scored is not None
+        normal *= 1.0 + (self._scored.num_since_best() >= _PATIENCE * self.children).to(normal).view(-1, 1, 1)
         return belief.draws(normal[..., :num_latents], normal[..., num_latents:])
 
 

@@ -162,6 +162,7 @@ def test_of_scores_the_best_are_regressed_on_and_the_latest_of_the_others() -> N
     assert torch.equal(scored.kept(4).words, words[:, [2, 4, 8, 9]])
     assert torch.equal(scored.kept(4).log_joint, log_joint[:, [2, 4, 8, 9]].double())
     assert scored.kept(10) is scored
+    assert scored.num_since_best().tolist() == [7]
 
 
 def test_memory_bounds_what_is_regressed_on_and_still_no_state_is_scored_twice(monkeypatch) -> None:
