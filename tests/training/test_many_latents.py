@@ -163,13 +163,21 @@ def test_training_ends_with_a_closer_look(monkeypatch):
     assert done == ["step"] * 18 + ["look"] + ["step"] * 2
 
 
-def test_starts_by_gradients_go_on_while_they_climb():
+def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
+    slowed = []
     rising = [float(step) for step in range(36)] + [36.0] * 90
+    run = run_of(rising)
+    run.slow_down = lambda steps: slowed.append((126 - len(rising), steps))
     # Steps 41 to 50 are on average above those before; the ten after them are not.
-    assert climbed(run_of(rising), None, 20).free_energy == 36.0
-    assert 126 - len(rising) == 60
-    assert climbed(run_of(forever := [float(step) for step in range(126)]), None, 20).free_energy == 79.0
-    assert len(forever) == 46
+    assert climbed(run, None, 20).free_energy == 36.0
+    assert slowed == [(60, 20)]
+    assert 126 - len(rising) == 80
+    forever = [float(step) for step in range(126)]
+    run = run_of(forever)
+    run.slow_down = lambda steps: slowed.append((126 - len(forever), steps))
+    assert climbed(run, None, 20).free_energy == 99.0
+    assert slowed[1:] == [(80, 20)]
+    assert len(forever) == 26
 
 
 def clusters(y):
