@@ -19,8 +19,8 @@ def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple
         number: how many functions, at most ``K``.
 
     Returns:
-        Their values and their numbers, ``(N, number)``, the largest first; of equal ones, any. Types that are not compiled are computed
-        with in single precision.
+        Their values and their numbers, ``(N, number)``, the largest first; of equal ones, any. NaN counts as the largest, as in
+        ``torch.topk``. Types that are not compiled are computed with in single precision.
     """
     features, coefficients = _computed(features, coefficients)
     found: tuple[Tensor, Tensor] = backend("largest", features).largest_of_all(features, coefficients, number)

@@ -63,6 +63,33 @@ def test_what_overflows_is_filled_up_with_different_functions() -> None:
 
 
 @pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("place", [0, 3, 24, 25, 101, 199, 200, 202])
+def test_nan_is_the_largest_and_hides_no_other(place: int) -> None:
+    features, coefficients, group = problem()
+    coefficients[place] = torch.nan
+    expected = (features @ coefficients.mT).topk(3)
+    asked = torch.arange(7).repeat(150, 1)
+    for value, index in (
+        largest_of_all(features, coefficients, 3),
+        largest_of_groups(features, coefficients, group, 7, asked, 3),
+    ):
+        torch.testing.assert_close(value, expected.values, equal_nan=True)
+        assert torch.equal(index, expected.indices)
+    start = (features @ coefficients[:4].mT).nan_to_num(-99.0).sort(1, descending=True)
+    neighbours = torch.arange(203).repeat(203, 1)
+    assert torch.equal(walked(features, coefficients, neighbours, start.values[:, :3], start.indices[:, :3], 3), expected.indices)
+
+
+@pytest.mark.usefixtures("kind")
+def test_of_functions_that_are_all_nan_different_ones_are_named() -> None:
+    features, coefficients, _ = problem()
+    features[7] = torch.nan
+    index = largest_of_all(features, coefficients, 4)[1]
+    assert len(index[7].unique()) == 4
+    assert torch.equal(index[8:], (features[8:] @ coefficients.mT).topk(4).indices)
+
+
+@pytest.mark.usefixtures("kind")
 def test_half_precision_is_searched() -> None:
     features, coefficients, _ = problem(torch.float32)
     features, coefficients = features.half(), coefficients.half()

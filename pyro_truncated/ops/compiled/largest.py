@@ -106,10 +106,16 @@ def _fill(index):
 
 
 @njit(cache=True, nogil=True)
+def _is_above(x, other):
+    """Whether a value is larger; NaN is the largest of all, as for ``topk``, so that nothing hides it."""
+    return x > other or (x != x and other == other)
+
+
+@njit(cache=True, nogil=True)
 def _insert(x, name, best, index):
     """Enters a value that is above the least of the best ones, which stay sorted; returns its place."""
     s = len(best) - 1
-    while s > 0 and best[s - 1] < x:
+    while s > 0 and _is_above(x, best[s - 1]):
         best[s] = best[s - 1]
         index[s] = index[s - 1]
         s -= 1
@@ -133,15 +139,16 @@ def _enter(products, rows, names, value, index):
             for r in range(1, _FOLD):
                 part = row[r * size : (r + 1) * size]
                 for j in range(size):
-                    most[j] = part[j] if part[j] > most[j] else most[j]
+                    # NaN stays.
+                    most[j] = part[j] if part[j] > most[j] or part[j] != part[j] else most[j]
             for j in range(size):
-                if most[j] > least:
+                if _is_above(most[j], least):
                     for r in range(_FOLD):
-                        if row[r * size + j] > least:
+                        if _is_above(row[r * size + j], least):
                             _insert(row[r * size + j], names[r * size + j], best, found)
                             least = best[number - 1]
             for j in range(_FOLD * size, width):
-                if row[j] > least:
+                if _is_above(row[j], least):
                     _insert(row[j], names[j], best, found)
                     least = best[number - 1]
 
@@ -179,7 +186,7 @@ def _walk(features, coefficients, neighbours, depth, value, index):
                 for j in range(neighbours.shape[1]):
                     other = neighbours[k, j]
                     x = _product(own, coefficients[other])
-                    if x > best[number - 1]:
+                    if _is_above(x, best[number - 1]):
                         is_there = False
                         for t in range(number):
                             is_there |= found[t] == other
