@@ -2,26 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+
+import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
+from pyro_truncated.ops.backend import backend, use
+from pyro_truncated.ops.checks import refuse
+from pyro_truncated.utils.counts import check_count
 
 
 def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
-    r""":math:`\sum_n r_{nk} x_n` for all components ``k``, in float64.
+    r""":math:`\sum_n r_{nk} x_n` for all components ``k``, in float64; differentiable in weights and rows.
 
     Example:
         >>> sums_of_components(torch.tensor([[1], [0], [1]]), torch.ones(3, 1), torch.tensor([[1.0], [2.0], [3.0]]), 2).tolist()
         [[2.0], [4.0]]
 
     Args:
-        component: which components a data point has, ``(N, S)``.
+        component: which components a data point has, integers from 0 to ``K - 1``, ``(N, S)``.
         weight: with which weights, ``(N, S)``.
         rows: ``(N, D)``.
         number: how many components ``K``.
 
     Returns:
         ``(K, D)``; the order of the sums does not depend on the number of threads.
+
+    Raises:
+        ValueError: if shapes do not fit, the number is below 1, or there are other components.
     """
-    sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
+    number = check_count("number", number)
+    if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
+        shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
+        raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
+    if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
+        raise ValueError(f"component must hold integers; got {component.dtype}")
+    component = component.long()
+    if component.numel():
+        lowest, highest = component.aminmax()
+        refuse((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
+    # Compiled sums have no gradient.
+    needs_gradient = torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad)
+    with use("vectorised") if needs_gradient else contextlib.nullcontext():
+        sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
     return sums
+
+
+def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:
+    raise ValueError(f"component must be from 0 to {number - 1}; got {int(lowest)} to {int(highest)}")

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
+from pyro_truncated.utils.counts import check_count
 
 # Up to so many functions, and for fewer data points per function, all are looked at.
 _FEW, _ROWS_PER_FUNCTION = 3000, 10
@@ -17,6 +18,7 @@ _LOOKED_AT, _NEIGHBOURS, _DEPTH = 8, 32, 2
 # Neighbours are looked for in more groups: once, for all data.
 _LOOKED_AT_FOR_NEIGHBOURS = 40
 _ROWS = 2**14
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class LinearFunctions:
@@ -39,15 +41,31 @@ class LinearFunctions:
         features: where the functions belong, ``(K, F)``.
         group: asked for when it is needed: a group of similar functions for each, ``(K,)``, numbered from 0, none empty.
         num_data: of how many data points the largest functions will be looked for.
+
+    Raises:
+        ValueError: if there are no functions, coefficients and features have different shapes, or the number of data points is negative.
     """
 
     def __init__(self, coefficients: Tensor, features: Tensor, group: Callable[[], Tensor], num_data: int) -> None:
+        if coefficients.dim() != 2 or not len(coefficients) or coefficients.shape != features.shape:
+            shapes = f"{tuple(coefficients.shape)} and {tuple(features.shape)}"
+            raise ValueError(f"coefficients and features must have the same shape (K, F), K positive; got {shapes}")
+        num_data = check_count("num_data", num_data, least=0)
         self.coefficients, self.features = coefficients, features
         self._find_group = group
         self._are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
 
     def largest(self, features: Tensor, number: int) -> Tensor:
-        """The ``number`` largest functions of each of some features ``(N, F)``, largest first, ``(N, number)``."""
+        """The ``number`` largest functions of each of some features ``(N, F)``, largest first, ``(N, number)``.
+
+        Raises:
+            ValueError: if features have another shape, there are not as many functions, or groups that are asked for are not numbers
+                ``(K,)`` from 0 of which none is left out.
+        """
+        if features.dim() != 2 or features.shape[1] != self.coefficients.shape[1]:
+            raise ValueError(f"features must have shape (N, {self.coefficients.shape[1]}); got {tuple(features.shape)}")
+        if check_count("number", number) > len(self.coefficients):
+            raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
         if self._are_few or not self._are_apart(number):
             return largest_of_all(features, self.coefficients, number)[1]
         value, index = self._of_groups(features, number, _LOOKED_AT)
@@ -66,7 +84,13 @@ class LinearFunctions:
 
     @functools.cached_property
     def _group(self) -> Tensor:
-        return self._find_group()
+        group, number = self._find_group(), len(self.coefficients)
+        if group.shape != (number,) or group.dtype not in _INTEGERS:
+            raise ValueError(f"group must be integers of shape ({number},); got {group.dtype}, {tuple(group.shape)}")
+        used = group.unique()
+        if not used.equal(torch.arange(len(used)).to(used)):
+            raise ValueError(f"groups must be numbered from 0, none left out; got {len(used)} from {int(used[0])} to {int(used[-1])}")
+        return group.long()
 
     @functools.cached_property
     def _sizes(self) -> Tensor:

@@ -154,6 +154,26 @@ def test_components_at_one_place_make_no_empty_groups() -> None:
     assert places[found].flatten().tolist() == [7.0, 100.0]
 
 
+@pytest.mark.usefixtures("few_are_many")
+@pytest.mark.parametrize("group", [torch.zeros(7, dtype=torch.int64), torch.arange(1200) - 1, 2 * torch.arange(1200), torch.zeros(1200)])
+def test_groups_that_are_none_are_refused(group: Tensor) -> None:
+    places = torch.randn(1200, 2, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match="group"):
+        LinearFunctions(places, places, lambda: group, 1200).largest(places, 3)
+
+
+def test_functions_that_do_not_exist_are_refused() -> None:
+    places = torch.randn(5, 2)
+    functions = LinearFunctions(places, places, lambda: torch.zeros(5, dtype=torch.int64), 5)
+    for number in (0, 6):
+        with pytest.raises(ValueError, match="number must be"):
+            functions.largest(places, number)
+    with pytest.raises(ValueError, match=r"features must have shape \(N, 2\)"):
+        functions.largest(places[:, :1], 1)
+    with pytest.raises(ValueError, match="coefficients and features must have the same shape"):
+        LinearFunctions(places, places[:4], lambda: torch.zeros(5), 5)
+
+
 def test_up_to_a_thousand_components_are_searched_without_a_look_at_the_device() -> None:
     places = torch.randn(60, 2, generator=torch.Generator().manual_seed(0))
     with PretendedDevice() as device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -105,3 +107,34 @@ def test_sums_for_components_are_those_of_a_table(number: int) -> None:
     weight, rows = torch.rand(400, 3, generator=generator), torch.randn(400, 5, generator=generator)
     shares = torch.zeros(400, number, dtype=torch.float64).scatter_add_(1, component, weight.double())
     torch.testing.assert_close(sums_of_components(component, weight, rows, number), shares.mT @ rows.double())
+
+
+@pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"component": torch.tensor([[0], [5]])}, r"component must be from 0 to 1; got 0 to 5"),
+        ({"component": torch.tensor([[-1], [0]])}, r"component must be from 0 to 1; got -1 to 0"),
+        ({"component": torch.zeros(2, 1)}, "component must hold integers"),
+        ({"component": torch.zeros(3, 1, dtype=torch.int64)}, r"component and weight must have shape \(N, S\)"),
+        ({"rows": torch.ones(1, 3)}, r"rows \(N, D\); got \(2, 1\), \(2, 1\), \(1, 3\)"),
+        ({"number": 0}, "number must be a positive integer"),
+    ],
+)
+def test_sums_for_components_that_do_not_exist_are_refused(change: dict[str, Any], message: str) -> None:
+    fitting = {"component": torch.tensor([[0], [1]]), "weight": torch.ones(2, 1), "rows": torch.ones(2, 3), "number": 2}
+    assert sums_of_components(**fitting).tolist() == [[1.0] * 3] * 2
+    with pytest.raises(ValueError, match=message):
+        sums_of_components(**(fitting | change))
+
+
+@pytest.mark.usefixtures("kind")
+def test_sums_for_components_are_differentiable() -> None:
+    weight, rows = torch.tensor([[2.0], [3.0]], requires_grad=True), torch.tensor([[1.0], [5.0]], requires_grad=True)
+    sums_of_components(torch.tensor([[1], [1]]), weight, rows, 2)[1].sum().backward()
+    assert weight.grad is not None
+    assert rows.grad is not None
+    assert weight.grad.tolist() == [[1.0], [5.0]]
+    assert rows.grad.tolist() == [[2.0], [3.0]]
+    with torch.no_grad():
+        assert not sums_of_components(torch.tensor([[1], [1]]), weight, rows, 2).requires_grad
