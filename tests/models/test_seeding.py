@@ -92,7 +92,7 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
     means = 20 * torch.rand(150, 3, generator=generator)
     points = means[torch.randint(150, (3000,), generator=generator)] + 0.1 * torch.randn(3000, 3, generator=generator)
     one_by_one = scattered_rows(points, 300, generator)
-    monkeypatch.setattr(seeding, "_FEW", 100)
+    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 100)
     together = scattered_rows(points, 300, generator)
     assert len(together.unique()) == 300
     costs = [float(torch.cdist(points, points[rows]).amin(1).square().sum()) for rows in (one_by_one, together)]
@@ -100,11 +100,19 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
 
 
 def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(seeding, "_FEW", 3)
+    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 3)
     points = torch.arange(4.0).repeat(10).unsqueeze(1)
     rows = scattered_rows(points, 12, torch.Generator().manual_seed(0))
     assert len(rows) == 12
     assert points[rows].unique().tolist() == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_the_rows_for_a_thousand_components_are_drawn_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(seeding, "_in_rounds")
+    points = 1e30 * torch.rand(2200, 8, generator=torch.Generator().manual_seed(0), dtype=D64)
+    assert len(scattered_rows(points, 2000, torch.Generator().manual_seed(0)).unique()) == 2000
+    with pytest.raises(NameError):
+        scattered_rows(points.float(), 4001)
 
 
 @pytest.fixture
