@@ -9,8 +9,8 @@ from typing import Any
 import pyro.distributions as dist
 import torch
 from torch import Tensor
-from torch.distributions.utils import probs_to_logits
-from torch.nn.functional import logsigmoid, softplus
+from torch.distributions.utils import clamp_probs, probs_to_logits
+from torch.nn.functional import logsigmoid
 
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 # Terms with their factors.
@@ -24,14 +24,16 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
     is mostly a single number and the data are the same under all states. Here each term of the density has the shape of what it is of,
 
     .. math:: -\tfrac12 \Big(\frac{y - \mu}{\sigma}\Big)^2 - \log\sigma - \tfrac12 \log 2\pi, \qquad
-              y \log\lambda - \lambda - \log y!, \qquad y\,x - \log(1 + e^x),
+              y \log\lambda - \lambda - \log y!, \qquad y \log p + (1 - y) \log(1 - p),
 
     for normal, Poisson and Bernoulli distributions with or without ``to_event``, on a CPU, and is computed in place where it can be: fresh
-    memory for every step of the formula takes more time than the steps. Other distributions are asked themselves.
+    memory for every step of the formula takes more time than the steps. Of counts both :math:`y \log\lambda - \lambda` and
+    :math:`\log y!` are taken without :math:`y \log y - y`, so that their sums stay small. Probabilities are clamped as Pyro does. Other
+    distributions are asked themselves.
 
     Args:
         fn: a distribution.
-        value: in its support; broadcasts against its batch and event shapes.
+        value: in its support, of any data type; broadcasts against its batch and event shapes.
 
     Returns:
         The log density, one number for each entry of the batch.
@@ -52,27 +54,36 @@ def log_density(fn: Any, value: Tensor) -> Tensor:
 
 def _normal(fn: Any, value: Tensor) -> _Terms:
     scale = _once(fn.scale)
-    return [(-0.5, ((value - _once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
+    return [(-0.5, ((_real(value, scale) - _once(fn.loc)) / scale).square_()), (-1.0, scale.log() + _HALF_LOG_TWO_PI)]
 
 
 def _poisson(fn: Any, value: Tensor) -> _Terms | None:
     rate = _once(fn.rate)
-    # Where a rate is zero the product would be NaN.
-    return [(1.0, (rate.log() * value).sub_(rate)), (-1.0, (value + 1).lgamma())] if bool(rate.amin() > 0) else None
+    # Where a rate is zero or infinite products would be NaN; there are none without entries.
+    if rate.numel() == 0 or not 0 < (ends := rate.aminmax()).min <= ends.max < math.inf:
+        return None
+    value = _real(value, rate)
+    if rate.numel() < value.numel():
+        return [(1.0, (rate.log() * value).sub_(rate).sub_((value + 1).lgamma()))]
+    # Both parts without y log y - y: in single precision their sums over many entries, large and of opposite signs, would be inaccurate.
+    usual, exact = value.clamp(min=1), value.double()
+    normaliser = (exact + 1).lgamma() - (exact * usual.double().log() - exact)
+    return [(1.0, (rate / usual).log_().mul_(value).sub_(rate).add_(value)), (-1.0, normaliser.to(value.dtype))]
 
 
 def _bernoulli(fn: Any, value: Tensor) -> _Terms | None:
     is_given = "logits" in fn.__dict__
     parameter = _once(fn.logits if is_given else fn.probs)
+    value = _real(value, parameter)
     if parameter.numel() < value.numel():
         logits = parameter if is_given else probs_to_logits(parameter, is_binary=True)
-        return [(1.0, value * logits), (-1.0, softplus(logits))]
-    if not bool(((value == 1) | (value == 0)).all()):
-        return None
+        # Logarithms of the probabilities of zero and one, not y x - log(1 + exp(x)), whose terms cancel where x is large.
+        return [(1.0, torch.lerp(logsigmoid(-logits).to(value.dtype), logsigmoid(logits).to(value.dtype), value))]
     if is_given:
-        return [(1.0, logsigmoid(parameter * (2 * value - 1)))]
-    # p where the value is one, 1 - p where it is zero.
-    return [(1.0, (parameter - (1 - value)).abs_().clamp_(min=torch.finfo(parameter.dtype).eps).log_())]
+        return [(1.0, torch.distributions.Bernoulli(logits=parameter, validate_args=False).log_prob(value))]
+    # p where the value is one, 1 - p where it is zero; the logarithm of neither elsewhere.
+    is_binary = bool(((value == 1) | (value == 0)).all())
+    return [(1.0, (clamp_probs(parameter) - (1 - value)).abs_().log_())] if is_binary else None
 
 
 _TERMS: dict[type, Callable[[Any, Tensor], _Terms | None]] = {
@@ -84,6 +95,11 @@ _TERMS: dict[type, Callable[[Any, Tensor], _Terms | None]] = {
     )
     for kind in kinds
 }
+
+
+def _real(value: Tensor, parameter: Tensor) -> Tensor:
+    """The value as a floating point number at least as precise as the parameter: pixels in bytes would wrap around."""
+    return value.to(torch.promote_types(value.dtype, parameter.dtype))
 
 
 def _once(tensor: Tensor) -> Tensor:

@@ -50,3 +50,70 @@ def test_densities_and_gradients_are_those_of_the_distribution(make, shape, valu
 def test_probabilities_and_rates_at_the_end_of_their_range():
     for fn, value in ((dist.Bernoulli(torch.tensor([0.0, 1.0])), [0.0, 0.0]), (dist.Poisson(torch.tensor([0.0, 1.0])), [0.0, 2.0])):
         torch.testing.assert_close(log_density(fn.to_event(1), torch.tensor(value)), fn.to_event(1).log_prob(torch.tensor(value)))
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_probabilities_out_of_range_are_those_at_its_ends(value):
+    """As in Pyro: learned probabilities of more than one would otherwise have densities without bound."""
+    probs = torch.tensor([-0.2, 0.0, 1e-9, 0.3, 1.0, 1.5], dtype=torch.float64).requires_grad_()
+    with pyro.validation_enabled(False):
+        fn, values = dist.Bernoulli(probs), torch.full((6,), value, dtype=torch.float64)
+        found, expected = log_density(fn, values), fn.log_prob(values)
+    torch.testing.assert_close(found, expected, rtol=1e-7, atol=1e-15)
+    gradients = [torch.autograd.grad(value.sum(), probs, retain_graph=True)[0] for value in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-7, atol=1e-15)
+
+
+@pytest.mark.parametrize("rate", [1.0, 100.0, 1e4])
+def test_single_precision_of_counts_is_no_worse_than_that_of_the_distribution(rate):
+    """States nearly alike, of 784 entries: sums of terms that only together are small would be wrong by many nats."""
+    generator = torch.Generator().manual_seed(0)
+    rates = rate * torch.linspace(0.7, 1.4, 784) * torch.tensor([1.0, 1.0001, 1.001, 1.01]).view(4, 1, 1)
+    counts = torch.poisson(rates[0].expand(3, 784), generator=generator)
+    exact = dist.Poisson(rates.double()).to_event(1).log_prob(counts.double())
+    errors = [log_density(dist.Poisson(rates).to_event(1), counts) - exact, dist.Poisson(rates).to_event(1).log_prob(counts) - exact]
+    found, expected = (error.abs().max() for error in errors)
+    assert found <= 2 * expected + 1e-5
+    apart, apart_expected = ((error[1:] - error[:1]).abs().max() for error in errors)
+    assert apart <= 2 * apart_expected + 1e-5
+
+
+@pytest.mark.parametrize("logit", [-20.0, 20.0])
+def test_shared_probabilities_near_zero_and_one_keep_their_logarithms(logit):
+    fn = dist.Bernoulli(logits=torch.full((784,), logit)).to_event(1)
+    values = torch.full((3, 784), float(logit > 0))
+    torch.testing.assert_close(
+        log_density(fn, values).double(), -784 * torch.full((3,), 20.0).double().neg().exp().log1p(), rtol=1e-5, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bool, torch.int64])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        dist.Normal(torch.linspace(0, 1, 5), 0.5),
+        dist.Poisson(torch.linspace(1, 2, 5)),
+        dist.Bernoulli(torch.linspace(0.1, 0.9, 5)),
+        dist.Bernoulli(logits=torch.linspace(-1, 2, 5)),
+        dist.Bernoulli(logits=torch.tensor(-1.0)).expand([5]),
+    ],
+)
+def test_integers_and_truth_values_have_the_densities_of_the_same_numbers(fn, dtype):
+    value = torch.tensor([0, 1, 1, 0, 1])
+    torch.testing.assert_close(log_density(fn, value.to(dtype)), fn.log_prob(value.float()))
+
+
+def test_bytes_do_not_wrap_around():
+    value = torch.tensor([255, 3], dtype=torch.uint8)
+    for fn in (dist.Poisson(torch.tensor([250.0, 2.0])), dist.Poisson(torch.tensor(250.0)), dist.Normal(torch.tensor([250.0, 2.0]), 3.0)):
+        torch.testing.assert_close(log_density(fn, value), fn.log_prob(value.float()), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fn", [dist.Normal(torch.zeros(2, 0), 1.0), dist.Poisson(torch.ones(2, 0)), dist.Bernoulli(torch.ones(2, 0) / 2)])
+def test_events_without_entries_have_density_one(fn):
+    assert log_density(fn.to_event(1), torch.zeros(2, 0)).tolist() == [0.0, 0.0]
+
+
+def test_infinite_rates_are_asked_of_the_distribution():
+    fn = dist.Poisson(torch.tensor([float("inf"), 1.0]))
+    assert log_density(fn, torch.tensor([0.0, 0.0])).tolist() == [-float("inf"), -1.0]
