@@ -16,8 +16,9 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 # Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
 _UNUSUAL = 0.01
 _STANDARD_ERRORS = 3.0
-# So few values say nothing of how they hang together; correlations beyond the other are no noise around a line any more.
-_FEW, _MOST_CORRELATED = 5, 0.9
+# So few values say nothing of how they hang together. Of more of them a cubic takes out what they rise by, and how they bend: that is no
+# noise, but its residuals from a line would hang together as such do. Correlations beyond the last are hardly told from a rise.
+_FEW, _DEGREE, _MOST_CORRELATED = 9, 3, 0.8
 
 
 class Reached(NamedTuple):
@@ -40,29 +41,34 @@ def reached_on_average(values: Sequence[float]) -> Reached:
     return Reached(sum(values) / len(values), _STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
-def reached_on_a_line(values: Sequence[float]) -> Reached:
-    r"""The mean of values that draws have made noisy while they rise, and three standard errors of it around the line through them.
+def reached_on_a_curve(values: Sequence[float]) -> Reached:
+    r"""The mean of values that draws have made noisy while they rise, and three standard errors of it around the curve through them.
 
-    Values of steps hang together: with a correlation :math:`\rho` of neighbours the standard error is that of independent ones times
-    :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. What the residuals :math:`r` of a line through :math:`n` values say of it is too small by about
-    :math:`(2 + 4 \rho) / n`.
+    The curve is a cubic, or a line through less than ten values. Values of steps hang together: with a correlation :math:`\rho` of
+    neighbours the standard error is that of independent ones times :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. What the residuals of a cubic
+    through :math:`n` values say of it is too small by about :math:`(4 + 8 \rho) / n`; it is taken to be at most .8, and to be zero for less
+    than ten values.
     """
+    number = len(values)
+    degree = 1 if number <= _FEW else _DEGREE
+    times = torch.linspace(-1.0, 1.0, number, dtype=torch.float64)
+    basis = torch.linalg.qr(torch.stack([times**power for power in range(degree + 1)], 1)).Q
     noisy = torch.tensor(values, dtype=torch.float64)
     noisy = noisy - noisy.mean()
-    times = torch.arange(len(values), dtype=torch.float64) - (len(values) - 1) / 2
-    residuals = noisy - times * (times @ noisy) / (times @ times).clamp(min=1.0)
-    spread = math.sqrt(float(residuals.square().sum()) / (len(values) - 2)) if len(values) > 2 else 0.0
-    error = spread / math.sqrt(len(values)) * math.sqrt(_inflation(residuals))
-    return Reached(sum(values) / len(values), _STANDARD_ERRORS * error)
+    residuals = noisy - basis @ (basis.mT @ noisy)
+    free = number - degree - 1
+    spread = math.sqrt(float(residuals.square().sum()) / free) if free > 0 else 0.0
+    error = spread / math.sqrt(number) * math.sqrt(_inflation(residuals))
+    return Reached(sum(values) / number, _STANDARD_ERRORS * error)
 
 
 def _inflation(residuals: Tensor) -> float:
-    """How many times larger the variance of a mean is than of independent values."""
+    """How many times larger the variance of a mean is than of independent values, by the residuals of a cubic."""
     number, total = len(residuals), float(residuals.square().sum())
     if number <= _FEW or total == 0.0:
         return 1.0
     neighbours = float(residuals[1:] @ residuals[:-1]) / total
-    correlation = min(max((neighbours + 2 / number) / (1 - 4 / number), 0.0), _MOST_CORRELATED)
+    correlation = min(max((neighbours + (_DEGREE + 1) / number) / (1 - 2 * (_DEGREE + 1) / number), 0.0), _MOST_CORRELATED)
     return (1 + correlation) / (1 - correlation)
 
 

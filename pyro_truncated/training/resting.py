@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_a_line, reached_on_average
+from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_a_curve, reached_on_average
 
 # Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
 _RESTING, _AT_REST = 5, 0.01
@@ -56,7 +56,7 @@ def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
     values += [run.step(y) for _ in range(_CALMING)]
     run.end()
     # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
-    return reached_on_a_line(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
+    return reached_on_a_curve(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
 
 
 def _rise(values: list[float]) -> float:

@@ -9,7 +9,7 @@ from pyro_truncated import GPSelect, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_a_line, reached_on_average
+from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_a_curve, reached_on_average
 from pyro_truncated.training.starts import Start
 
 
@@ -86,13 +86,26 @@ def test_chains_come_to_the_parameters_of_the_best_start_before_these_change(mon
 
 
 def test_what_a_start_still_rises_by_is_no_noise() -> None:
-    reached = reached_on_a_line([float(value) for value in range(10)])
+    reached = reached_on_a_curve([float(value) for value in range(10)])
     assert (reached.free_energy, reached.noise) == (4.5, pytest.approx(0.0, abs=1e-9))
     assert not have_agreed([reached, reached._replace(free_energy=2.0)], 0.05)
     rising = [value + (-1) ** value for value in range(10)]
-    # An alternating one has hardly any slope: the residuals have a deviation of one, but for two degrees of freedom.
-    assert reached_on_a_line(rising).noise == pytest.approx(3 * 8**-0.5, rel=0.02)
-    assert [reached_on_a_line([1.0, 3.0][:number]).noise for number in (1, 2)] == [0.0, 0.0]
+    # What alternates is hardly a curve: the residuals have a deviation of one, but for the degrees of freedom, of a cubic and of a line.
+    assert reached_on_a_curve(rising).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
+    assert reached_on_a_curve(rising[:8]).noise == pytest.approx(3 * 6**-0.5, rel=0.1)
+    assert [reached_on_a_curve([1.0, 3.0][:number]).noise for number in (1, 2)] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("bend", [1.0, 3.0, 6.0])
+def test_the_bend_of_a_rise_is_no_noise(bend: float) -> None:
+    """Residuals of a line through it hang together; three errors of independent ones would be this large, and more if that counted."""
+    rise = -torch.exp(-bend * torch.arange(10, dtype=torch.float64) / 10)
+    line = torch.linalg.qr(torch.stack([torch.ones(10).double(), torch.arange(10).double()], 1)).Q
+    around_a_line = 3 * float((rise - line @ (line.mT @ rise)).norm()) / (8 * 10) ** 0.5
+    assert reached_on_a_curve(rise.tolist()).noise < 0.7 * around_a_line
+    parabola = reached_on_a_curve([-1.8 * (1 - step / 10) ** 2 for step in range(10)])
+    assert parabola.noise == pytest.approx(0.0, abs=1e-9)
+    assert not have_agreed([parabola, parabola._replace(free_energy=parabola.free_energy - 1.8)], 0.05)
 
 
 def test_errors_of_values_that_hang_together_are_larger() -> None:
@@ -101,5 +114,5 @@ def test_errors_of_values_that_hang_together_are_larger() -> None:
     series = torch.randn(400, 60, generator=generator)
     for step in range(1, 60):
         series[:, step] += 0.6 * series[:, step - 1]
-    reached = [reached_on_a_line(one[40:].tolist()) for one in series]
+    reached = [reached_on_a_curve(one[40:].tolist()) for one in series]
     assert sum(abs(one.free_energy) <= one.noise for one in reached) >= 360
