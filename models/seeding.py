@@ -195,7 +195,7 @@ def _squared(points: Tensor, rows: Tensor) -> Tensor:
 
 def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Points ``(K, D)`` with noise of a hundredth of the deviations of a covariance ``(D, D)``, which tells equal ones apart."""
-    noise = torch.randn(points.shape, generator=generator, device=None if generator is None else generator.device).to(points)
+    noise = torch.randn(points.shape, generator=generator, device=_device(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.restoration.rounds import Learned, learned_in_rounds
 from pyro_truncated.restoration.windows import Patches
+from pyro_truncated.utils.generators import device_of
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SHARE, _SPREAD = 0.5, 0.2
@@ -70,8 +71,8 @@ def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tup
         arXiv:2111.09447, 2021. Rasines and Young, "Splitting strategies for post-selection inference", Biometrika 110, 2023.
     """
     # From a seed that is drawn: the image's own noise may come from the same seed, and so be the first numbers of the generator.
-    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator)))
-    z = noise * torch.randn(image.shape, generator=own, dtype=image.dtype).to(image.device)
+    own = torch.Generator().manual_seed(int(torch.randint(2**62, (), generator=generator, device=device_of(generator))))
+    z = noise * torch.randn(image.shape, generator=own, dtype=image.dtype, device="cpu").to(image.device)
     return image + _SHARE * z, image - z / _SHARE
 
 

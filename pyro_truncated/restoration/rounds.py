@@ -17,6 +17,7 @@ from pyro_truncated.restoration.patch_mixture import PatchMixture, most_probable
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
@@ -189,7 +190,7 @@ def _restored_again(image: Tensor, learned: Learned, mixture: PatchMixture) -> T
 
 def _clusters(points: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
     """The nearest clusters of every point, those of Lloyd's algorithm from random points."""
-    chosen = torch.randperm(len(points), generator=generator, device="cpu")[:number].to(points.device)
+    chosen = torch.randperm(len(points), generator=generator, device=device_of(generator))[:number].to(points.device)
     return nearest_centres(points, k_means(points, points[chosen], _LLOYD_STEPS), _NEAREST)
 
 

@@ -135,6 +135,18 @@ def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
     assert found.sort(1).values.diff().min() > 0
 
 
+def test_more_than_three_thousand_components_are_searched_in_groups() -> None:
+    generator = torch.Generator().manual_seed(0)
+    model = GaussianMixture(2, 3100, covariance="spherical")
+    model.loc, model.scale = 20 * torch.randn(3100, 2, generator=generator), torch.ones(3100)
+    y = model.loc[torch.randint(3100, (31_000,), generator=generator)] + torch.randn(31_000, 2, generator=generator)
+    assert not model.linear_functions(y)._are_few
+    found, distance = model.likeliest_components(y, 2)[:1000], torch.cdist(y[:1000], model.loc)
+    nearest = distance.topk(2, largest=False)
+    assert float((found == nearest.indices).double().mean()) > 0.98
+    assert bool((found[:, 0] != found[:, 1]).all())
+
+
 def test_bad_numbers_and_data_are_refused() -> None:
     model = GaussianMixture(2, 3)
     with pytest.raises(ValueError, match="num_states"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
@@ -31,6 +32,26 @@ def test_noise_of_the_same_seed_is_other_noise():
     first, _ = split(noise, 1.0, generator(1))
     # The correlation of independent numbers has the standard error .005.
     assert abs(float((noise * (first - noise)).mean())) < 4 * 0.5 * 0.005
+
+
+class Elsewhere:
+    """Stands for a generator on a device, which draws nowhere else."""
+
+    device = torch.device("meta")
+
+
+def test_generators_on_devices_draw_there(monkeypatch):
+    def drawing(draw, *args, generator=None, device=None, **options):
+        if isinstance(generator, Elsewhere):
+            assert device == generator.device
+            generator, device = None, "cpu"
+        return draw(*args, generator=generator, device=device, **options)
+
+    for name in ("randint", "randperm"):
+        monkeypatch.setattr(torch, name, functools.partial(drawing, getattr(torch, name)))
+    image = torch.arange(144.0).view(12, 12)
+    assert split(image, 1.0, Elsewhere())[0].shape == image.shape
+    assert denoise(image, 5.0, side=4, num_components=3, rounds=1, generator=Elsewhere(), progress=False).image.shape == image.shape
 
 
 def test_the_distance_from_the_second_array_is_the_error_and_a_constant():
