@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -213,6 +214,48 @@ def test_slabs_that_are_nearly_one(kind: str) -> None:
     )
     found = ops.correlated_slab_log_prob(words, value, weight, precision, mean, covariance)
     torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("noise", [1.0, 1e-3, 1e-6])
+def test_gradients_keep_their_digits_where_there_is_little_noise(kind: str, noise: float) -> None:
+    # Of the dictionary and the residual nothing is lost beside the noise: they are Psi + noise^2 (W' W)^-1 and what least squares find.
+    words, size = torch.tensor([[[31]]]), 5
+    value, weight = torch.randn(1, 8).double(), torch.randn(8, size).double() + 2 * torch.eye(8, size).double()
+    mean, covariance, precision = torch.randn(size).double(), covariance_matrix(size), torch.full((8,), noise**-2, dtype=torch.float64)
+    slope, curvature = ops.correlated_slab_moments(words, torch.ones(1, 1), value, weight, precision, mean, covariance)[3:]
+    inverse = (covariance + noise**2 * (weight.mT @ weight).inverse()).inverse()
+    expected = inverse @ (torch.linalg.lstsq(weight, value[0].unsqueeze(-1)).solution.squeeze(-1) - mean)
+    for found, exact in ((slope, expected), (curvature, expected.outer(expected) - inverse)):
+        assert (found - exact).norm() < 1e-9 * exact.norm()
+
+
+def test_an_infinite_weight_skips_no_state(kind: str) -> None:
+    words, _, value, parameters = draw(3)
+    words[:] = torch.tensor([1, 2, 4, 4, 4, 4, 4]).unsqueeze(-1)
+    weights = torch.tensor([math.inf, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]).expand(NUM_DATA, NUM_STATES)
+    active, first, *_ = ops.correlated_slab_moments(words, weights, value, *parameters)
+    assert (active[:, :2] == torch.tensor([math.inf, 1.0])).all()
+    assert first[:, 0].isinf().all()
+    assert first[:, 1].isfinite().all()
+    assert (first[:, 1] != 0).all()
+    one, other = ops.spike_slab_moments(words, weights, value, *parameters[:3], parameters[3].diagonal().sqrt())[:2]
+    assert torch.equal(one, active)
+    assert torch.equal(other.isinf(), first.isinf())
+
+
+def test_scratch_of_wide_states_keeps_to_the_budget() -> None:
+    num_latents = 200
+    words = torch.zeros(64, 2, 4, dtype=torch.int64)
+    words[0, 0] = StateSpace([2] * num_latents).pack(torch.ones(num_latents))
+    parameters = torch.randn(64, 3), torch.randn(3, num_latents), torch.ones(3), torch.zeros(num_latents), torch.eye(num_latents)
+    budget = 2**25
+    tracemalloc.start()
+    with ops.memory_budget(budget):
+        ops.correlated_slab_log_prob(words, *parameters)
+        ops.correlated_slab_moments(words, torch.ones(64, 2), *parameters)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < budget
 
 
 def test_wrong_shapes_are_refused() -> None:

@@ -15,7 +15,7 @@ from pyro_truncated.ops.compiled.walk import padded
 _LARGE = 1e150
 _TINY = 1e-14
 # Rows of the matrix of vectors.
-_VARIANCES, FIELD, SLABS, _SPARE = 0, 1, 2, 3
+_VARIANCES, FIELD, SLABS = 0, 1, 2
 
 
 @njit(cache=True, nogil=True)
@@ -119,24 +119,34 @@ def posterior(mean, active, prior, joint, count, size, vectors, covariance):
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def gradients(table, mean, active, joint, count, size, vectors, spare, products):
+def gradients(prior, joint, count, size, vectors, spare, products):
     """Gradients of the log density after :func:`posterior`, in the means and, twice that, in the covariances.
 
-    With the posterior mean ``z`` and covariance ``C`` they are ``r = a - G z``, which the field in ``vectors`` becomes, and
-    ``r r' + G C G - G``, whose lower triangle is left in ``products``.
+    With ``Q = E^-1 D^-1 R^-1`` and the pivots ``F`` of ``M`` they are ``r = Q' F^-1 E^-1 R' (a - G mean)``, which the field in ``vectors``
+    becomes, and ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``, whose lower triangle is left in ``products``. In terms of the posterior's moments
+    and ``G`` they would be small differences of large numbers where there is little noise.
     """
-    gather_square(table, active, count, size, spare)
     for a in range(count):
-        add_row(mean[active[a]] - vectors[SLABS, a], spare, a, vectors, FIELD, 0, size)
-    for a in range(count):
+        clear_row(spare, a, 0, size)
         clear_row(products, a, 0, size)
-        add_row(-1.0, spare, a, products, a, 0, size)
-        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, size)
+        spare[a, a] = 1.0
+    clear_row(vectors, FIELD, 0, size)
+    # The inverses are lower triangular: rows end at their diagonal.
     for p in range(count):
-        clear_row(vectors, _SPARE, 0, size)
-        for a in range(count):
-            add_row(joint[p, size + a], spare, a, vectors, _SPARE, 0, size)
-        add_square(1.0 / joint[p, p], vectors, _SPARE, 0, count, products)
+        for a in range(p + 1, count):
+            add_row(-prior[p, a], spare, p, spare, a, 0, padded(p + 1))
+        inverse = 1.0 / vectors[_VARIANCES, p]
+        add_square(-inverse, spare, p, 0, p + 1, products)
+        for a in range(p + 1):
+            spare[p, a] *= inverse
+    for p in range(count):
+        inverse = 1.0 / joint[p, p]
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, padded(p + 1))
+        add_square(inverse, spare, p, 0, p + 1, products)
+        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, padded(p + 1))
+    for a in range(count):
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, padded(a + 1))
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")

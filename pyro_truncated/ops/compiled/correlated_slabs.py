@@ -15,7 +15,6 @@ from pyro_truncated.ops.compiled.lanes import clear_row
 from pyro_truncated.ops.compiled.slab_parts import gram_of, gram_of_row
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.ops.compiled.walk import (
-    MAX_BLOCKS,
     active_latents,
     as_array,
     as_words,
@@ -30,7 +29,7 @@ def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | N
     """As :func:`pyro_truncated.ops.compiled.spike_slab.log_prob`, with the covariance of the slabs, ``(H, H)``."""
     out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
     packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
-    _log_prob(packed, *parameters, *_scratch(packed, min(len(linear), MAX_BLOCKS)), out.numpy())
+    _log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
     return out
 
 
@@ -48,13 +47,14 @@ def moments(
     num_data, num_latents = linear.shape
     active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
     first = torch.zeros_like(active)
-    num_blocks = count_blocks(num_data, 2 * num_latents**2)
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    scratch = _scratch(packed, num_data, 2 * num_latents**2)
+    num_blocks = len(scratch[0])
     second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
     curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
     slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
-    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
     outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
-    _moments(packed, as_array(weights), *parameters, *_scratch(packed, num_blocks), *outputs)
+    _moments(packed, as_array(weights), *parameters, *scratch, *outputs)
     second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
     return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
 
@@ -71,19 +71,22 @@ def expected_log_prior(
     covariances: Tensor,
 ) -> Tensor:
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
-    num_blocks = count_blocks(len(linear), len(means))
-    out = linear.new_zeros(num_blocks, len(means), dtype=torch.float64)
     packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
-    others = as_array(means), as_array(covariances)
-    _expected_log_prior(packed, as_array(weights), *parameters, *others, *_scratch(packed, num_blocks), out.numpy())
+    scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
+    out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
+    _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
     return out.sum(0)
 
 
-def _scratch(words: np.ndarray, num_blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Matrices and vectors that a state's active latents fit in, for each block: counting references to a kernel's own takes long."""
+def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices and vectors that a state's active latents fit in, for each block: counting references to a kernel's own takes long.
+
+    The wider the states, the fewer blocks, see :func:`.count_blocks`.
+    """
     most = most_active(words)
     size = size_of(most)
-    return np.zeros((num_blocks, 4, most, 2 * size)), np.zeros((num_blocks, 4, size))
+    num_blocks = count_blocks(num_data, accumulator_size, 8 * most * size)
+    return np.zeros((num_blocks, 4, most, 2 * size)), np.zeros((num_blocks, 3, size))
 
 
 @parallel_kernel(cost=24)
@@ -140,7 +143,7 @@ def _moments(words, weights, linear, scaled, observed, gram, mean, covariance, m
                     first[n, h] += weight * value
                     for b in range(a + 1):
                         second[place, h, active[b]] += weight * (spread[a, b] + value * work[SLABS, b])
-                gradients(own, mean, active, joint, count, size, work, spare, spread)
+                gradients(prior, joint, count, size, work, spare, spread)
                 for a in range(count):
                     h = active[a]
                     slope[block, h] += weight * work[FIELD, a]

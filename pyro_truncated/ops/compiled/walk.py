@@ -30,9 +30,13 @@ def as_array(tensor: Tensor) -> np.ndarray:
     return tensor.detach().double().contiguous().numpy()
 
 
-def count_blocks(num_data: int, accumulator_size: int) -> int:
-    """How many blocks each get an accumulator of so many numbers: as many as fit a small part of the memory budget, at least four."""
-    most = current_budget() // 32 // (8 * accumulator_size)
+def count_blocks(num_data: int, accumulator_size: int, scratch_size: int = 0) -> int:
+    """How many blocks each get an accumulator and scratch of so many numbers: as many as fit a part of the memory budget, at least four.
+
+    That part is small for accumulators, which are read once more, and a quarter for scratch.
+    """
+    budget = current_budget() // 8
+    most = min(budget // 32 // max(1, accumulator_size), budget // 4 // max(1, scratch_size))
     return max(1, min(num_data, MAX_BLOCKS, max(4, most)))
 
 
@@ -61,10 +65,11 @@ def active_latents(words, n, c, active):
 
 @njit(cache=True, nogil=True)
 def least_weight(weights):
-    """What is so small beside the largest of the weights that it is lost when sums are rounded; zero if all are."""
+    """What is so small beside the largest of the finite weights that it is lost when sums are rounded; zero if all are."""
     largest = 0.0
     for weight in weights:
-        largest = max(largest, abs(weight))
+        if largest < abs(weight) < np.inf:
+            largest = abs(weight)
     return _ROUNDED * largest
 
 
