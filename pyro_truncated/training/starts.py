@@ -10,7 +10,7 @@ import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
-from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible, init_to_median
+from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
 from pyro.optim import ClippedAdam
 from torch import Tensor
 
@@ -30,6 +30,7 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.exchangeable import exchangeable_latents
 from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, put_back, rate_of, tensors_of
+from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.training.relocation import Relocations
@@ -157,8 +158,7 @@ def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> t
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
     # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
-    begin = init_to_median(num_samples=1) if is_start else init_to_feasible
-    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=begin))
+    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
     truncated = AutoTruncated(model, num_states=num_states)
     guide.append(truncated)
     return guide, truncated, layout.space
