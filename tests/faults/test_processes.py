@@ -168,6 +168,22 @@ def test_without_a_folder_for_its_cache_a_function_is_compiled_and_one_line_logg
     assert "NUMBA_CACHE_DIR" in record.message
 
 
+def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_another_file(monkeypatch, tmp_path):
+    def defined(name, source, **names):
+        path = tmp_path / f"{name}.py"
+        path.write_text(source)
+        exec(compile(source, path, "exec"), names | {"njit": njit}, found := {})
+        return found["function"]
+
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
+    results = []
+    for factor in (2, 2, 3):
+        inner = defined(f"by_{factor}", f"@njit(cache=True)\ndef function(x):\n    return {factor} * x\n")
+        outer = defined("outer", "@njit(cache=True)\ndef function(x):\n    return inner(x)\n", inner=inner)
+        results.append((outer(5), sum(outer.stats.cache_hits.values())))
+    assert results == [(10, 0), (10, 1), (15, 0)]
+
+
 def test_a_full_disk_costs_the_cache_only(monkeypatch, caplog, tmp_path, fresh_warning):
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

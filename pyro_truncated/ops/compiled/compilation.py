@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
 import multiprocessing
 import pickle
 from collections.abc import Callable
+from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import numba
-from numba.core.caching import FunctionCache
+from numba.core.caching import FunctionCache, IndexDataCacheFile
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +44,19 @@ def njit(function: Callable[..., Any] | None = None, *, cache: bool = False, **o
 
 
 class _Cache(FunctionCache):
-    """A cache on disk that may fail: then the function is compiled, and forgotten when the process ends."""
+    """A cache on disk that may fail: then the function is compiled, and forgotten when the process ends.
+
+    Numba compiles a function anew once its own file says something else. The functions that it calls, and that its code contains, may be
+    from other files, so here those count as well.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function)
+        own = function.__code__.co_filename
+        others = _sources(function.__globals__, {own: ""})
+        # The order of the files and where they are say nothing about the code.
+        stamp = self._impl.locator.get_source_stamp(), sorted(others.values())
+        self._cache_file = IndexDataCacheFile(self.cache_path, self._impl.filename_base, stamp)
 
     def load_overload(self, *arguments: Any) -> Any:
         try:
@@ -58,6 +73,21 @@ class _Cache(FunctionCache):
             super().save_overload(*arguments)
         except (OSError, EOFError, pickle.UnpicklingError) as error:
             _say_once(error)
+
+
+def _sources(names: dict[str, Any], found: dict[str, str]) -> dict[str, str]:
+    """Digests of the files of compiled functions among these global names, of those among theirs, and so on, added to what is found."""
+    for value in list(names.values()):
+        function = getattr(value, "py_func", None)
+        if isinstance(function, FunctionType) and (path := function.__code__.co_filename) not in found:
+            found[path] = _digest(path)
+            _sources(function.__globals__, found)
+    return found
+
+
+@functools.cache
+def _digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if Path(path).is_file() else ""
 
 
 def _say_once(error: Exception) -> None:
