@@ -15,6 +15,7 @@ _PATIENCE = 10
 _LEAST_GAIN = 0.02
 _FEWEST_TRIES = 25
 _FEW_TRIALS = 4
+# For more rows points are held in single precision.
 _FEW = 1000
 # More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
 _FEW_SCATTERED = 4000

@@ -47,11 +47,13 @@ def learned_with_chosen_sides(
         What was learned in the last round with each side that has weight; and the weights, with sum one.
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
+    usual = [patches] * (rounds - 1)
     noisier, held_out = split(image, noise, generator)
-    tried, _ = learned_in_rounds(noisier, noisier, noise_of_first(noise), [*[patches] * (rounds - 1), candidates], **options)
-    weights = weights_of_arrays(torch.stack([of_side.array for of_side in tried]), held_out, noise)
+    # The arrays alone are kept: mixtures and populations of six sides take much more memory.
+    tried = [of_side.array for of_side in learned_in_rounds(noisier, noisier, noise_of_first(noise), [*usual, candidates], **options)[0]]
+    weights = weights_of_arrays(torch.stack(tried), held_out, noise)
     chosen = [windows for windows, weight in zip(candidates, weights.tolist(), strict=True) if weight > 0]
-    learned, _ = learned_in_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
+    learned, _ = learned_in_rounds(image, image, noise, [*usual, chosen], **options)
     return learned, weights[weights > 0]
 
 

@@ -10,7 +10,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer.autoguide import AutoGuideList
-from pyro.nn import PyroModule, PyroParam
 from pyro.ops.indexing import Vindex
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, GibbsGuide, GPSelect, Preselection
@@ -32,6 +31,7 @@ from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.model_parameters import copies, rate_of
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.training.starts import Start
+from tests.training.started_models import StartedAtRows
 
 QUICK = {"progress": False, "steps": 3, "short_steps": 3, "starts": 2, "num_states": 8, "tolerance": 1e6}
 
@@ -437,16 +437,8 @@ def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts
     assert min(guide.starts) > -100.0
 
 
-class Sums(PyroModule):
+class Sums(StartedAtRows):
     """A user's own class whose instances have the same names in Pyro's store, with other latents if need be."""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.num_latents, self.weight = weight.shape[1], PyroParam(weight)
-
-    def initialize(self, y, generator=None):
-        self.weight = y[torch.randint(len(y), (self.num_latents,), generator=generator)].mT.clone()
-        return self
 
     def with_latents(self, index):
         return Sums(self.weight.detach()[:, index].clone())

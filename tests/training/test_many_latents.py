@@ -9,7 +9,6 @@ import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
-from pyro.nn import PyroModule, PyroParam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
@@ -19,6 +18,7 @@ from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.resting import are_at_rest, climbed, rested
 from pyro_truncated.training.starts import Run, Settings
+from tests.training.started_models import StartedAtRows
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -109,18 +109,10 @@ def test_what_falls_is_not_at_rest():
     assert rested(run_of(falling), None, 60).free_energy == 3.0
 
 
-class Bars(PyroModule):
+class Bars(StartedAtRows):
     """Linear bars with noise that is a latent itself, by gradients, which says all a model can say of its starts."""
 
     starts_near_the_end = True
-
-    def __init__(self, weight):
-        super().__init__()
-        self.num_latents, self.weight = weight.shape[1], PyroParam(weight)
-
-    def initialize(self, y, generator=None):
-        self.weight = y[torch.randint(len(y), (self.num_latents,), generator=generator)].mT.clone()
-        return self
 
     def forward(self, y):
         noise = pyro.sample("noise", dist.LogNormal(0.0, 1.0))
