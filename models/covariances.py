@@ -5,19 +5,16 @@ from __future__ import annotations
 import abc
 from typing import Any
 
-import pyro.distributions as dist
 import torch
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population
-from pyro_truncated.distributions import ComponentNormal, checked_later
+from pyro_truncated.distributions import ComponentMultivariateNormal, ComponentNormal
 from pyro_truncated.models.floors import cholesky_of_floored, floored
 from pyro_truncated.models.mixture import NEVER_USED, Shares
 
 Parameters = dict[str, Tensor]
-
-_Normal = checked_later(dist.MultivariateNormal)
 
 
 class Covariances(abc.ABC):
@@ -162,7 +159,7 @@ class Full(Covariances):
 
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
         """The distribution of data of components ``z``."""
-        return _Normal(loc[z], scale_tril=parameters["scale"][z])
+        return ComponentMultivariateNormal(z, loc, parameters["scale"])
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """The factors of so many components."""
@@ -211,10 +208,6 @@ class Tied(Full):
     """A full one that all components share: ``scale (D, D)`` holds its Cholesky factor."""
 
     is_own = is_dense = False
-
-    def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
-        """The distribution of data of components ``z``."""
-        return _Normal(loc[z], scale_tril=parameters["scale"])
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""

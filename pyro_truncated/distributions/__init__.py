@@ -6,6 +6,7 @@ from typing import Any
 from pyro_truncated.distributions.checked_later import checked_later
 from pyro_truncated.distributions.component import Component, categorical
 from pyro_truncated.distributions.component_low_rank_normal import ComponentLowRankNormal
+from pyro_truncated.distributions.component_multivariate_normal import ComponentMultivariateNormal
 from pyro_truncated.distributions.component_normal import ComponentNormal
 from pyro_truncated.distributions.correlated_slabs import CorrelatedSlabSuperposition
 from pyro_truncated.distributions.linear import LinearSuperposition
@@ -27,6 +28,7 @@ __all__ = [
     "Canvas",
     "Component",
     "ComponentLowRankNormal",
+    "ComponentMultivariateNormal",
     "ComponentNormal",
     "CorrelatedSlabSuperposition",
     "DepthOrder",

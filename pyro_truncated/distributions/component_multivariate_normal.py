@@ -1,0 +1,102 @@
+"""Normal distributions of the components of a mixture that have full covariances."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from pyro.distributions import TorchDistribution
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
+from pyro_truncated.ops.grouped import Grouped
+
+_HALF_LOG_TWO_PI = 0.9189385332046727
+
+
+class ComponentMultivariateNormal(TorchDistribution):
+    r"""A normal distribution with the mean and the full covariance of a component, :math:`\mathcal N(\mu_z, L_z L_z^\top)`.
+
+    The same density as ``MultivariateNormal(loc[z], scale_tril=scale_tril[z])``, but matrices are inverted once for each component, and
+    copied for no data point and no candidate. Values are sorted by component for products of matrices.
+
+    Example:
+        >>> loc, scale_tril = torch.randn(10, 3), torch.eye(3).repeat(10, 1, 1)
+        >>> y = ComponentMultivariateNormal(torch.tensor([4, 4, 7]), loc, scale_tril).sample()
+        >>> y.shape
+        torch.Size([3, 3])
+
+    Args:
+        component: components ``z``, any shape.
+        loc: means :math:`\mu`, ``(K, D)``.
+        scale_tril: Cholesky factors :math:`L`, ``(K, D, D)``, or ``(D, D)`` if all components share one.
+        validate_args: whether to check parameters and values.
+
+    Raises:
+        ValueError: if means and factors disagree about the number of components or entries.
+    """
+
+    arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
+        {"loc": constraints.real_vector, "scale_tril": constraints.lower_cholesky}
+    )
+    support = constraints.real_vector
+    has_rsample = True
+    _validate_sample = validate_later
+
+    def __init__(self, component: Tensor, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
+        square = (*loc.shape[1:], *loc.shape[1:])
+        if loc.dim() != 2 or scale_tril.shape not in ((len(loc), *square), square):
+            shapes = f"{tuple(loc.shape)} and {tuple(scale_tril.shape)}"
+            raise ValueError(f"loc must have shape (K, D) and scale_tril (K, D, D) or (D, D); got {shapes}")
+        self.component, self.loc, self.scale_tril = component, loc, scale_tril
+        super().__init__(component.shape, loc.shape[-1:], validate_args=validate_args)
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> ComponentMultivariateNormal:
+        """The same distribution over a larger batch."""
+        component = self.component.expand(torch.Size(batch_shape))
+        larger = ComponentMultivariateNormal(component, self.loc, self.scale_tril, validate_args=False)
+        larger._validate_args = self._validate_args
+        return larger
+
+    @property
+    def mean(self) -> Tensor:
+        """Means ``(*batch, D)``."""
+        return self.loc[self.component]
+
+    @property
+    def variance(self) -> Tensor:
+        """Variances ``(*batch, D)``."""
+        return self._factors().square().sum(-1)[self.component]
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws values that are differentiable in means and factors."""
+        noise = torch.randn(torch.Size(sample_shape) + self.batch_shape + self.event_shape, dtype=self.loc.dtype, device=self.loc.device)
+        return self.mean + (self._factors()[self.component] @ noise.unsqueeze(-1)).squeeze(-1)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log densities of values ``(*batch, D)``."""
+        if self._validate_args:
+            self._validate_sample(value)
+        identity = torch.eye(self.loc.shape[1], dtype=self.loc.dtype, device=self.loc.device)
+        whitening: Tensor = torch.linalg.solve_triangular(self.scale_tril, identity.expand_as(self.scale_tril), upper=False).mT
+        size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + self.loc.shape[1] * _HALF_LOG_TWO_PI
+        if self.scale_tril.dim() == 2:
+            return -size - 0.5 * ((value - self.loc[self.component]) @ whitening).square().sum(-1)
+        batch = value.shape[:-1]
+        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
+        row, component = torch.broadcast_tensors(row, self.component)
+        energy = self._energies(value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), whitening)
+        return -size[component] - 0.5 * energy.reshape(row.shape)
+
+    def _energies(self, rows: Tensor, row: Tensor, component: Tensor, whitening: Tensor) -> Tensor:
+        """Square distances ``(E,)`` of some rows from the means of some components, in units of their covariances."""
+        grouped = Grouped.of(component, len(self.loc))
+        found = []
+        for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
+            distance = rows[row[part.entry]] - self.loc[part.group].unsqueeze(1)
+            found.append((distance @ whitening[part.group]).square().sum(-1))
+        return grouped.gather(found)
+
+    def _factors(self) -> Tensor:
+        return self.scale_tril.expand(len(self.loc), *self.scale_tril.shape[-2:])
