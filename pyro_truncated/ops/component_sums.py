@@ -32,6 +32,20 @@ def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
         ValueError: if shapes do not fit, the number is below 1, or there are other components.
     """
     number = check_count("number", number)
+    component = checked_components(component, weight, rows, number)
+    # Compiled sums have no gradient.
+    needs_gradient = torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad)
+    with use("vectorised") if needs_gradient else contextlib.nullcontext():
+        sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
+    return sums
+
+
+def checked_components(component: Tensor, weight: Tensor, rows: Tensor, number: int) -> Tensor:
+    """Components ``(N, S)`` in 64 bits, if they are below the number, and weights ``(N, S)`` and rows ``(N, D)`` fit.
+
+    Raises:
+        ValueError: if shapes do not fit, or there are other components.
+    """
     if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
         shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
         raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
@@ -41,11 +55,7 @@ def sums_of_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
     if component.numel():
         lowest, highest = component.aminmax()
         refuse((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
-    # Compiled sums have no gradient.
-    needs_gradient = torch.is_grad_enabled() and (weight.requires_grad or rows.requires_grad)
-    with use("vectorised") if needs_gradient else contextlib.nullcontext():
-        sums: Tensor = backend("component_sums", rows).sums_of_components(component, weight.double(), rows.double(), number)
-    return sums
+    return component
 
 
 def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.checks import cholesky, refuse
+from pyro_truncated.ops.component_sums import checked_components
 from pyro_truncated.ops.grouped import Grouped
+from pyro_truncated.utils.counts import check_count
 
 
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -138,8 +140,16 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
 
     Returns:
         ``(K, D, D)``, in the type of the rows.
+
+    Raises:
+        ValueError: if shapes do not fit, the number is below 1, there are other components, or a weight is negative or NaN.
     """
+    num_components = check_count("num_components", num_components)
+    component = checked_components(component, weight, rows, num_components)
     size = rows.shape[1]
+    if around is not None and around.shape != (num_components, size):
+        raise ValueError(f"around must have shape {(num_components, size)}; got {tuple(around.shape)}")
+    refuse(~(weight >= 0).all(), _complain_of_weights)
     products = rows.new_zeros(num_components, size, size)
     root, states = weight.to(rows).sqrt().flatten(), component.shape[1]
     grouped = Grouped.of(component.flatten(), num_components)
@@ -150,6 +160,10 @@ def products_of_components(rows: Tensor, component: Tensor, weight: Tensor, num_
         data = data * (root[part.entry] * part.is_own).unsqueeze(-1)
         products.index_add_(0, part.group, data.mT @ data)
     return products
+
+
+def _complain_of_weights() -> None:
+    raise ValueError("weight must not be negative or NaN")
 
 
 def _identity(basis: Tensor) -> Tensor:

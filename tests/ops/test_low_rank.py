@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -101,3 +102,21 @@ def test_products_of_components_are_weighted_sums() -> None:
         above = rows.unsqueeze(1) - (0.0 if around is None else around)
         expected = torch.einsum("nk,nkd,nke->kde", dense, above.expand(N, K, D), above.expand(N, K, D))
         torch.testing.assert_close(products_of_components(rows, component, weight, K, around), expected)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"component": torch.tensor([[0], [K]])}, f"component must be from 0 to {K - 1}; got 0 to {K}"),
+        ({"component": torch.tensor([[0.0], [1.0]])}, "component must hold integers"),
+        ({"component": torch.tensor([[0, 1], [1, 2]])}, r"component and weight must have shape \(N, S\)"),
+        ({"weight": torch.tensor([[1.0], [-1.0]])}, "weight must not be negative or NaN"),
+        ({"weight": torch.tensor([[1.0], [math.nan]])}, "weight must not be negative or NaN"),
+        ({"num_components": 0}, "num_components must be"),
+        ({"around": torch.zeros(K, D + 1)}, r"around must have shape \(6, 5\); got \(6, 6\)"),
+    ],
+)
+def test_products_of_components_refuse_what_does_not_fit(changed: dict[str, Any], message: str) -> None:
+    given = {"rows": torch.ones(2, D), "component": torch.tensor([[0], [1]]), "weight": torch.ones(2, 1), "num_components": K}
+    with pytest.raises(ValueError, match=message):
+        products_of_components(**{**given, **changed})
