@@ -236,6 +236,7 @@ class GaussianMixture(LinearMixture):
             setattr(self, name, value.to(self.loc))
         self.loc = (components.loc + self.center).to(self.loc)
         self.weights = components.weights.to(self.weights)
+        self.knows_data.fill_(True)
 
     @torch.no_grad()
     @takes_arrays

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +25,22 @@ class LinearMixture(UniqueModule):
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
+        knows_data: whether the parameters come from data, by ``initialize`` or by an M-step, a Boolean.
     """
 
     num_observed: int
     num_components: int
     weights: Tensor
+    knows_data: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Loads states of before the flag, too."""
+        state_dict.setdefault(f"{prefix}knows_data", torch.zeros((), dtype=torch.bool))
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @abc.abstractmethod
     def linear_features(self, y: Tensor) -> Tensor:
@@ -49,11 +61,11 @@ class LinearMixture(UniqueModule):
         :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
 
         Returns:
-            Sums by name, in float64. ``None`` if all components have the same weight, as they have from the constructor: what it draws has
-            nothing to do with the data.
+            Sums by name, in float64. ``None`` if nothing has been learned (``knows_data``) and all components have the same weight, as they
+            have from the constructor: what it draws has nothing to do with the data.
         """
         lowest, highest = self.weights.aminmax()
-        return self.statistics_of_one() if bool(highest - lowest > _EQUAL * highest) else None
+        return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _EQUAL * highest)) else None
 
     @names_arguments
     @torch.no_grad()

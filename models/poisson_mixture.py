@@ -90,6 +90,7 @@ class PoissonMixture(LinearMixture):
         total = counts.mean(0).repeat(self.num_components, 1).index_add_(0, nearest, counts)
         self.rate = (total / size.unsqueeze(-1)).clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = (size / size.sum()).to(self.weights)
+        self.knows_data.fill_(True)
         return self
 
     def linear_features(self, y: Tensor) -> Tensor:
@@ -135,6 +136,7 @@ class PoissonMixture(LinearMixture):
         rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
         self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
+        self.knows_data.fill_(True)
 
     @torch.no_grad()
     @takes_arrays

@@ -132,3 +132,22 @@ def test_a_search_for_mixtures_refuses_other_models() -> None:
     model, y = BinarySparseCoding(4, 5), torch.randn(10, 4)
     with pytest.raises(ValueError, match="for mixtures, whose one latent is the component; got 5 latents"):
         AutoTruncated(model, num_states=2).infer(y, problem("diag")[0].default_search(2), steps=1)
+
+
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_equal_weights_after_a_start_are_those_of_data(kind: str) -> None:
+    model, _ = problem(kind)
+    model.weights = torch.full_like(model.weights, 1 / model.num_components)
+    assert model.expected_statistics() is not None
+
+
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_states_of_before_the_flag_are_loaded(kind: str) -> None:
+    model, _ = problem(kind)
+    state = {name: value for name, value in model.state_dict().items() if name != "knows_data"}
+    fresh = PoissonMixture(4, 6, dtype=D64) if kind == "poisson" else GaussianMixture(4, 6, covariance=kind, dtype=D64)
+    assert fresh.expected_statistics() is None
+    fresh.load_state_dict(state)
+    assert fresh.expected_statistics() is not None  # its weights differ
+    fresh.load_state_dict(model.state_dict())
+    assert bool(fresh.knows_data)
