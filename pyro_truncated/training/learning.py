@@ -16,8 +16,8 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.model_kinds import starts_near_the_end
-from pyro_truncated.training.model_parameters import put_back
+from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
+from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.resting import are_at_rest
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.starts import Run, Settings, offer, space_of
@@ -30,6 +30,8 @@ from pyro_truncated.utils.progress import progress_bar
 # Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
 # found 5 to 50 of them on 1000 data points, on 2000 to 6000 88 to 100.
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
+# Starts of mixtures, and for each number that these hold: of fewer data they find optima that all data do not have.
+_SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
 # The part of the training at the end in which an evolutionary search nobody asked for gives way to full conditionals.
 _LOOKS_CLOSELY = 10
 # Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
@@ -104,8 +106,11 @@ def learn(
     no more than those that are, but all starts are made then. Starts of models without ``initialize`` have half the states.
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
-    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. The training on all data of a mixture
-    with closed-form M-steps ends once nothing moves and five steps raise the free energy per data point by no more than .001.
+    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
+    M-steps use 10 000 data points, or more: two for each number that the mixture holds. They end once nothing moves and five steps raise
+    the free energy per data point by no more than .005, the training on all data once by no more than .001. There are no more starts once
+    the best one leads by no more than half the tolerance times their number: what the last of some starts has gained, in the mean over
+    all orders, is the lead of the best divided by their number.
 
     Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
     ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
@@ -128,13 +133,14 @@ def learn(
         num_states: states per data point.
         steps: training steps on all data after the best start; the most of them for mixtures and for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.
-        short_steps: steps of a start; those with more latents take a few more while these are removed, and at most as many until the free
-            energy is at rest; by gradients up to four times as many until it is, and twenty in which the learning rate falls.
+        short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
+            most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
+            learning rate falls.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
             near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
             equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
-            whose optima lie closer together.
+            whose optima lie closer together; of these, twice what another start may be expected to gain.
         lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
             at the beginning (but at least .2), of all others as it is.
         generator: source of randomness of the starts; default: torch's global one.
@@ -162,12 +168,12 @@ def learn(
     space = None if isinstance(model, GibbsModel) else space_of(model, some_rows(y, _SHORT_DATA))
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
-    number = max(_SHORT_DATA, _DATA_PER_LATENT * _num_causes(model, space))
+    number = _number_for_starts(model, y, space)
     is_all = total_rows(y) <= number
     part = some_rows(y, number) if is_all else drawn_rows(y, number, generator)
     first_temperature, nearness = _defaults(model, space)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
-    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator)
+    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space))
     with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)
@@ -209,6 +215,14 @@ def _check_search(model: Any, search: Search | None) -> None:
         )
 
 
+def _number_for_starts(model: Any, y: Tensor, space: StateSpace | None) -> int:
+    """How many data points starts use, if there are as many."""
+    number = max(_SHORT_DATA, _DATA_PER_LATENT * _num_causes(model, space))
+    if not is_mixture(model, space):
+        return number
+    return max(number, _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER * sum(value.numel() for value in parameters_of(model, y).values()))
+
+
 def _num_causes(model: Any, space: StateSpace | None) -> int:
     """What the data have to be shared among: the latents of a data point, or the values of a single one."""
     if space is None:
@@ -228,8 +242,7 @@ def _little(model: Any, space: StateSpace | None, noise: float) -> float:
     """By how little five steps must raise the free energy for the training to end before all steps are taken."""
     if starts_near_the_end(model):
         return noise * _LITTLE
-    is_mixture = space is not None and space.num_latents == 1 and isinstance(model, ClosedFormModel)
-    return _LITTLE_OF_MIXTURES if is_mixture else -math.inf
+    return _LITTLE_OF_MIXTURES if is_mixture(model, space) else -math.inf
 
 
 def _warn(doubts: str) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.search.base import Search
+from pyro_truncated.states.space import StateSpace
 
 
 @runtime_checkable
@@ -35,3 +36,8 @@ def starts_near_the_end(model: Any) -> bool:
     the first steps of an optimiser may lose more than what it finds in the end, and of how much little is they say nothing.
     """
     return isinstance(model, ClosedFormModel) and bool(getattr(model, "starts_near_the_end", False))
+
+
+def is_mixture(model: Any, space: StateSpace | None) -> bool:
+    """Whether a model has closed-form M-steps and a single discrete latent per data point: the component."""
+    return space is not None and space.num_latents == 1 and isinstance(model, ClosedFormModel)

@@ -8,11 +8,16 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.agreement import Reached, likelihoods, reached_on_a_curve, reached_on_average
+from pyro_truncated.training.model_kinds import is_mixture
+from pyro_truncated.training.relocation import Relocations
+from pyro_truncated.utils.annealing import Temperature, temperature_at
 
 # Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
 _RESTING, _AT_REST = 5, 0.01
 # The same for models that start near the end, as a part of what all steps have raised it by.
 _NEARLY_AT_REST = 0.003
+# The same for starts of mixtures.
+_MIXTURES_AT_REST = 0.005
 # By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
 # Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
@@ -24,6 +29,11 @@ class Steps(Protocol):
 
     guide: Any
     truncated: AutoTruncated | None
+    relocations: Relocations
+
+    @property
+    def is_by_gradients(self) -> bool:
+        """Whether the model has no M-steps of its own."""
 
     def step(self, y: Tensor) -> float:
         """Takes a step; the free energy per data point before it."""
@@ -36,6 +46,15 @@ class Steps(Protocol):
 
     def end(self) -> None:
         """Makes the guide that of the parameters after the last step."""
+
+
+def started(run: Steps, model: Any, y: Tensor, temperature: Temperature, steps: int) -> Reached:
+    """The steps of a start: so many, but more by gradients, and less of mixtures that are not annealed, until they are at rest."""
+    if run.is_by_gradients:
+        return climbed(run, y, steps)
+    if run.truncated is not None and is_mixture(model, run.truncated.space) and temperature_at(temperature, 0) == 1.0:
+        return settled_down(run, y, steps)
+    return trained(run, y, steps)
 
 
 def trained(run: Steps, y: Tensor, steps: int) -> Reached:
@@ -81,6 +100,15 @@ def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
         values.append(run.step(y))
     run.end()
     return _reached(run, values)._replace(noise=max(0.0, values[-1] - values[-1 - _RESTING]) if is_at_rest else 0.0)
+
+
+def settled_down(run: Steps, y: Tensor, most: int) -> Reached:
+    """Takes steps of a mixture until five of them raise the free energy by little and no component moves any more."""
+    values = [run.step(y)]
+    while len(values) < most and not (run.relocations.are_done and are_at_rest(values, _MIXTURES_AT_REST)):
+        values.append(run.step(y))
+    run.end()
+    return _reached(run, values)
 
 
 def are_at_rest(values: list[float], little: float) -> bool:

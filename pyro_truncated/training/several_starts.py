@@ -35,6 +35,8 @@ class Plan:
         temperature: as a function of the step.
         tolerance: free energies per data point that differ by less are the same.
         generator: source of randomness.
+        is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
+            number of starts, what the last of them gained on average over all orders.
     """
 
     starts: int | None
@@ -42,6 +44,11 @@ class Plan:
     temperature: Callable[[int], float]
     tolerance: float
     generator: torch.Generator | None
+    is_of_gains: bool = False
+
+    def lead(self, number: int) -> float:
+        """How far apart the best two of so many starts may be."""
+        return self.tolerance * (number / 2 if self.is_of_gains else 1)
 
 
 class SeveralStarts:
@@ -93,6 +100,8 @@ class SeveralStarts:
             lonely = self._assembly.num_lonely
             return f"{lonely} latents of the best of {number} starts were found by fewer than two of them" if lonely else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(self.energies, reverse=True))
+        if self._plan.is_of_gains:
+            return f"{number} starts reached different free energies per data point ({ordered}), and another one may reach more"
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 
     def _is_enough(self) -> bool:
@@ -100,8 +109,8 @@ class SeveralStarts:
 
     def _have_agreed(self) -> bool:
         """Whether two starts that began apart have reached the same free energy, and none has reached more."""
-        most = max((one.free_energy for one in self._apart), default=-math.inf)
-        return have_agreed(self._apart, self._plan.tolerance) and self.best.reached.free_energy <= most + self._plan.tolerance
+        most, lead = max((one.free_energy for one in self._apart), default=-math.inf), self._plan.lead(len(self._apart))
+        return have_agreed(self._apart, lead) and self.best.reached.free_energy <= most + lead
 
     def _begin(self, number: int) -> None:
         """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""

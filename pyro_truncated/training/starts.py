@@ -34,7 +34,7 @@ from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import gained_from_noise, losses_without
 from pyro_truncated.training.relocation import Relocations
-from pyro_truncated.training.resting import climbed, nearly_rested, rested, trained
+from pyro_truncated.training.resting import nearly_rested, rested, started, trained
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.own_store import empty_store
@@ -216,7 +216,7 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         run = Run(model, y, settings, temperature)
         if starts_near_the_end(model):
             return Start(nearly_rested(run, y, steps), copies(model, y), _states(run))
-        reached = climbed(run, y, steps) if run.is_by_gradients else trained(run, y, steps)
+        reached = started(run, model, y, temperature, steps)
     return Start(reached, copies(model, y), None, {name: value.clone() for name, value in run.beside.items()})
 
 

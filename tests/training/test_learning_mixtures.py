@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture as Reference
 
-from pyro_truncated import learn
+from pyro_truncated import DisagreeingStartsWarning, learn
 from pyro_truncated.models import GaussianMixture
+from pyro_truncated.training import several_starts
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.starts import Start
 
 
 @pytest.mark.slow
@@ -28,3 +35,20 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
     before = float(guide.population().free_energy().mean())
     model.maximize(model.sufficient_statistics(guide.population(), y))
     assert 0.0 <= float(guide.refresh_(y).free_energy().mean()) - before + 1e-6 < 1e-3
+
+
+def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
+    heights = [1.0, 1.9, 2.0, 1.7, 1.2]
+    y = torch.randn(20, 1)
+    for tolerance, number, is_sure in ((0.95, 2, True), (0.07, 3, True), (0.051, 4, True), (0.045, 5, True), (0.035, 5, False)):
+        left = iter(heights)
+
+        def begin(model: GaussianMixture, *_: Any, left: Iterator[float] = left) -> Start:
+            return Start(Reached(next(left)), several_starts.copies(model, y), None)
+
+        monkeypatch.setattr(several_starts, "start", begin)
+        warns = contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more")
+        with warns:
+            guide = learn(GaussianMixture(1, 2), y, starts=5, tolerance=tolerance, steps=1, progress=False)
+        assert guide.starts == heights[:number]
