@@ -101,3 +101,8 @@ class Relocations:
         if self._moves is not None and self._steps:
             self._moves.after(self._steps, self._model, self._guide)
         self._steps += 1
+
+    def at_rest(self) -> None:
+        """Moves components at once: EM has settled, and the time until they would move is saved."""
+        if self._moves is not None and not self._moves.is_done:
+            self._moves.after(0, self._model, self._guide)

@@ -105,10 +105,18 @@ def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
 def settled_down(run: Steps, y: Tensor, most: int) -> Reached:
     """Takes steps of a mixture until five of them raise the free energy by little and no component moves any more."""
     values = [run.step(y)]
-    while len(values) < most and not (run.relocations.are_done and are_at_rest(values, _MIXTURES_AT_REST)):
+    while len(values) < most and not is_at_the_end(run, values, _MIXTURES_AT_REST):
         values.append(run.step(y))
     run.end()
     return _reached(run, values)
+
+
+def is_at_the_end(run: Steps, values: list[float], little: float) -> bool:
+    """Whether five steps have raised the free energy by no more than that, and no component moves."""
+    if not are_at_rest(values, little):
+        return False
+    run.relocations.at_rest()
+    return run.relocations.are_done
 
 
 def are_at_rest(values: list[float], little: float) -> bool:

@@ -52,3 +52,9 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
         with warns:
             guide = learn(GaussianMixture(1, 2), y, starts=5, tolerance=tolerance, steps=1, progress=False)
         assert guide.starts == heights[:number]
+
+
+@pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
+def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:
+    guide = learn(GaussianMixture(1, number, covariance="spherical"), torch.randn(200, 1), starts=1, short_steps=1, steps=1, progress=False)
+    assert guide.population().num_states == num_states
