@@ -43,12 +43,14 @@ class Assembly:
     def best(self) -> Start:
         """What all starts have found together."""
         assert self._best is not None
-        return Start(Reached(self._best.free_energy, each=self._best.population.free_energy()), self._best.parameters, None)
+        return Start(
+            Reached(self._best.free_energy, each=self._best.population.free_energy()), self._best.parameters, None, self._best.beside
+        )
 
     def join(self, found: Start) -> None:
         """Takes over what the start that has just ended has found, and if that was something, what others can add to it now."""
         before = self._best
-        self._starts.append(self._recombinations[0].member(found.parameters))
+        self._starts.append(self._member(found))
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
@@ -88,7 +90,15 @@ class Assembly:
         return self._best is not before
 
     def _settled(self, member: Member) -> Member:
-        return self._recombinations[0].member(self._settle(member).parameters, near=member)
+        return self._member(self._settle(member), near=member)
+
+    def _member(self, found: Start, near: Member | None = None) -> Member:
+        """What a run has found; beside continuous latents the spread of these makes the free energy what the run has reached."""
+        member = self._recombinations[0].member(found.parameters, near)
+        if not found.beside:
+            return member
+        member = member._replace(beside=found.beside, spread=0.0)
+        return member._replace(spread=found.reached.free_energy - member.free_energy)
 
     def _use_spare_latents(self) -> None:
         """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +10,7 @@ from typing import Any
 
 import pyro.poutine as poutine
 import torch
-from pyro.infer import TraceEnum_ELBO
+from pyro.infer import ELBO, TraceEnum_ELBO
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -96,7 +97,8 @@ class BesideOthers:
     def prepare(self, call: Call, guide: Any) -> None:
         """Lets Pyro's ELBO count plates, before a guide is trained for the first time."""
         if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
-            self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
+            with _unannounced():
+                self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
     def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
         """The truncated part of a guide if it scores this very model, and Pyro cannot enumerate it in parallel."""
@@ -118,6 +120,17 @@ class BesideOthers:
         if loss.requires_grad:
             loss.backward()
         return float(loss.detach())
+
+
+@contextmanager
+def _unannounced() -> Iterator[None]:
+    """Keeps Pyro from telling how many plates it has counted, which each of several starts would say anew."""
+    logger = logging.getLogger(ELBO.__module__)
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.training.model_parameters import copies, put_back
+from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.resting import trained
-from pyro_truncated.training.starts import Run, Settings
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors

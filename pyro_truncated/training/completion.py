@@ -9,11 +9,13 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.training.exchanges import recombinations_of
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies, forgetting_guides, put_back
+from pyro_truncated.training.model_runs import Run, Settings, offer
 from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.resting import rested
-from pyro_truncated.training.starts import Run, Settings, Start, offer, recombinations_of
+from pyro_truncated.training.starts import Start
 
 # Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
 _GAIN = 0.1
@@ -40,8 +42,7 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
         steps: the most steps after an exchange.
     """
     best, *others = sorted(starts, key=lambda one: one.reached.free_energy, reverse=True)
-    put_back(model, y, best.parameters)
-    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance)
+    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance, best.parameters)
     if not recombinations or any(start.states is None for start in starts):
         return best
     recombination = recombinations[0]

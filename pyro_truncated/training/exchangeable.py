@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.model_parameters import copies, parameters_of, put_back
+from pyro_truncated.training.medians import Medians
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 _NUM_STATES = 4
@@ -82,7 +82,7 @@ class Exchangeable(NamedTuple):
         return torch.stack([value.double() for value in differences]).amax(0)
 
 
-def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> list[Exchangeable]:
+def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
 
     They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`, which move the latents of
@@ -91,17 +91,17 @@ def exchangeable_latents(model: Any, y: Tensor, guide: AutoTruncated) -> list[Ex
     latents that are alone in their site.
 
     Args:
-        model: the model; its parameters must differ between latents, or anything seems exchangeable.
-        y: its data.
-        guide: has seen them; its populations stay as they are.
+        learned: scores states; the populations of its guide stay as they are.
+        state: parameters and medians, which must differ between latents, or anything seems exchangeable.
 
     Returns:
         Such groups of latents or values that have parameters of their own, the largest first.
     """
     with torch.no_grad(), spare_random_numbers():
-        if guide.layout.other_latents or guide.log_joint_of(y).num_data < guide.layout.num_data:
+        if any(frame.size < (frame.full_size or frame.size) for frame in learned.guide.frames.values()):
             return []
-        groups = (_exchangeable(model, y, guide, *alike) for alike in _alike(guide))
+        groups = [_exchangeable(learned, state, *alike) for alike in _alike(learned.guide)]
+        learned.put_back(state)
         return [group for group in groups if group is not None]
 
 
@@ -118,24 +118,21 @@ def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:
     return sorted(found, key=lambda one: -max(one[0].stop - one[0].start, one[1]))
 
 
-def _exchangeable(model: Any, y: Tensor, guide: AutoTruncated, latents: slice, num_values: int) -> Exchangeable | None:
-    state, levels = copies(model, y), _random_levels(guide)
-    expected = _scores(guide, y, levels)
+def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, num_values: int) -> Exchangeable | None:
+    levels = _random_levels(learned.guide)
+    words = learned.guide.space.pack
+    expected = learned.scorer(state).score(words(levels))
     if not bool(expected.isfinite().all()):
         return None
 
     def is_same(group: Exchangeable, order: Tensor) -> bool:
         """Whether log joints are the same once latents and parameters have been permuted."""
-        put_back(model, y, group.replaced(state, torch.arange(len(order)), state, order))
-        return torch.allclose(_scores(guide, y, group.permuted(levels, order)), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
+        permuted = learned.scorer(group.replaced(state, torch.arange(len(order)), state, order))
+        return torch.allclose(permuted.score(words(group.permuted(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
 
     number = num_values or latents.stop - latents.start
-    learned = {name: state[name] for name in parameters_of(model, y)}
-    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned, number))
-    try:
-        return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
-    finally:
-        put_back(model, y, state)
+    groups = (Exchangeable(latents, axes, num_values) for axes in _possible_axes(learned.learned(state), number))
+    return next((group for group in groups if all(is_same(group, order) for order in _orders(number))), None)
 
 
 def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
@@ -158,8 +155,4 @@ def _random_levels(guide: AutoTruncated) -> Tensor:
     generator = torch.Generator().manual_seed(0)
     cardinality = guide.space.cardinality
     uniform = torch.rand(guide.layout.num_data, _NUM_STATES, len(cardinality), generator=generator)
-    return (uniform * cardinality).long()
-
-
-def _scores(guide: AutoTruncated, y: Tensor, levels: Tensor) -> Tensor:
-    return guide.log_joint_of(y).score(guide.space.pack(levels).to(guide.words.device))
+    return (uniform * cardinality).long().to(guide.words.device)

@@ -18,9 +18,9 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
+from pyro_truncated.training.model_runs import Run, Settings, offer, space_of
 from pyro_truncated.training.resting import is_at_the_end
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
-from pyro_truncated.training.starts import Run, Settings, offer, space_of
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors

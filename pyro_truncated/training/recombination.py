@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -10,11 +10,10 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import Exchangeable
-from pyro_truncated.training.model_parameters import put_back
+from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
 # Search steps that fill populations, and those that adapt them to parameters which have changed a little.
@@ -35,15 +34,30 @@ _APART = 0.3
 
 
 class Member(NamedTuple):
-    """Parameters, and populations under them."""
+    """What has been learned, and populations under it.
+
+    Attributes:
+        parameters: parameters, and medians of continuous latents beside.
+        population: populations under these.
+        beyond: the log density per data point of medians that belong to no data point.
+        beside: the state of the guide of continuous latents of this member, or of the one that it is near.
+        spread: what the free energy per data point has from the spread of that guide around its medians.
+    """
 
     parameters: dict[str, Tensor]
     population: Population
+    beyond: float = 0.0
+    beside: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    spread: float = 0.0
 
     @property
     def free_energy(self) -> float:
         """The free energy per data point."""
-        return float(self.population.free_energy().mean())
+        return float(self.population.free_energy().mean()) + self.beyond + self.spread
+
+    def near(self, other: Member) -> Member:
+        """The same with the guide of continuous latents that another one has."""
+        return self._replace(beside=other.beside, spread=other.spread)
 
 
 class Recombination:
@@ -58,31 +72,28 @@ class Recombination:
     crossover by partition of Whitley, Hains and Howe (2009).
 
     Args:
-        model: the model; its parameters are changed.
-        y: its data.
-        guide: has seen them; its populations are changed.
+        learned: scores states; the populations of its guide are changed.
         search: fills the populations.
         latents: which latents may change places, see :func:`~pyro_truncated.training.exchangeable.exchangeable_latents`.
         tolerance: least gain in free energy per data point.
     """
 
-    def __init__(self, model: Any, y: Tensor, guide: AutoTruncated, search: Search, latents: Exchangeable, tolerance: float) -> None:
-        self._model, self._y, self._guide, self._search = model, y, guide, search
+    def __init__(self, learned: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
+        self._learned, self._guide, self._search = learned, learned.guide, search
         self._latents, self.tolerance = latents, tolerance
-        self._first_words = guide.words.clone()
+        self._first_words = learned.guide.words.clone()
 
     def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
         """A model with populations of its own, which begin with those of another one that is near if it is given."""
         if near is None:
             return self._adapted(parameters, self._first_words, _FILLING)
-        return self._adapted(parameters, near.population.words, _ADAPTING)
+        return self._adapted(parameters, near.population.words, _ADAPTING).near(near)
 
     @torch.no_grad()
     def known(self, parameters: dict[str, Tensor], states: Tensor) -> Member:
         """A model with populations that were found before, of unpacked states."""
-        put_back(self._model, self._y, parameters)
         words = self._guide.space.pack(states)
-        return Member(parameters, Population(self._guide.space, words, self._guide.log_joint_of(self._y).score(words)))
+        return Member(parameters, Population(self._guide.space, words, self._learned.scorer(parameters).score(words)))
 
     def cross(self, one: Member, other: Member) -> Member:
         """The better of two models with the latents of the other one that raise its free energy; itself if none does."""
@@ -138,10 +149,9 @@ class Recombination:
 
     def _losses(self, member: Member) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
-        put_back(self._model, self._y, member.parameters)
         if self._latents.num_values:
             return losses_without_values(member.population, self._latents.latents.start, self._latents.num_values)
-        return losses_without(member.population, self._guide.log_joint_of(self._y))[self._latents.latents]
+        return losses_without(member.population, self._learned.scorer(member.parameters))[self._latents.latents]
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
         """Correlations ``(H, H)`` of the latents of two models, and the partner of each latent of the first."""
@@ -163,7 +173,8 @@ class Recombination:
     def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
         here = torch.tensor(block)
         parameters = self._latents.replaced(member.parameters, here, other.parameters, partner[here])
-        return self._adapted(parameters, member.population.words, _ADAPTING, self._with_states_of(other, member, here, partner[here]))
+        states = self._with_states_of(other, member, here, partner[here])
+        return self._adapted(parameters, member.population.words, _ADAPTING, states).near(member)
 
     def _with_states_of(self, other: Member, member: Member, here: Tensor, there: Tensor) -> Tensor | None:
         """The states of a model whose latents at ``here`` are what those at ``there`` are in the likeliest states of the other one."""
@@ -176,17 +187,16 @@ class Recombination:
 
     @torch.no_grad()
     def _adapted(self, parameters: dict[str, Tensor], words: Tensor, steps: int, others: Tensor | None = None) -> Member:
-        put_back(self._model, self._y, parameters)
-        scorer = self._guide.log_joint_of(self._y)
-        population = Population(self._guide.space, words, scorer.score(words))
+        scorer = self._learned.scorer(parameters)
+        beyond, population = self._learned.beyond(scorer), Population(self._guide.space, words, scorer.score(words))
         if others is not None:
             population = population.merge(Population(self._guide.space, others, scorer.score(others)))
         if bool((population.log_joint.amax(-1) == -torch.inf).any()):
             # What either of them explains the two together may not.
-            return Member(parameters, population)
+            return Member(parameters, population, beyond)
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
-        return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()))
+        return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()), beyond)
 
 
 def _correlation(one: Tensor, other: Tensor) -> Tensor:

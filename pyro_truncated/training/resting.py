@@ -74,8 +74,7 @@ def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
     run.slow_down(_CALMING)
     values += [run.step(y) for _ in range(_CALMING)]
     run.end()
-    # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
-    return reached_on_a_curve(values[-_CLIMBING:]) if run.guide is not run.truncated else _reached(run, values)
+    return _reached(run, values)
 
 
 def _rise(values: list[float]) -> float:
@@ -126,4 +125,7 @@ def are_at_rest(values: list[float], little: float) -> bool:
 
 def _reached(run: Steps, values: list[float]) -> Reached:
     assert run.truncated is not None
+    if run.guide is not run.truncated:
+        # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
+        return reached_on_a_curve(values[-_CLIMBING:])
     return Reached(values[-1], each=run.truncated.population().free_energy())

@@ -14,10 +14,12 @@ from torch import Tensor
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed
+from pyro_truncated.training.exchanges import recombinations_of, settled
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
+from pyro_truncated.training.model_runs import Settings, space_of
 from pyro_truncated.training.recombination import Member
-from pyro_truncated.training.starts import Settings, Start, recombinations_of, settled, space_of, start
+from pyro_truncated.training.starts import Start, start
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
@@ -128,7 +130,8 @@ class SeveralStarts:
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
         """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
         self._disturb(first)
-        recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance)
+        state = {**self.best.parameters, **copies(self._model, self._y)}
+        recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance, state)
         if not recombinations:
             return None
         assembly = Assembly(recombinations, partial(self._settled, steps=max(1, self._plan.steps // 2)), self._plan.generator)

@@ -10,8 +10,9 @@ from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.training.completion import can_complete, completed
 from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.resting import rested
-from pyro_truncated.training.starts import Run, Settings, Start
+from pyro_truncated.training.starts import Start
 
 SETTINGS = Settings(None, 32)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
 
@@ -276,7 +277,7 @@ def test_a_function_with_parameters_is_trained_by_gradients_from_several_starts(
     assert guide.marginals()["z"].shape == (150, 3)
 
 
-def test_continuous_latents_get_a_guide_of_their_own():
+def test_continuous_latents_get_a_guide_of_their_own(caplog):
     def model(y):
         loc = pyro.sample("loc", dist.Normal(0.0, 5.0).expand([2]).to_event(1))
         with pyro.plate("data", len(y)):
@@ -284,7 +285,9 @@ def test_continuous_latents_get_a_guide_of_their_own():
             pyro.sample("y", dist.Normal(torch.where(z > 0, loc[..., :1], loc[..., 1:]), 0.3), obs=y)
 
     y = torch.cat([torch.randn(20, generator=generator(k)) * 0.3 + 4 * k for k in range(2)])
+    caplog.set_level(logging.INFO, "pyro")
     guide = learn(model, y, starts=1, steps=5, progress=False)
+    assert not caplog.records
     assert isinstance(guide, AutoGuideList)
     assert isinstance(guide[-1], AutoTruncated)
     assert set(guide(y)) >= {"loc", "z"}
@@ -457,3 +460,24 @@ def test_a_class_of_ones_own_that_can_have_more_latents_starts_with_more():
     model = Sums(torch.randn(9, 6))
     learn(model, bars.data, starts=1, steps=40, num_states=64, progress=False)
     assert matched_bars(model.weight, bars.components) == 6
+
+
+class SumsWithNoise(Sums):
+    """The same with a deviation of the noise that is itself a latent."""
+
+    def with_latents(self, index):
+        return SumsWithNoise(self.weight.detach()[:, index].clone())
+
+    def forward(self, y):
+        weight, noise = self.weight, pyro.sample("noise", dist.LogNormal(0.0, 2.0))
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((self.num_latents,), 0.25)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ weight.mT, noise.unsqueeze(-1)).to_event(1), obs=y)
+
+
+def test_a_class_that_loses_latents_hands_on_what_it_has_learned_of_continuous_ones():
+    pyro.set_rng_seed(0)
+    y = 20.0 * torch.randn(30, 4, generator=generator())
+    guide = learn(SumsWithNoise(torch.randn(4, 2)), y, starts=1, short_steps=60, steps=1, num_states=4, progress=False)
+    # Of 20, or of 10 where two latents of four explain their part: from one, sixty steps of a tenth in the logarithm.
+    assert float(guide[0].median(y)["noise"]) > 5.0

@@ -16,8 +16,8 @@ from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeS
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
+from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.resting import are_at_rest, climbed, rested
-from pyro_truncated.training.starts import Run, Settings
 from tests.training.started_models import StartedAtRows
 
 

@@ -24,7 +24,7 @@ from torch.nn.functional import softplus
 
 from pyro_truncated import Truncated_ELBO, learn
 from pyro_truncated.training import DisagreeingStartsWarning
-from pyro_truncated.training.starts import Run, Settings
+from pyro_truncated.training.model_runs import Run, Settings
 
 NUM_DATA, STEPS, NUM_LOSSES = 500, 100, 20
 Program = Callable[[Tensor], None]

@@ -1,0 +1,48 @@
+"""What starts exchange latents by, and the steps that a model takes after an exchange."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.training.exchangeable import exchangeable_latents
+from pyro_truncated.training.medians import Medians
+from pyro_truncated.training.model_parameters import forgetting_guides, put_back
+from pyro_truncated.training.model_runs import Run, Settings, default_search, offer
+from pyro_truncated.training.recombination import Member, Recombination
+from pyro_truncated.training.resting import trained
+from pyro_truncated.training.starts import Start, start_of
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+
+def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    """A short run from parameters and populations that are nearly where they should be, in ever smaller steps."""
+    put_back(model, y, member.parameters)
+    with forgetting_guides(model, y):
+        run = Run(model, y, settings.slowing(steps))
+        if run.truncated is not None and member.beside:
+            run.take_over(Medians(model, y, run.truncated).beside(member.parameters, member.beside), y)
+        offer(run, y, member.population.states())
+        return start_of(run, model, y, trained(run, y, steps))
+
+
+def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
+    """How models that have learned something else may exchange latents of each group that is exchangeable.
+
+    Args:
+        model: the model.
+        y: its data.
+        settings: what all runs have in common.
+        tolerance: least gain in free energy per data point.
+        state: parameters, and medians of continuous latents beside, in which latents differ.
+    """
+    guide = AutoTruncated(model, num_states=settings.num_states)
+    with spare_random_numbers():
+        guide.setup(y)
+    learned = Medians(model, y, guide)
+    groups = exchangeable_latents(learned, state)
+    search = settings.search or default_search(model, guide.space, settings.num_states)
+    search.forget()
+    return [Recombination(learned, search, latents, tolerance) for latents in groups]

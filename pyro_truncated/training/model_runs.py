@@ -1,0 +1,200 @@
+"""A model with its guide and the SVI that trains them, as learn takes them."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, cast
+
+import pyro.poutine as poutine
+import torch
+from pyro.infer import SVI
+from pyro.infer.autoguide import AutoGuideList, AutoNormal, init_to_feasible
+from pyro.optim import ClippedAdam
+from torch import Tensor
+
+from pyro_truncated.distributed.shards import total_rows
+from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
+from pyro_truncated.em.gibbs_em import GibbsEM
+from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.call import Call
+from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.automatic import AutomaticSearch
+from pyro_truncated.search.base import Search
+from pyro_truncated.search.conditional import ConditionalSearch
+from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.elbo import Truncated_ELBO
+from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel
+from pyro_truncated.training.model_parameters import rate_of
+from pyro_truncated.training.prior_draws import prior_draw
+from pyro_truncated.training.relocation import Relocations
+from pyro_truncated.utils.annealing import Temperature
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+_LOOKING = 10
+_LAST_RATE = 0.1
+# Parents of evolution under models of one's own, whose scores are most of what a step costs: their 30 children led as far as the 56 of the
+# usual eight; those of four parents once to a worse optimum.
+_PARENTS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What all runs of a call have in common.
+
+    Attributes:
+        search: fills the populations.
+        num_states: states per data point.
+        lr: learning rate of gradient steps, see :func:`rate_of`.
+        lrd: what it is multiplied by from step to step.
+    """
+
+    search: Search | None
+    num_states: int
+    lr: float = 0.1
+    lrd: float = 1.0
+
+    def slowing(self, steps: int) -> Settings:
+        """The same with a learning rate that falls to a tenth in so many steps."""
+        return dataclasses.replace(self, lrd=_LAST_RATE ** (1 / steps))
+
+    def halved(self, space: StateSpace) -> Settings:
+        """The same with half the states, enough to tell starts apart, unless all there are fit into a population."""
+        return self if space.size <= self.num_states else dataclasses.replace(self, num_states=max(1, self.num_states // 2))
+
+
+class Run:
+    """A model with its guide, and the SVI that trains them in the way that the model allows.
+
+    A start has a temperature, and no parameters yet that chains of a Gibbs sampler would have to come to before these change.
+    """
+
+    def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
+        self.truncated: AutoTruncated | None = None
+        self._driver = ClosedForm(model) if isinstance(model, (ClosedFormModel, GibbsModel)) else None
+        self._is_search_ours = settings.search is None
+        if settings.search is not None:
+            settings.search.forget()
+        if isinstance(model, GibbsModel):
+            search: Any = settings.search or _selection()
+            self.guide: Any = GibbsGuide(model)
+            elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
+        else:
+            self.guide, self.truncated, space = _guides(model, y, settings.num_states, temperature is not None)
+            search = settings.search or default_search(model, space, settings.num_states)
+            elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
+        self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
+        self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
+
+    @property
+    def is_by_gradients(self) -> bool:
+        """Whether the model has no M-steps of its own."""
+        return self._driver is None
+
+    @property
+    def beside(self) -> dict[str, Tensor]:
+        """What has been learned of continuous latents beside the truncated ones, by name."""
+        has_others = self.truncated is not None and self.guide is not self.truncated
+        return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
+
+    @torch.no_grad()
+    def take_over(self, beside: dict[str, Tensor], y: Tensor) -> None:
+        """Begins with what another run has learned of continuous latents, but for those of other data points."""
+        if beside:
+            with spare_random_numbers(), poutine.block():
+                self.guide(y)
+            for name, value in self.beside.items():
+                if value.shape == beside[name].shape:
+                    value.copy_(beside[name])
+
+    @torch.no_grad()
+    def scorer(self, y: Tensor) -> LogJoint:
+        """The scorer of states, given the medians of continuous latents beside."""
+        assert self.truncated is not None
+        with spare_random_numbers(), poutine.block():
+            self.guide(y)
+            values = self.truncated.other_values(Call(self.truncated.model, (y,)), median=True)
+            return self.truncated.log_joint_of(y, values=values)
+
+    def step(self, y: Tensor) -> float:
+        """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
+        self.relocations.before_step()
+        return -float(self._svi.step(y)) / total_rows(y)
+
+    def slow_down(self, steps: int) -> None:
+        """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
+        for optimizer in self._svi.optim.optim_objs.values():
+            for group in optimizer.param_groups:
+                group["lrd"] = _LAST_RATE ** (1 / steps)
+
+    def look_closely(self) -> None:
+        """Searches by full conditionals from now on, not by an evolution nobody asked for: they miss fewer states, and cost more."""
+        if self._is_search_ours and isinstance(self._elbo.search, EvolutionarySearch):
+            self._elbo.search = ConditionalSearch()
+
+    def find_states(self, y: Tensor) -> None:
+        """Searches under the model as it is: from the first states of data that nobody has looked at it would learn what is wrong."""
+        if self.truncated is not None and self.guide is self.truncated:
+            before = self._elbo.search
+            self.look_closely()
+            with torch.no_grad(), poutine.block():
+                self.truncated.batch_of(y).search_(self._elbo.search, _LOOKING)
+            self._elbo.search = before
+
+    def end(self) -> None:
+        """Leaves the model to whoever trains it next."""
+        if self._driver is not None:
+            self._driver.release()
+
+
+def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
+    """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
+    truncated = AutoTruncated(model, num_states=num_states)
+    with spare_random_numbers():
+        truncated.setup(y)
+    layout = truncated.layout
+    if not layout.other_latents:
+        return truncated, truncated, layout.space
+    guide = AutoGuideList(model)
+    # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
+    guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
+    truncated = AutoTruncated(model, num_states=num_states)
+    guide.append(truncated)
+    return guide, truncated, layout.space
+
+
+def space_of(model: Any, y: Tensor) -> StateSpace:
+    """The space of the discrete latents of a data point."""
+    return _guides(model, y, 1)[2]
+
+
+def _selection() -> Search:
+    from pyro_truncated.search.gp_select import GPSelect  # Gaussian processes are loaded where they are needed
+
+    return GPSelect(5)
+
+
+def default_search(model: Any, space: StateSpace, num_states: int) -> Search:
+    """What fills populations of models that have no opinion of their own."""
+    if isinstance(model, SearchedModel):
+        return model.default_search(num_states)
+    is_combined = 2 * space.cardinalities.count(2) > space.num_latents or isinstance(model, ResizableModel)
+    if not is_combined or space.size <= num_states:
+        return AutomaticSearch()
+    return EvolutionarySearch(None if isinstance(model, ClosedFormModel) else _PARENTS, crossover=True)
+
+
+@torch.no_grad()
+def offer(run: Run, y: Tensor, states: Tensor) -> None:
+    """Merges states, which may repeat each other, into the populations of a guide that has just been made."""
+    guide = run.truncated
+    if guide is None:
+        return
+    log_joint = run.scorer(y)
+    words = guide.space.pack(states)
+    population = guide.rescored(log_joint)
+    merged = population.merge(Population(guide.space, words, log_joint.score(words).to(population.log_joint)))
+    guide.populations.store_(merged.log_joint, None, merged.words)
