@@ -36,8 +36,9 @@ class Assembly:
         self._recombinations, self._settle, self._generator = recombinations, settle, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
-        # The last one whose spare latents have been tried elsewhere.
+        # The last one whose spare latents have been tried elsewhere, and the last one without latents that show what others show as well.
         self._tried: Member | None = None
+        self._untangled: Member | None = None
 
     @property
     def best(self) -> Start:
@@ -54,7 +55,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other):
+            if self._take(other) | self._untangle():
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self._use_spare_latents()
@@ -87,6 +88,19 @@ class Assembly:
             child = group.cross(self._best, lesser)
             if child is not self._best:
                 self._best = max(child, self._settled(child), key=by_free_energy)
+        return self._best is not before
+
+    def _untangle(self) -> bool:
+        """Whether the best has become better by latents that no longer show what others show as well."""
+        assert self._best is not None
+        before = self._best
+        if before is self._untangled:
+            return False
+        for group in self._recombinations:
+            child = group.untangled(self._best)
+            if child is not self._best:
+                self._best = max(child, self._settled(child), key=attrgetter("free_energy"))
+        self._untangled = self._best
         return self._best is not before
 
     def _settled(self, member: Member) -> Member:

@@ -51,6 +51,13 @@ class Exchangeable(NamedTuple):
             moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
         return {**state, **moved}
 
+    def added(self, state: dict[str, Tensor], here: int, other: int) -> dict[str, Tensor]:
+        """Parameters in which those of the latent ``other`` are added to those of the latent ``here``."""
+        moved = {name: state[name].movedim(axis, 0).clone() for name, axis in self.axes.items()}
+        for value in moved.values():
+            value[here] += value[other]
+        return {**state, **{name: value.movedim(0, self.axes[name]).contiguous() for name, value in moved.items()}}
+
     def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
         """Unpacked states ``(..., L)`` with the latents, or values, at ``order`` in the place of each."""
         moved = levels.clone()

@@ -23,6 +23,7 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
     with forgetting_guides(model, y):
         run = Run(model, y, settings.slowing(steps))
         if run.truncated is not None and member.beside:
+            run.see(y)
             run.take_over(Medians(model, y, run.truncated).beside(member.parameters, member.beside), y)
         offer(run, y, member.population.states())
         return start_of(run, model, y, trained(run, y, steps))

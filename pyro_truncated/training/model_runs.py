@@ -101,11 +101,16 @@ class Run:
         return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
 
     @torch.no_grad()
+    def see(self, y: Tensor) -> None:
+        """Lets the guide see the data that it is for, as its first step would."""
+        with spare_random_numbers(), poutine.block():
+            self.guide(y)
+
+    @torch.no_grad()
     def take_over(self, beside: dict[str, Tensor], y: Tensor) -> None:
         """Begins with what another run has learned of continuous latents, but for those of other data points."""
         if beside:
-            with spare_random_numbers(), poutine.block():
-                self.guide(y)
+            self.see(y)
             for name, value in self.beside.items():
                 if value.shape == beside[name].shape:
                     value.copy_(beside[name])
@@ -114,8 +119,8 @@ class Run:
     def scorer(self, y: Tensor) -> LogJoint:
         """The scorer of states, given the medians of continuous latents beside."""
         assert self.truncated is not None
+        self.see(y)
         with spare_random_numbers(), poutine.block():
-            self.guide(y)
             values = self.truncated.other_values(Call(self.truncated.model, (y,)), median=True)
             return self.truncated.log_joint_of(y, values=values)
 

@@ -26,6 +26,10 @@ _SAME = 0.2
 _SHARED, _COUNTERPART = 0.9, 0.5
 # The part of the latents up to which models have found nearly the same: of others every latent would be tried.
 _MOST_DIFFERENT = 0.25
+# The part of the data points that have a latent which have another one, too, if it is on only beside that.
+_BESIDE = 0.9
+# How many such latents are looked at.
+_MOST_BESIDE = 10
 # The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
 _ROUNDING = 1e-4
 
@@ -132,6 +136,33 @@ class Recombination:
         here, there = torch.tensor([spare]), torch.tensor([other])
         moved = self._latents.replaced(member.parameters, here, member.parameters, there)
         return self.member(self._latents.disturbed(moved, here, _APART, generator), near=member)
+
+    def untangled(self, member: Member) -> Member:
+        """A model in which a latent that is on only beside another one takes over what they show together; itself if none gains by that.
+
+        Two similar causes end in such a code often: one latent is on for either, and their difference beside it for the second one; of
+        both together nothing is known. Starts that share it agree.
+        """
+        if self._latents.num_values:
+            return member
+        best, start = member, self._latents.latents.start
+        for other, here in self._only_beside(member):
+            words, states = best.population.words, best.population.states()
+            # What was both of them is the second one alone.
+            states[..., start + other] *= states[..., start + here] == 0
+            parameters = self._latents.added(best.parameters, here, other)
+            changed = self._adapted(parameters, words, _ADAPTING, best.population.space.pack(states)).near(best)
+            best = changed if changed.free_energy > best.free_energy + self.tolerance else best
+        return best
+
+    def _only_beside(self, member: Member) -> list[tuple[int, int]]:
+        """Pairs of latents of which the second is on only where the first is, those that are on most often first."""
+        share = self._marginals(member)
+        together, number = share.mT @ share, share.sum(0)
+        is_beside = (together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * _ROUNDING)
+        pairs = is_beside.nonzero()
+        often = number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]
+        return [(one, two) for one, two in pairs[often].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
         """How far the mean free energy of the data points that have each latent is below that of all data points, ``(H,)``."""

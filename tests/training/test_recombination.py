@@ -273,6 +273,22 @@ def test_nothing_changes_where_the_other_model_has_found_nothing_else() -> None:
     assert crossing.cross(broken, whole) is whole
 
 
+def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_both_show() -> None:
+    """All starts may end in such a code, where they have nothing to exchange."""
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    tangled = bars.components.clone()
+    tangled[:, 4] -= tangled[:, 1]
+    crossing = recombination(bars.data)
+    stuck = crossing.member({"weight": tangled, "rate": torch.full((6,), -0.1)})
+    found = crossing.untangled(stuck)
+    assert matched_bars(found.parameters["weight"], bars.components) == 6
+    assert found.free_energy == pytest.approx(exact(found.parameters, bars.data), rel=1e-5)
+    assert found.free_energy > stuck.free_energy + 0.1
+    assert crossing.untangled(found) is found
+    repeated = assembly_of(bars, stuck.parameters, stuck.parameters)
+    assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
+
+
 # --- what several starts have found ---
 
 
