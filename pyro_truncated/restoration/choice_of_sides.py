@@ -10,28 +10,38 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.rounds import Learned, learned_in_rounds
+from pyro_truncated.restoration.rounds import Learned, agreed, learned_in_rounds, weighted_mean
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.generators import device_of
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SHARE, _SPREAD = 0.5, 0.2
+# Patches that the sides are chosen with are so much further apart; a side of less weight is not worth its time.
+_SPARSER, _LEAST_WEIGHT = 2, 0.05
+# A larger share to give back says that the noise is not what it was said to be.
+_MOST_BACK = 0.1
+# Flat is where the expected squared error is below that part of the noise's variance; it says something where that much is flat.
+_FLAT, _ENOUGH_FLAT = 0.03, 0.2
 
 
-def learned_with_chosen_sides(
+def restored_with_chosen_sides(
     image: Tensor,
     noise: float,
     patches: Sequence[Patches],
     candidates: Sequence[Patches],
     rounds: int,
+    *,
+    is_known: bool,
     num_components: int | None,
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> tuple[list[Learned], Tensor]:
-    """Rounds of mixtures of which the last has the sides that suit the image, with their weights.
+    """Rounds of mixtures of which the last has the sides that suit the image, whose patches then agree on an array.
 
     Which these are is found out by the same rounds on the image with more noise, the first array of :func:`split`, of which the last has
-    all candidates: it is the second array that says how near to the truth they come, see :func:`weights_of_arrays`.
+    all candidates: it is the second array that says how near to the truth they come, see :func:`weights_of_arrays`. Every second patch
+    along each dimension is enough for that; sides with weights below .05 are left out. If the noise is known, or found where the image is
+    flat, what was taken off too much is given back, see :func:`share_to_give_back`.
 
     Args:
         image: the noisy array, without missing entries.
@@ -39,22 +49,81 @@ def learned_with_chosen_sides(
         patches: patches of all rounds but the last.
         candidates: patches of several sides.
         rounds: number of rounds, two or more.
+        is_known: whether the noise was told, rather than estimated.
         num_components: of each mixture; default: by the number of patches and the round.
         generator: source of randomness.
         progress: whether to show a progress bar.
 
     Returns:
-        What was learned in the last round with each side that has weight; and the weights, with sum one.
+        What was learned in the last round with each side that has weight; and the restored array.
     """
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
-    usual = [patches] * (rounds - 1)
     noisier, held_out = split(image, noise, generator)
-    # The arrays alone are kept: mixtures and populations of six sides take much more memory.
-    tried = [of_side.array for of_side in learned_in_rounds(noisier, noisier, noise_of_first(noise), [*usual, candidates], **options)[0]]
-    weights = weights_of_arrays(torch.stack(tried), held_out, noise)
-    chosen = [windows for windows, weight in zip(candidates, weights.tolist(), strict=True) if weight > 0]
-    learned, _ = learned_in_rounds(image, image, noise, [*usual, chosen], **options)
-    return learned, weights[weights > 0]
+    usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
+    found, _ = learned_in_rounds(noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], **options)
+    weights = weights_of_arrays(torch.stack([of_side.array for of_side in found]), held_out, noise)
+    kept = (weights >= _LEAST_WEIGHT).nonzero().flatten().tolist()
+    found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
+    weights = weights[kept] / weights[kept].sum()
+    from_noisier = agreed(noisier, found, weights)
+    del found  # their mixtures and populations take much memory
+    learned, _ = learned_in_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
+    restored = agreed(image, learned, weights)
+    errors = weighted_mean([of_side.errors for of_side in learned], weights)
+    level = noise if is_known else level_where_flat(image - restored, errors, noise)
+    if level is not None:
+        restored = torch.lerp(restored, image, share_to_give_back(image, restored, noisier, from_noisier, level))
+    return learned, restored
+
+
+def level_where_flat(rest: Tensor, errors: Tensor, noise: float) -> float | None:
+    r"""The noise where nearly nothing but noise was taken off: the root of the mean of :math:`(y - x)^2 + v` in flat places.
+
+    Those are where the expected squared error :math:`v` is below :math:`.03 \sigma^2`. An array that follows noise by
+    :math:`d = v / \sigma^2` differs from the noisy one by :math:`\sigma^2 (1 - 2 d) + v = \sigma^2 - v`.
+
+    Args:
+        rest: what was taken off, :math:`y - x`.
+        errors: :math:`v`, of the same shape.
+        noise: an estimate of the standard deviation :math:`\sigma` of the noise.
+
+    Returns:
+        The standard deviation; ``None`` if less than a fifth of the array is flat.
+    """
+    is_flat = errors < _FLAT * noise**2
+    if float(is_flat.double().mean()) < _ENOUGH_FLAT:
+        return None
+    return math.sqrt((rest.square() + errors)[is_flat].double().mean())
+
+
+def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_noisier: Tensor, noise: float) -> float:
+    r"""The share of the noisy array that brings a restored one nearest to the truth, if the noise is known.
+
+    Negative shares take more off; a tenth is the most.
+
+    .. math:: a = 1 - \frac{N \sigma^2 (1 - d)}{|y - x|^2}, \qquad d = \frac{\langle y' - y, x' - x \rangle}{|y' - y|^2},
+
+    where :math:`d` is by how much the restored array follows noise. The distance from the truth :math:`t` is least with
+    :math:`a |y - x|^2 = \langle t - x, y - x \rangle`, and the expectation of that is :math:`|y - x|^2 - N \sigma^2 (1 - d)` by Stein's
+    lemma.
+
+    Args:
+        image: the noisy array :math:`y`, of ``N`` entries.
+        restored: what is made of it, :math:`x`.
+        noisier: :math:`y'`, the same with more noise.
+        from_noisier: :math:`x'`, what is made of that.
+        noise: standard deviation :math:`\sigma` of the noise.
+
+    Reference:
+        Ramani, Blu and Unser, "Monte-Carlo SURE", IEEE Transactions on Image Processing 17, 2008.
+    """
+    more, rest = (noisier - image).double(), (image - restored).double()
+    followed = (more * (from_noisier - restored)).sum() / more.square().sum()
+    return float((1 - noise**2 * (1 - followed) / rest.square().mean()).clamp(-_MOST_BACK, _MOST_BACK))
+
+
+def _sparser(patches: Patches) -> Patches:
+    return Patches(patches.shape, patches.size, min(_SPARSER * patches.stride, *patches.size))
 
 
 def split(image: Tensor, noise: float, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
-from pyro_truncated.restoration.choice_of_sides import learned_with_chosen_sides
+from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
 from pyro_truncated.restoration.first_guesses import deviation, filled, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.rounds import agreed, learned_in_rounds
@@ -84,8 +84,11 @@ def denoise(
     twice, their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left.
 
     Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
-    twice: with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round shall have, and with what
-    weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`.
+    twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
+    shall have, and with what weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`. The two also say what
+    share of that which was taken off is not noise, and it is given back (at most a tenth), see
+    :func:`~pyro_truncated.restoration.choice_of_sides.share_to_give_back`: if the noise is told, which should then be right to a percent
+    or so, or if a fifth of the image is so flat that the noise can be read off there.
 
     Another model of patches is trained by truncated EM (by gradients, if it has no closed-form M-step) on the damaged array, at a
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
@@ -104,7 +107,7 @@ def denoise(
 
     Args:
         image: the damaged array: ``(length)``, ``(height, width)``, ``(height, width, 3)``, ...; a tensor or a NumPy array.
-        noise: standard deviation of its noise, where learning starts; default: estimated where there is no texture.
+        noise: standard deviation of its noise, where learning starts, if it is known; default: estimated where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
         side: side of a patch; default: by noise and dimensions, several for mixtures, in the last round by the image.
@@ -144,27 +147,31 @@ def denoise(
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= stride]
         mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
-        return _by_mixtures(image, level, usual, candidates, rounds, mixtures)
+        return _by_mixtures(image, level, noise is not None, usual, candidates, rounds, mixtures)
     patches = Patches(shape, side or _side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
 
 
 def _by_mixtures(
-    image: Tensor, level: float, patches: list[Patches], candidates: list[Patches], rounds: int, options: dict[str, Any]
+    image: Tensor,
+    level: float,
+    is_known: bool,
+    patches: list[Patches],
+    candidates: list[Patches],
+    rounds: int,
+    options: dict[str, Any],
 ) -> Restored:
     brightness = image.nanmean()
     above = image - brightness
     first = filled(image, len(patches[0].shape)) - brightness
-    weights = None
     if candidates:
-        learned, weights = learned_with_chosen_sides(above, level, patches, candidates, rounds, **options)
+        learned, restored = restored_with_chosen_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
         learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, **options)
-    if not bool(image.isnan().any()):
-        restored = agreed(above, learned, weights)
-    last, _, noise, mixture, guide = learned[-1]
-    return Restored(restored + brightness, noise, mixture, guide, last, [])
+        restored = restored if bool(image.isnan().any()) else agreed(above, learned)
+    last = learned[-1]
+    return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 
 
 def _by_model(

@@ -37,10 +37,14 @@ _BUDGET = 2**36
 
 
 class Learned(NamedTuple):
-    """What a mixture of patches makes of an array: the restored array, the noise that it asks for, the mixture, and its guide."""
+    """What a mixture of patches makes of an array: the restored array, what its squared errors are expected to be, and the rest.
+
+    That is the noise that it asks for, the mixture, and its guide.
+    """
 
     patches: Patches
     array: Tensor
+    errors: Tensor
     noise: float
     mixture: PatchMixture
     guide: AutoTruncated
@@ -134,8 +138,8 @@ def _restored_by_mixture(
 
     Returns:
         The array, of which each entry is the mean of what the patches say, weighted by the inverse of its expected squared errors, or of
-        those of whole patches where entries are missing; the standard deviation of the noise that maximises the expected log joint; the
-        mixture; and its guide.
+        those of whole patches where entries are missing, and in the same way the mean of these errors; the standard deviation of the noise
+        that maximises the expected log joint; the mixture; and its guide.
     """
     y, x = patches.extract(image), patches.extract(estimate)
     filled, places = torch.where(y.isnan(), x, y), patches.places().to(x)
@@ -145,7 +149,8 @@ def _restored_by_mixture(
     population = guide.population()
     means, errors = mixture.posterior_means(population, y)
     variance = ((y - means).square() + errors).nanmean()
-    return Learned(patches, _assembled(mixture, means, errors, y, patches), math.sqrt(variance), mixture, guide)
+    array, expected = (_assembled(mixture, what, errors, y, patches) for what in (means, errors))
+    return Learned(patches, array, expected, math.sqrt(variance), mixture, guide)
 
 
 def _assembled(mixture: PatchMixture, means: Tensor, errors: Tensor, y: Tensor, patches: Patches) -> Tensor:

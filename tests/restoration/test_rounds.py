@@ -83,8 +83,9 @@ def test_patches_of_the_last_round_agree_on_an_array(monkeypatch, shape, scale, 
 
 def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     steps = recorded(monkeypatch, "_restored_again")
-    restored = denoise(noisy((14, 14)), noise=20.0, side=4, num_components=5, rounds=1, generator=generator(1), progress=False)
-    (cut, (patches, _, _, mixture, guide), sharper), array = steps[-1]
+    image = noisy((14, 14))
+    restored = denoise(image, noise=20.0, side=4, num_components=5, rounds=1, generator=generator(1), progress=False)
+    (cut, (patches, _, expected, _, mixture, guide), sharper), array = steps[-1]
     assert mixture is restored.model
     assert guide is restored.guide
     y, places, scale = patches.extract(cut), patches.places().double(), 0.5 * mixture.scale
@@ -104,3 +105,5 @@ def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     mean = (shares * torch.stack(means)).sum(0)
     errors = (shares * (torch.stack(variances) + (torch.stack(means) - mean).square())).sum(0)
     torch.testing.assert_close(array, patches.assemble(mean, 1 / (errors + 0.03 * scale**2)))
+    _, errors = mixture.posterior_means(guide.population(), patches.extract(image - image.mean()))
+    torch.testing.assert_close(expected, patches.assemble(errors, 1 / (errors + 0.03 * mixture.scale**2)))

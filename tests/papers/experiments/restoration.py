@@ -2,6 +2,7 @@
 
     python -m tests.papers.experiments.restoration damage --folder FOLDER            # writes the damaged images
     python -m tests.papers.experiments.restoration restore --folder FOLDER           # the defaults of this library, one line each
+    python -m tests.papers.experiments.restoration restore_told --folder FOLDER      # the same, told the noise
     python tests/papers/experiments/restoration.py bm3d --folder FOLDER              # where the package bm3d is installed
 
 Damaged images are NumPy files of the folder, with the truth; restored ones are written beside them, and what was found is appended to
@@ -61,13 +62,18 @@ def decibels(image: np.ndarray, truth: np.ndarray) -> float:
 
 def restore(image: np.ndarray, noise: float) -> tuple[np.ndarray, dict[str, Any]]:
     """By this library with its defaults; the noise is not told."""
+    return restore_told(image, None)
+
+
+def restore_told(image: np.ndarray, noise: float | None) -> tuple[np.ndarray, dict[str, Any]]:
+    """The same with the noise told."""
     import torch
 
     from pyro_truncated.restoration import denoise, inpaint
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    restored = (inpaint if np.isnan(image).any() else denoise)(image, progress=False)
+    restored = inpaint(image, progress=False) if np.isnan(image).any() else denoise(image, noise, progress=False)
     return restored.image.numpy(), {"noise_learned": restored.noise}
 
 
@@ -119,7 +125,7 @@ def line(name: str, damage: str, images: list[str], ours: dict[str, Any], theirs
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("task", choices=("damage", "restore", "bm3d", "table"))
+    parser.add_argument("task", choices=("damage", "restore", "restore_told", "bm3d", "table"))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--names", nargs="+", default=list(NAMES))
     parser.add_argument("--noises", nargs="*", type=int, default=list(NOISES))
@@ -134,7 +140,7 @@ def main() -> None:
     elif args.task == "table":
         table(args.folder)
     else:
-        run({"restore": restore, "bm3d": bm3d}[args.task], args.folder, args.only)
+        run({"restore": restore, "restore_told": restore_told, "bm3d": bm3d}[args.task], args.folder, args.only)
 
 
 if __name__ == "__main__":
