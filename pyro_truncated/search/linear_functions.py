@@ -14,9 +14,9 @@ from pyro_truncated.utils.counts import check_count
 # Up to so many functions, and for fewer data points per function, all are looked at.
 _FEW, _ROWS_PER_FUNCTION = 3000, 10
 # Of the rest: the groups that are looked at, the neighbours of the best functions then, and of how many.
-_LOOKED_AT, _NEIGHBOURS, _DEPTH = 8, 32, 2
+_LOOKED_AT, _NEIGHBOURS, _DEPTH = 12, 32, 2
 # Neighbours are looked for in more groups: once, for all data.
-_LOOKED_AT_FOR_NEIGHBOURS = 40
+_LOOKED_AT_FOR_NEIGHBOURS = 60
 _ROWS = 2**14
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
