@@ -17,8 +17,8 @@ from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
 from pyro_truncated.sklearn.runs_apart import apart
 from pyro_truncated.utils.counts import check_count, check_counts
 
-# Steps of the optimiser that finds latents, and the gain per data point and step at which it stops.
-_STEPS, _TOLERANCE = 1000, 1e-13
+# The most steps towards the latents of a data point, and the gain expected of a step, in nats, at which they end.
+_STEPS, _TOLERANCE = 1000, 1e-10
 
 
 class _LatentSpace(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):

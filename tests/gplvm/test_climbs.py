@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
-from pyro_truncated.gplvm.decoders.climbs import maximize_each
+from pyro_truncated.gplvm.climbs import maximize_each
 from pyro_truncated.gplvm.decoders.latents import log_joint
 from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
 from tests.gplvm.test_sas_decoder import circle

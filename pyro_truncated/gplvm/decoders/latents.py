@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.active_sets.active_set import conditional_log_prob
 from pyro_truncated.gp.active_sets.nearest_set import NearestSet
-from pyro_truncated.gplvm.decoders.climbs import maximize_each
+from pyro_truncated.gplvm.climbs import maximize_each
 
 # Values ``(M,)`` of data points ``(M, D)`` at latents ``(M, Q)``, under what predicts outputs at latents.
 Objective = Callable[[Any, Tensor, Tensor], Tensor]

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
+from pyro_truncated.gplvm.climbs import maximize_each
 from pyro_truncated.gplvm.spike_slab.bound import Views
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Prediction, predict
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
@@ -17,6 +17,9 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
+
+# The deviation that latents start with, and the length of the first step.
+_FIRST_SCALE, _FIRST_STEP = 0.1, 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,15 +175,15 @@ class Posterior:
         .. math:: \sum_{c \in V} E^{(c)}_n - \sum_q \rho_q\,\mathrm{KL}_{nq}, \qquad
                   \rho_q = 1 - \textstyle\prod_{c \in V} (1 - \gamma_{cq}),
 
-        by L-BFGS, each point from the best of some of the training latents. The slab of a dimension is used if one of the *observed*
+        by quasi-Newton steps, for each point by itself, from the best of some of the training latents. The slab of a dimension is used if one of the *observed*
         views uses it, which is tighter than the paper's condition on all views.
 
         Args:
             y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
                 missing.
-            steps: L-BFGS iterations.
+            steps: most steps of each data point; a step that gains nothing is shortened, and counts, too.
             candidates: training points, evenly spaced, to start from the best of.
-            tolerance: gain per data point and iteration below which it ends.
+            tolerance: gain expected of a data point's step, in nats, below which it ends.
             times: time stamps ``(N,)`` of the new points, under a prior over time, given which each has the normal prior that the latents
                 of the training data make of it; default: they are at unknown times.
             sequences: the sequences that they belong to; default: that of the first data point.
@@ -196,11 +199,30 @@ class Posterior:
             # A dimension that no view given uses has not the prior of all, but that of its time.
             used = torch.ones_like(used)
         loc = self._start(data, used, candidates, prior)
-        log_scale = torch.full_like(loc, 0.1).log()
-        loc, log_scale = _maximize(lambda m, s: self._contribution(data, used, m, s, prior).sum(), loc, log_scale, steps, tolerance)
-        with torch.no_grad():
-            bound = self._contribution(data, used, loc, log_scale, prior, per_datum=True)
+        parts = []
+        for rows in torch.arange(len(loc), device=loc.device).split(self._rows_per_block()):
+            here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
+            parts.append(self._climbed(here, used, loc[rows], near, steps, tolerance))
+        loc, log_scale, bound = (torch.cat(part) for part in zip(*parts, strict=True))
         return Latents(loc, log_scale.exp(), used, tuple(data), bound)
+
+    def _rows_per_block(self) -> int:
+        return rows_per_block(64 * max(len(view.inducing) ** 2 + view.num_functions for view in self.model.views))
+
+    def _climbed(
+        self, data: dict[int, Tensor], used: Tensor, loc: Tensor, prior: tuple[Tensor, Tensor], steps: int, tolerance: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Means and logarithms of deviations that raise what each data point contributes, from given means, and this."""
+        num = loc.shape[1]
+
+        def contribution(points: Tensor, rows: Tensor) -> Tensor:
+            here, near = {c: value[rows] for c, value in data.items()}, (prior[0][rows], prior[1][rows])
+            return self._contribution(here, used, points[:, :num], points[:, num:], near)
+
+        starts = torch.cat([loc, torch.full_like(loc, _FIRST_SCALE).log()], 1)
+        found = maximize_each(contribution, starts.unsqueeze(0), steps, _FIRST_STEP, tolerance)
+        with torch.no_grad():
+            return found[:, :num], found[:, num:], contribution(found, torch.arange(len(loc), device=loc.device))
 
     def _observed(self, y: Tensor | Mapping[int, Tensor] | Sequence[Tensor | None]) -> dict[int, Tensor]:
         y = as_tensors(y, self.model.loc)
@@ -236,19 +258,15 @@ class Posterior:
             score = score - (square + seen.all_weights @ (found.mean.square() / variance + variance.log()).mT) / 2
         return loc[score.argmax(1)].clone()
 
-    def _contribution(
-        self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor], per_datum: bool = False
-    ) -> Tensor:
-        """Contribution of each new data point to the bound, ``(N,)``, or their sum."""
+    def _contribution(self, data: dict[int, Tensor], used: Tensor, loc: Tensor, log_scale: Tensor, prior: tuple[Tensor, Tensor]) -> Tensor:
+        """Contribution of each new data point to the bound, ``(N,)``."""
         mean, deviation = prior
         square = ((loc - mean).square() + (2 * log_scale).exp()).double() / deviation.square()
-        divergence = (used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
-        total = -(divergence if per_datum else divergence.sum())
+        total = -(used * (square - 2 * log_scale.double() + 2 * deviation.log() - 1)).sum(1) / 2
         for c, y in data.items():
             gamma = self.model.probability[c].detach().to(loc)
             inputs = SpikeSlabInputs(loc, (2 * log_scale).exp(), gamma, validate_args=False)
-            expected = self.model.views[c].log_likelihood(inputs, y, self.inducing[c], per_datum)
-            total = total + (expected if per_datum else expected.sum())
+            total = total + self.model.views[c].log_likelihood(inputs, y, self.inducing[c], per_datum=True)
         return total
 
     # --- neighbours ---
@@ -277,20 +295,3 @@ class Posterior:
         if num_views > 2:
             found["partly shared"] = ((count > 1) & (count < num_views)).nonzero().flatten().tolist()
         return found
-
-
-def _maximize(
-    objective: Callable[[Tensor, Tensor], Tensor], loc: Tensor, log_scale: Tensor, steps: int, tolerance: float
-) -> tuple[Tensor, Tensor]:
-    """Raises a sum over data points that do not interact."""
-    leaves = [loc.clone().requires_grad_(), log_scale.clone().requires_grad_()]
-
-    def loss() -> Tensor:
-        with torch.enable_grad():
-            value = -objective(*leaves) / len(loc)
-        for leaf, slope in zip(leaves, torch.autograd.grad(value, leaves), strict=True):
-            leaf.grad = slope
-        return value
-
-    minimize(loss, leaves, max_iterations=steps, tolerance=tolerance, gradient_tolerance=1e-9, memory=10)
-    return leaves[0].detach(), leaves[1].detach()
