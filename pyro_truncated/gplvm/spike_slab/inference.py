@@ -175,8 +175,8 @@ class Posterior:
         .. math:: \sum_{c \in V} E^{(c)}_n - \sum_q \rho_q\,\mathrm{KL}_{nq}, \qquad
                   \rho_q = 1 - \textstyle\prod_{c \in V} (1 - \gamma_{cq}),
 
-        by quasi-Newton steps, for each point by itself, from the best of some of the training latents. The slab of a dimension is used if one of the *observed*
-        views uses it, which is tighter than the paper's condition on all views.
+        by quasi-Newton steps, for each point by itself, from the best of some of the training latents. The slab of a dimension is used if
+        one of the *observed* views uses it, which is tighter than the paper's condition on all views.
 
         Args:
             y: outputs ``(N, D_c)`` of the only view, of all views (``None`` for unobserved ones), or by the view's number; NaN where
