@@ -55,6 +55,23 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
     return found if found.reached.free_energy > best.reached.free_energy else best
 
 
+def untangled(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
+    """A start whose latents that stood for differences of causes stand for causes, as far as that raises its free energy; or itself.
+
+    Most starts hold no latent that is on only where another one is, and cost no more than to look for one.
+    """
+    put_back(model, y, start.parameters)
+    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance)
+    if not recombinations or start.states is None:
+        return start
+    first = recombinations[0].known(start.parameters, start.states)
+    member = recombinations[0].untangled(first)
+    if member is first:
+        return start
+    found = _rested(model, y, settings, member, steps)
+    return found if found.reached.free_energy > start.reached.free_energy else start
+
+
 def _rested(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
     put_back(model, y, member.parameters)
     with forgetting_guides(model, y):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.completion import can_complete, completed
+from pyro_truncated.training.completion import can_complete, completed, untangled
 from pyro_truncated.training.exchanges import recombinations_of, settled
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
@@ -142,9 +142,10 @@ class SeveralStarts:
         return settled(self._model, self._y, self._settings, member, steps)
 
     def _end(self, number: int, found: Start) -> None:
-        self.energies.append(found.reached.free_energy)
         if can_complete(self._model):
+            found = untangled(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
+        self.energies.append(found.reached.free_energy)
         if not self._first or self._assembly is not None or number % 2 == 0:
             self._apart.append(found.reached)
         if self._assembly is not None:
