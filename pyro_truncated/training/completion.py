@@ -60,8 +60,7 @@ def untangled(model: Any, y: Tensor, settings: Settings, start: Start, tolerance
 
     Most starts hold no latent that is on only where another one is, and cost no more than to look for one.
     """
-    put_back(model, y, start.parameters)
-    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance)
+    recombinations = recombinations_of(model, y, settings, _GAIN * tolerance, start.parameters)
     if not recombinations or start.states is None:
         return start
     first = recombinations[0].known(start.parameters, start.states)
