@@ -58,3 +58,17 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
 def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:
     guide = learn(GaussianMixture(1, number, covariance="spherical"), torch.randn(200, 1), starts=1, short_steps=1, steps=1, progress=False)
     assert guide.population().num_states == num_states
+
+
+@pytest.mark.parametrize(("shape", "number", "rows"), [((10_500, 1), 2, 10_000), ((10_500, 20), 13, 10_500)])
+def test_starts_have_data_for_what_they_learn(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], number: int, rows: int) -> None:
+    """Ten thousand, or two for each number that the mixture holds, if there are as many."""
+    sizes = []
+
+    def begin(model: GaussianMixture, y: torch.Tensor, *_: Any) -> Start:
+        sizes.append(len(y))
+        return Start(Reached(0.0), several_starts.copies(model, y), None)
+
+    monkeypatch.setattr(several_starts, "start", begin)
+    learn(GaussianMixture(shape[1], number), torch.randn(shape), starts=1, steps=1, progress=False)
+    assert sizes == [rows]
