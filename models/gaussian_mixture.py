@@ -140,6 +140,7 @@ class GaussianMixture(LinearMixture):
         self.center = rows.mean(0)
         floor = variance_floor((rows - self.center).square().mean(), rows.square().mean(), self.loc.dtype)
         self._take(Agglomeration(self._kind, rows - self.center, floor).components(self.num_components, generator))
+        self.knows_data.fill_(True)
         return self
 
     @names_arguments
@@ -236,7 +237,6 @@ class GaussianMixture(LinearMixture):
             setattr(self, name, value.to(self.loc))
         self.loc = (components.loc + self.center).to(self.loc)
         self.weights = components.weights.to(self.weights)
-        self.knows_data.fill_(True)
 
     @torch.no_grad()
     @takes_arrays

@@ -25,7 +25,7 @@ class LinearMixture(UniqueModule):
         num_observed: number of observed dimensions ``D``.
         num_components: number of components ``K``.
         weights: mixing proportions, ``(K,)``.
-        knows_data: whether the parameters come from data, by ``initialize`` or by an M-step, a Boolean.
+        knows_data: whether ``initialize`` has taken the parameters from data, a Boolean.
     """
 
     num_observed: int
@@ -61,8 +61,8 @@ class LinearMixture(UniqueModule):
         :class:`~pyro_truncated.ClosedForm` counts data points that have not been visited as that.
 
         Returns:
-            Sums by name, in float64. ``None`` if nothing has been learned (``knows_data``) and all components have the same weight, as they
-            have from the constructor: what it draws has nothing to do with the data.
+            Sums by name, in float64. ``None`` if the mixture has not been initialized with data (``knows_data``) and all components have
+            the same weight, as they have from the constructor: what it draws has nothing to do with the data.
         """
         lowest, highest = self.weights.aminmax()
         return self.statistics_of_one() if bool(self.knows_data | (highest - lowest > _EQUAL * highest)) else None

@@ -136,7 +136,6 @@ class PoissonMixture(LinearMixture):
         rate = torch.where(counts > NEVER_USED, statistics["sums"] / counts, self.rate.double())
         self.rate = rate.clamp(min=_RATE_FLOOR).to(self.rate)
         self.weights = best_weights(statistics["counts"]).to(self.weights)
-        self.knows_data.fill_(True)
 
     @torch.no_grad()
     @takes_arrays
