@@ -12,7 +12,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding, GaussianMixture, MaxSpikeSlabSparseCoding, OcclusiveComponents
+from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, OcclusiveComponents
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
@@ -31,7 +31,6 @@ def generator(seed: int = 0) -> torch.Generator:
         (BinarySparseCoding(16, 6), 1000),
         (BinarySparseCoding(16, 40), 2000),
         (MaxSpikeSlabSparseCoding(16, 30), 1500),
-        (GaussianMixture(16, 25), 1250),
         (BinarySparseCoding(16, 100), 3000),
     ],
 )
