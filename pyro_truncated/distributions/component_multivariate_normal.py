@@ -75,28 +75,36 @@ class ComponentMultivariateNormal(TorchDistribution):
         return self.mean + (self._factors()[self.component] @ noise.unsqueeze(-1)).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities of values ``(*batch, D)``."""
+        """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
         if self._validate_args:
             self._validate_sample(value)
-        identity = torch.eye(self.loc.shape[1], dtype=self.loc.dtype, device=self.loc.device)
-        whitening: Tensor = torch.linalg.solve_triangular(self.scale_tril, identity.expand_as(self.scale_tril), upper=False).mT
-        size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + self.loc.shape[1] * _HALF_LOG_TWO_PI
+        dtype = torch.promote_types(value.dtype, self.loc.dtype)
+        value, loc, whitening = value.to(dtype), self.loc.to(dtype), self._whitening().to(dtype)
+        size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + loc.shape[1] * _HALF_LOG_TWO_PI
         if self.scale_tril.dim() == 2:
-            return -size - 0.5 * ((value - self.loc[self.component]) @ whitening).square().sum(-1)
+            return -size - 0.5 * ((value - loc[self.component]) @ whitening).square().sum(-1).to(self.loc.dtype)
         batch = value.shape[:-1]
         row = torch.arange(batch.numel(), device=value.device).reshape(batch)
         row, component = torch.broadcast_tensors(row, self.component)
-        energy = self._energies(value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), whitening)
-        return -size[component] - 0.5 * energy.reshape(row.shape)
+        energy = _energies(value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), loc, whitening)
+        return -size[component] - 0.5 * energy.reshape(row.shape).to(self.loc.dtype)
 
-    def _energies(self, rows: Tensor, row: Tensor, component: Tensor, whitening: Tensor) -> Tensor:
-        """Square distances ``(E,)`` of some rows from the means of some components, in units of their covariances."""
-        grouped = Grouped.of(component, len(self.loc))
-        found = []
-        for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
-            distance = rows[row[part.entry]] - self.loc[part.group].unsqueeze(1)
-            found.append((distance @ whitening[part.group]).square().sum(-1))
-        return grouped.gather(found)
+    def _whitening(self) -> Tensor:
+        """The inverses of the factors, transposed, in float64: those of a narrower type may be wrong by more than the products are."""
+        factors = self.scale_tril.double()
+        identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
+        inverse: Tensor = torch.linalg.solve_triangular(factors, identity.expand_as(factors), upper=False)
+        return inverse.mT
 
     def _factors(self) -> Tensor:
         return self.scale_tril.expand(len(self.loc), *self.scale_tril.shape[-2:])
+
+
+def _energies(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
+    """Square distances ``(E,)`` of some rows from the means of some components, in units of their covariances."""
+    grouped = Grouped.of(component, len(loc))
+    found = []
+    for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
+        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
+        found.append((distance @ whitening[part.group]).square().sum(-1))
+    return grouped.gather(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -21,21 +22,48 @@ def parameters(*, shared: bool) -> tuple[Tensor, Tensor]:
     return torch.randn(K, D, generator=generator, dtype=D64), torch.linalg.cholesky(root @ root.mT + torch.eye(D, dtype=D64))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, D64])
 @pytest.mark.parametrize("shared", [False, True])
-def test_densities_and_gradients_are_those_of_the_stock_distribution(shared: bool) -> None:
+def test_densities_and_gradients_are_those_of_the_stock_distribution(shared: bool, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
-    loc, tril = (given.requires_grad_() for given in parameters(shared=shared))
-    component, y = torch.randint(K, (3, N), generator=generator), torch.randn(N, D, generator=generator, dtype=D64)
-    weight = torch.randn(3, N, generator=generator, dtype=D64)
+    loc, tril = (given.to(dtype).requires_grad_() for given in parameters(shared=shared))
+    component, y = torch.randint(K, (3, N), generator=generator), torch.randn(N, D, generator=generator, dtype=dtype)
+    weight = torch.randn(3, N, generator=generator, dtype=dtype)
+    close = partial(torch.testing.assert_close, **({} if dtype == D64 else {"rtol": 1e-4, "atol": 1e-3}))
     small = ComponentMultivariateNormal(component[:, :1], loc, tril)
     for found in (ComponentMultivariateNormal(component, loc, tril), small.expand([3, N])):
         expected = MultivariateNormal(loc[found.component], scale_tril=tril if shared else tril[found.component])
-        torch.testing.assert_close(found.log_prob(y), expected.log_prob(y))
+        close(found.log_prob(y), expected.log_prob(y))
         gradients = (torch.autograd.grad((one.log_prob(y) * weight).sum(), (loc, tril)) for one in (found, expected))
         for ours, theirs in zip(*gradients, strict=True):
-            torch.testing.assert_close(ours.tril(), theirs.tril())
-        torch.testing.assert_close(found.mean, expected.mean)
-        torch.testing.assert_close(found.variance, expected.variance)
+            close(ours, theirs)
+        close(found.mean, expected.mean)
+        close(found.variance, expected.variance)
+
+
+@pytest.mark.parametrize("types", [(torch.float32, D64), (D64, torch.float32)])
+@pytest.mark.parametrize("shared", [False, True])
+def test_values_may_be_of_another_type_than_the_parameters(shared: bool, types: tuple[torch.dtype, torch.dtype]) -> None:
+    loc, tril = (given.to(types[0]) for given in parameters(shared=shared))
+    component, y = torch.arange(K).repeat(2), torch.linspace(-1, 1, 2 * K * D, dtype=types[1]).reshape(-1, D)
+    found = ComponentMultivariateNormal(component, loc, tril).log_prob(y)
+    expected = MultivariateNormal(loc[component], scale_tril=tril if shared else tril[component]).log_prob(y)
+    assert found.dtype == types[0]
+    torch.testing.assert_close(found, expected, check_dtype=types[0] == D64, rtol=1e-5, atol=1e-5)
+
+
+def test_factors_that_are_badly_conditioned_are_inverted_as_well_as_can_be() -> None:
+    """The errors of inverses in 32 bits were four times those of the stock distribution, where a condition number is a thousand."""
+    generator = torch.Generator().manual_seed(0)
+    rotation = torch.linalg.qr(torch.randn(K, 10, 10, generator=generator, dtype=D64))[0]
+    tril = torch.linalg.cholesky(rotation @ torch.logspace(0, -6, 10, dtype=D64).diag() @ rotation.mT).float()
+    component = torch.arange(K).repeat(200)
+    noise = torch.randn(len(component), 10, 1, generator=generator, dtype=D64)
+    y, loc = (tril.double()[component] @ noise).squeeze(-1).float(), torch.zeros(K, 10)
+    truth = MultivariateNormal(loc.double()[component], scale_tril=tril.double()[component]).log_prob(y.double())
+    stock = MultivariateNormal(loc[component], scale_tril=tril[component]).log_prob(y)
+    found = ComponentMultivariateNormal(component, loc, tril).log_prob(y)
+    assert (found - truth).abs().max() < 2 * (stock - truth).abs().max()
 
 
 @pytest.mark.parametrize("shared", [False, True])

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from pyro.infer import SVI
+from pyro.optim import ClippedAdam
 from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture as Reference
 
-from pyro_truncated import DisagreeingStartsWarning, learn
+from pyro_truncated import AutoTruncated, ClosedForm, DisagreeingStartsWarning, Truncated_ELBO, learn
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.training import several_starts
 from pyro_truncated.training.agreement import Reached
@@ -35,6 +38,19 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
     before = float(guide.population().free_energy().mean())
     model.maximize(model.sufficient_statistics(guide.population(), y))
     assert 0.0 <= float(guide.refresh_(y).free_energy().mean()) - before + 1e-6 < 1e-3
+
+
+@pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
+@pytest.mark.parametrize("covariance", ["full", "tied"])
+def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tuple[torch.dtype, torch.dtype]) -> None:
+    y = torch.cat([torch.randn(40, 3, dtype=types[1]), torch.randn(40, 3, dtype=types[1]) + 6])
+    model = GaussianMixture(3, 2, covariance=covariance, dtype=types[0])
+    guide = learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
+    assert model.loc.dtype == types[0]
+    assert guide.population().free_energy().mean() > -7.5
+    for optim in (ClosedForm(model), ClippedAdam({"lr": 1e-3})):
+        guide = AutoTruncated(model, num_states=2)
+        assert math.isfinite(SVI(model, guide, optim, Truncated_ELBO(model.default_search(2))).step(y))
 
 
 def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: pytest.MonkeyPatch) -> None:
