@@ -82,12 +82,10 @@ class Assembly:
         if self._best is None:
             self._best = other
             return False
-        before, by_free_energy = self._best, attrgetter("free_energy")
-        self._best, lesser = sorted((before, other), key=by_free_energy, reverse=True)
+        before = self._best
+        self._best, lesser = sorted((before, other), key=attrgetter("free_energy"), reverse=True)
         for group in self._recombinations:
-            child = group.cross(self._best, lesser)
-            if child is not self._best:
-                self._best = max(child, self._settled(child), key=by_free_energy)
+            self._best = self._better(group, self._best, group.cross(self._best, lesser))
         return self._best is not before
 
     def _untangle(self) -> bool:
@@ -97,11 +95,22 @@ class Assembly:
         if before is self._untangled:
             return False
         for group in self._recombinations:
-            child = group.untangled(self._best)
-            if child is not self._best:
-                self._best = max(child, self._settled(child), key=attrgetter("free_energy"))
+            self._best = self._better(group, self._best, group.untangled(self._best))
         self._untangled = self._best
         return self._best is not before
+
+    def _better(self, group: Recombination, parent: Member, child: Member) -> Member:
+        """A child that is better than its parent, trained a little if that is better still; the parent if it is not.
+
+        Beside continuous latents the free energy of a child is an estimate, with the spread that its parent has: only what it has once it
+        is trained counts.
+        """
+        if child is parent:
+            return parent
+        settled = self._settled(child)
+        if child.beside:
+            return settled if settled.free_energy > parent.free_energy + group.tolerance else parent
+        return max(child, settled, key=attrgetter("free_energy"))
 
     def _settled(self, member: Member) -> Member:
         return self._member(self._settle(member), near=member)

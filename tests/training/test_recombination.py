@@ -325,6 +325,26 @@ def as_start(member: Member) -> Start:
     return Start(Reached(member.free_energy), member.parameters, None)
 
 
+def as_start_with_continuous_latents(member: Member, less: float) -> Start:
+    return Start(Reached(member.free_energy - less), member.parameters, None, {"scale": torch.ones(())})
+
+
+@pytest.mark.parametrize("is_better", [True, False])
+def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is_trained(is_better: bool) -> None:
+    """What it has before is an estimate, with the spread of the continuous latents that the parent has."""
+    bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
+    tangled = {**whole(bars), "weight": bars.components.clone()}
+    tangled["weight"][:, 4] -= bars.components[:, 1]
+    crossing = recombination(bars.data)
+    for pair in ((without(bars, 3), without(bars, 4)), (tangled, tangled)):
+        assembly = Assembly([crossing], partial(as_start_with_continuous_latents, less=0.0 if is_better else 1000.0))
+        starts = [as_start_with_continuous_latents(crossing.member(parameters), less=1.0) for parameters in pair]
+        for start in starts:
+            assembly.join(start)
+        expected = exact(whole(bars), bars.data) - 1 if is_better else max(start.reached.free_energy for start in starts)
+        assert assembly.best.reached.free_energy == pytest.approx(expected, rel=1e-5)
+
+
 def test_latents_of_the_best_that_only_one_start_has_found_are_counted() -> None:
     bars = linear_bars(300, 3, mean_active=2.0, noise=1.0, generator=generator())
     starts = [without(bars, 1, 5), without(bars, 3), without(bars, 5)]
