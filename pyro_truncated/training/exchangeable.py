@@ -51,12 +51,21 @@ class Exchangeable(NamedTuple):
             moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
         return {**state, **moved}
 
-    def added(self, state: dict[str, Tensor], here: int, other: int) -> dict[str, Tensor]:
-        """Parameters in which those of the latent ``other`` are added to those of the latent ``here``."""
-        moved = {name: state[name].movedim(axis, 0).clone() for name, axis in self.axes.items()}
-        for value in moved.values():
-            value[here] += value[other]
-        return {**state, **{name: value.movedim(0, self.axes[name]).contiguous() for name, value in moved.items()}}
+    def sums(self, state: dict[str, Tensor], here: int, other: int) -> list[dict[str, Tensor]]:
+        """Parameters in which the latent ``here`` shows what it and the latent ``other`` show together.
+
+        What latents show are vectors: these are added, and of what is one number per latent, such as its log odds, ``here`` keeps its own.
+        As numbers may be what latents show, too, parameters in which everything is added come second, or alone where there are no vectors
+        or nothing else.
+        """
+        vectors = [name for name in self.axes if state[name].ndim > 1]
+        chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
+        return [{**state, **{name: self._added(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
+
+    @staticmethod
+    def _added(value: Tensor, axis: int, here: int, other: int) -> Tensor:
+        index = torch.tensor([here, other], device=value.device)
+        return value.index_add(axis, index[:1], value.index_select(axis, index[1:]))
 
     def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
         """Unpacked states ``(..., L)`` with the latents, or values, at ``order`` in the place of each."""

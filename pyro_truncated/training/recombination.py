@@ -150,9 +150,10 @@ class Recombination:
             words, states = best.population.words, best.population.states()
             # What was both of them is the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
-            parameters = self._latents.added(best.parameters, here, other)
-            changed = self._adapted(parameters, words, _ADAPTING, best.population.space.pack(states)).near(best)
-            best = changed if changed.free_energy > best.free_energy + self.tolerance else best
+            others = best.population.space.pack(states)
+            for parameters in self._latents.sums(best.parameters, here, other):
+                changed = self._adapted(parameters, words, _ADAPTING, others).near(best)
+                best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:

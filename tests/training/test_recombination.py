@@ -289,6 +289,34 @@ def test_a_latent_that_shows_a_difference_beside_another_one_takes_over_what_bot
     assert matched_bars(repeated.best.parameters["weight"], bars.components) == 6
 
 
+def test_a_latent_that_takes_over_what_another_one_shows_keeps_its_log_odds() -> None:
+    """With both log odds added a cause that is on in one of seventeen data points would be eight times as rare."""
+    odds = -2.75
+    bars = linear_bars(1500, 3, mean_active=6 / (1 + math.exp(-odds)), noise=1.0, generator=generator())
+    tangled, rate = bars.components.clone(), torch.full((6,), odds)
+    tangled[:, 4] -= tangled[:, 1]
+    rate[1] = -2.0
+    crossing = recombination(bars.data)
+    found = crossing.untangled(crossing.member({"weight": tangled, "rate": rate}))
+    assert matched_bars(found.parameters["weight"], bars.components) == 6
+    assert torch.equal(found.parameters["rate"], rate)
+    assert found.free_energy == pytest.approx(exact({"weight": bars.components, "rate": rate}, bars.data), rel=1e-5)
+
+
+def test_numbers_are_added_where_latents_have_nothing_else() -> None:
+    state = {"weight": torch.arange(6.0).reshape(2, 3), "logit": torch.tensor([1.0, 2.0, 4.0]), "scale": torch.ones(3)}
+    vectors, everything = Exchangeable(slice(0, 3), {"weight": 1, "logit": 0}).sums(state, 2, 0)
+    summed = torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 8.0]])
+    assert torch.equal(vectors["weight"], summed)
+    assert torch.equal(everything["weight"], summed)
+    assert torch.equal(vectors["logit"], state["logit"])
+    assert everything["logit"].tolist() == [1.0, 2.0, 5.0]
+    assert vectors["scale"] is state["scale"]
+    assert everything["scale"] is state["scale"]
+    (alone,) = Exchangeable(slice(0, 3), {"logit": 0}).sums(state, 2, 0)
+    assert alone["logit"].tolist() == [1.0, 2.0, 5.0]
+
+
 # --- what several starts have found ---
 
 
