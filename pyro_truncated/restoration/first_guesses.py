@@ -16,7 +16,7 @@ _ALMOST_ALL = 2.33
 _STEPS = 8
 # Of larger arrays every second window or less is looked at, along all dimensions.
 _MOST_WINDOWS = 2**19
-# Differences of which the median says something.
+# Differences of which the median says something, and windows that are left beside constant ones.
 _ENOUGH = 100
 
 
@@ -24,9 +24,11 @@ def noise_level(image: Tensor, num_dims: int) -> float:
     """A first guess of the noise: that of the windows without texture, see :func:`_level_of_windows`.
 
     Of an array that is small, or of which few windows are whole, the guess is that of its differences, see :func:`_level_of_differences`.
-    Those of a photograph are several percent above the noise, as fine texture counts for them.
+    Those of a photograph are several percent above the noise, as fine texture counts for them. What is constant - a border, what a mask
+    hides - says nothing of the noise elsewhere, see :func:`_without_constant_windows`.
     """
     least = 1e-3 * float(deviation(image)) or 1.0  # of a constant array any level is right but zero
+    image = _without_constant_windows(image, num_dims)
     differences = _level_of_differences(image, num_dims)
     windows = _whole_windows(image, num_dims)
     if len(windows) < _WINDOWS_PER_ENTRY * windows.shape[1:].numel():
@@ -37,12 +39,46 @@ def noise_level(image: Tensor, num_dims: int) -> float:
 def _whole_windows(image: Tensor, num_dims: int) -> Tensor:
     """Windows of an array, of each channel by itself, that have no missing entry, all of them if they are not too many: ``(N, *sides)``."""
     planes = image.unsqueeze(-1) if image.dim() == num_dims else image
-    side, stride = round(_ENTRIES ** (1 / num_dims)), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
+    side, stride = _side(num_dims), math.ceil((image.numel() / _MOST_WINDOWS) ** (1 / num_dims))
     windows = planes.movedim(-1, 0)
     for dim in range(1, num_dims + 1):
         windows = windows.unfold(dim, min(side, windows.shape[dim]), stride)
     windows = windows.flatten(0, num_dims)
     return windows[~windows.flatten(1).isnan().any(1)]
+
+
+def _side(num_dims: int) -> int:
+    """Of a window."""
+    side: int = round(_ENTRIES ** (1 / num_dims))
+    return side
+
+
+def _without_constant_windows(image: Tensor, num_dims: int) -> Tensor:
+    """The array with NaN in the place of windows whose entries are all exactly the same.
+
+    It is returned as it is if hardly anything else would be left, or mostly neighbours that are the same: drawings without noise.
+    """
+    is_constant = _is_in_constant_window(image, num_dims)
+    if not bool(is_constant.any()):
+        return image
+    left = torch.where(is_constant, math.nan, image)
+    differences = torch.cat([left.diff(dim=dim).flatten() for dim in range(num_dims)])
+    seen = differences[~differences.isnan()]
+    is_enough = len(_whole_windows(left, num_dims)) >= _ENOUGH and float((seen != 0).double().mean()) > 0.5
+    return left if is_enough else image
+
+
+def _is_in_constant_window(image: Tensor, num_dims: int) -> Tensor:
+    """Whether entries lie in a window, of any place, that is constant; of each channel by itself."""
+    sides = [min(_side(num_dims), size) for size in image.shape[:num_dims]]
+    highest, lowest = image, image
+    for dim, side in enumerate(sides):
+        highest, lowest = highest.unfold(dim, side, 1).amax(-1), lowest.unfold(dim, side, 1).amin(-1)
+    covered = (highest == lowest).to(torch.uint8)
+    for dim, side in enumerate(sides):
+        moved = F.pad(covered.movedim(dim, -1), (side - 1, side - 1))
+        covered = moved.unfold(-1, side, 1).amax(-1).movedim(-1, dim)
+    return covered.bool()
 
 
 def _level_of_windows(windows: Tensor, level: float) -> float:
