@@ -147,7 +147,7 @@ def denoise(
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= stride]
         mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
-        return _by_mixtures(image, level, noise is not None, usual, candidates, rounds, mixtures)
+        return _by_mixtures(image, level, usual, candidates, rounds, mixtures, is_known=noise is not None)
     patches = Patches(shape, side or _side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
@@ -156,11 +156,12 @@ def denoise(
 def _by_mixtures(
     image: Tensor,
     level: float,
-    is_known: bool,
     patches: list[Patches],
     candidates: list[Patches],
     rounds: int,
     options: dict[str, Any],
+    *,
+    is_known: bool,
 ) -> Restored:
     brightness = image.nanmean()
     above = image - brightness
