@@ -37,6 +37,12 @@ class LinearMixture(UniqueModule):
         super().__init__()
         self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Unpickles mixtures of before the flag, too: whether they know of data is seen by their weights."""
+        super().__setstate__(state)
+        if "knows_data" not in self._buffers:
+            self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device))
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         """Loads states of before the flag, too."""
         state_dict.setdefault(f"{prefix}knows_data", torch.zeros((), dtype=torch.bool))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pyro
 import pytest
 import torch
@@ -151,3 +153,15 @@ def test_states_of_before_the_flag_are_loaded(kind: str) -> None:
     assert fresh.expected_statistics() is not None  # its weights differ
     fresh.load_state_dict(model.state_dict())
     assert bool(fresh.knows_data)
+
+
+@pytest.mark.parametrize("kind", ["diag", "poisson"])
+def test_mixtures_pickled_before_the_flag_are_as_good_as_new(kind: str) -> None:
+    model, y = problem(kind)
+    del model.__dict__["_buffers"]["knows_data"]
+    old = pickle.loads(pickle.dumps(model))
+    assert not bool(old.knows_data)
+    assert old.expected_statistics() is not None  # its weights differ
+    SVI(old, AutoTruncated(old, num_states=6), ClosedForm(old), Truncated_ELBO(ExhaustiveSearch())).step(y, 40)
+    assert bool(old.initialize(y).knows_data)
+    assert "knows_data" in old.state_dict()
