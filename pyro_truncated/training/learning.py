@@ -113,8 +113,8 @@ def learn(
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
     M-steps use 10 000 data points, or more: two for each number that the mixture holds. They end once nothing moves and five steps raise
     the free energy per data point by no more than .005, the training on all data once by no more than .001. There are no more starts once
-    the best one leads by no more than half the tolerance times their number: what the last of some starts has gained, in the mean over
-    all orders, is the lead of the best divided by their number.
+    the best one leads by no more than half the tolerance times their number, and by no more than four tolerances: what the last of some
+    starts has gained, in the mean over all orders, is the lead of the best divided by their number.
 
     Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
     ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
@@ -144,7 +144,8 @@ def learn(
             near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
             equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
-            whose optima lie closer together; of these, twice what another start may be expected to gain.
+            whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
+            quarter of what the best two may differ by, however many starts there are.
         lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
             at the beginning (but at least .2), of all others as it is.
         generator: source of randomness of the starts; default: torch's global one.
@@ -155,8 +156,10 @@ def learn(
         is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange.
 
     Warns:
-        DisagreeingStartsWarning: if no two starts agree - of those that began where another one had ended only one counts - and, where they
-            exchange latents, one of them alone has found a latent of the best that is not spare.
+        DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only one counts -
+            and, where they exchange latents, one of them alone has found a latent of the best that is not spare. Starts of mixtures with
+            closed-form M-steps agree if the best two differ by no more than half the tolerance times the number of starts, at most four
+            tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.

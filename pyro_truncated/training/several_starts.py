@@ -25,6 +25,9 @@ from pyro_truncated.utils.progress import ProgressBar
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
 # The best starts, which are kept with their states.
 _KEPT = 3
+# The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
+# expected to gain, a best one that no other comes near may be an accident.
+_FARTHEST = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Plan:
         tolerance: free energies per data point that differ by less are the same.
         generator: source of randomness.
         is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
-            number of starts, what the last of them gained on average over all orders.
+            number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
+            do not agree, however many there are.
     """
 
     starts: int | None
@@ -50,7 +54,7 @@ class Plan:
 
     def lead(self, number: int) -> float:
         """How far apart the best two of so many starts may be."""
-        return self.tolerance * (number / 2 if self.is_of_gains else 1)
+        return self.tolerance * (min(number / 2, _FARTHEST) if self.is_of_gains else 1)
 
 
 class SeveralStarts:

@@ -70,6 +70,18 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
         assert guide.starts == heights[:number]
 
 
+@pytest.mark.parametrize(("others", "is_sure"), [(-0.039, True), (-0.041, False), (-0.2, False)])
+def test_a_best_start_far_above_all_others_is_doubted_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, others: float, is_sure: bool
+) -> None:
+    heights = iter([0.0] + [others] * 49)
+    y = torch.randn(20, 1)
+    monkeypatch.setattr(several_starts, "start", lambda model, *_: Start(Reached(next(heights)), several_starts.copies(model, y), None))
+    with contextlib.nullcontext() if is_sure else pytest.warns(DisagreeingStartsWarning, match="another one may reach more"):
+        guide = learn(GaussianMixture(1, 2), y, starts=50, tolerance=0.01, steps=1, progress=False)
+    assert len(guide.starts) == (8 if is_sure else 50)
+
+
 @pytest.mark.parametrize(("number", "num_states"), [(64, 64), (65, 16)])
 def test_populations_of_very_many_components_are_small(number: int, num_states: int) -> None:
     guide = learn(GaussianMixture(1, number, covariance="spherical"), torch.randn(200, 1), starts=1, short_steps=1, steps=1, progress=False)
