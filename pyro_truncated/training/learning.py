@@ -111,10 +111,11 @@ def learn(
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
-    M-steps use 10 000 data points, or more: two for each number that the mixture holds. They end once nothing moves and five steps raise
-    the free energy per data point by no more than .005, the training on all data once by no more than .001. There are no more starts once
-    the best one leads by no more than half the tolerance times their number, and by no more than four tolerances: what the last of some
-    starts has gained, in the mean over all orders, is the lead of the best divided by their number.
+    M-steps and a search of its own (``default_search``) use 10 000 data points, or more: two for each number that the mixture holds. They
+    end once nothing moves and five steps raise the free energy per data point by no more than .005, the training on all data once by no
+    more than .001. There are no more starts once the best one leads by no more than half the tolerance times their number, and by no more
+    than four tolerances: what the last of some starts has gained, in the mean over all orders, is the lead of the best divided by their
+    number.
 
     Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
     ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end

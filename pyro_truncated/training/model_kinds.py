@@ -39,5 +39,10 @@ def starts_near_the_end(model: Any) -> bool:
 
 
 def is_mixture(model: Any, space: StateSpace | None) -> bool:
-    """Whether a model has closed-form M-steps and a single discrete latent per data point: the component."""
-    return space is not None and space.num_latents == 1 and isinstance(model, ClosedFormModel)
+    """Whether a model has closed-form M-steps, a single discrete latent per data point, and a search of its own for the likeliest values.
+
+    That is the component of a mixture. A single cause that is on or off is none, which such models have no search of their own for; nor are
+    models whose ``initialize`` finds the components.
+    """
+    has_one = space is not None and space.num_latents == 1
+    return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not starts_near_the_end(model)

@@ -15,9 +15,11 @@ from sklearn.datasets import load_iris
 from sklearn.mixture import GaussianMixture as Reference
 
 from pyro_truncated import AutoTruncated, ClosedForm, DisagreeingStartsWarning, Truncated_ELBO, learn
-from pyro_truncated.models import GaussianMixture
+from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMixture
 from pyro_truncated.training import several_starts
 from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.model_kinds import is_mixture
+from pyro_truncated.training.model_runs import space_of
 from pyro_truncated.training.starts import Start
 
 
@@ -100,3 +102,10 @@ def test_starts_have_data_for_what_they_learn(monkeypatch: pytest.MonkeyPatch, s
     monkeypatch.setattr(several_starts, "start", begin)
     learn(GaussianMixture(shape[1], number), torch.randn(shape), starts=1, steps=1, progress=False)
     assert sizes == [rows]
+
+
+def test_a_single_cause_is_no_mixture() -> None:
+    """No lead over other starts that grows with their number, and no early end."""
+    y = torch.rand(20, 4).round()
+    for model, expected in ((GaussianMixture(4, 2), True), (PoissonMixture(4, 2), True), (BinarySparseCoding(4, 1), False)):
+        assert is_mixture(model, space_of(model, y)) == expected
