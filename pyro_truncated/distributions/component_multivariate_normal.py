@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
+from pyro_truncated.ops.component_sums import as_integers, check_below
 from pyro_truncated.ops.grouped import Grouped
 
 _HALF_LOG_TWO_PI = 0.9189385332046727
@@ -28,13 +29,14 @@ class ComponentMultivariateNormal(TorchDistribution):
         torch.Size([3, 3])
 
     Args:
-        component: components ``z``, any shape.
+        component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means :math:`\mu`, ``(K, D)``.
         scale_tril: Cholesky factors :math:`L`, ``(K, D, D)``, or ``(D, D)`` if all components share one.
-        validate_args: whether to check parameters and values.
+        validate_args: whether to check components, parameters and values.
 
     Raises:
-        ValueError: if means and factors disagree about the number of components or entries.
+        ValueError: if means and factors disagree about the number of components or entries, if components are no integers, or, on the
+            CPU and where checked, if there are others.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
@@ -49,8 +51,11 @@ class ComponentMultivariateNormal(TorchDistribution):
         if loc.dim() != 2 or scale_tril.shape not in ((len(loc), *square), square):
             shapes = f"{tuple(loc.shape)} and {tuple(scale_tril.shape)}"
             raise ValueError(f"loc must have shape (K, D) and scale_tril (K, D, D) or (D, D); got {shapes}")
-        self.component, self.loc, self.scale_tril = component, loc, scale_tril
+        self.component, self.loc, self.scale_tril = as_integers(component), loc, scale_tril
         super().__init__(component.shape, loc.shape[-1:], validate_args=validate_args)
+        # A device finds them itself where it looks them up; to look beforehand is five more kernels to launch.
+        if self._validate_args and component.is_cpu:
+            check_below(self.component, len(loc))
 
     def expand(self, batch_shape: Any, _instance: Any = None) -> ComponentMultivariateNormal:
         """The same distribution over a larger batch."""

@@ -49,13 +49,31 @@ def checked_components(component: Tensor, weight: Tensor, rows: Tensor, number: 
     if component.dim() != 2 or component.shape != weight.shape or rows.dim() != 2 or len(rows) != len(component):
         shapes = ", ".join(str(tuple(given.shape)) for given in (component, weight, rows))
         raise ValueError(f"component and weight must have shape (N, S) and rows (N, D); got {shapes}")
+    component = as_integers(component)
+    check_below(component, number)
+    return component
+
+
+def as_integers(component: Tensor) -> Tensor:
+    """Components in 64 bits, as indices must be.
+
+    Raises:
+        ValueError: if they are no integers.
+    """
     if component.is_floating_point() or component.is_complex() or component.dtype == torch.bool:
         raise ValueError(f"component must hold integers; got {component.dtype}")
-    component = component.long()
+    return component.long()
+
+
+def check_below(component: Tensor, number: int) -> None:
+    """Refuses components that are negative, or not below the number.
+
+    Raises:
+        ValueError: saying from where to where they are.
+    """
     if component.numel():
         lowest, highest = component.aminmax()
         refuse((lowest < 0) | (highest >= number), lambda: _complain_of(lowest, highest, number))
-    return component
 
 
 def _complain_of(lowest: Tensor, highest: Tensor, number: int) -> None:
