@@ -99,14 +99,15 @@ class ComponentLowRankNormal(TorchDistribution):
         return self.mean + (self.factor[self.component] @ directions.unsqueeze(-1)).squeeze(-1) + noise
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities of values ``(*batch, D)``."""
+        """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
         if self._validate_args:
             self._validate_sample(value)
         rows, row, component, shape = self._entries(value)
-        scale = self._scales()
-        whitened, log_volume = whiten(self.factor, scale)
-        constant = -log_volume - self.loc.shape[1] * _HALF_LOG_TWO_PI
-        return log_densities(rows, row, component, self.loc, whitened, scale, constant).reshape(shape)
+        dtype = torch.promote_types(value.dtype, self.loc.dtype)
+        loc, scale = self.loc.to(dtype), self._scales().to(dtype)
+        whitened, log_volume = whiten(self.factor.to(dtype), scale)
+        constant = -log_volume - loc.shape[1] * _HALF_LOG_TWO_PI
+        return log_densities(rows.to(dtype), row, component, loc, whitened, scale, constant).reshape(shape).to(self.loc.dtype)
 
     def without_noise(self, value: Tensor) -> tuple[Tensor, Tensor]:
         r"""Posterior means of :math:`x = \mu_z + W_z h` given :math:`y = x + \sigma_z \varepsilon`, and the variances of its entries.

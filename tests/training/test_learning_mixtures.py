@@ -43,10 +43,10 @@ def test_training_of_a_mixture_ends_when_it_is_at_rest() -> None:
 
 
 @pytest.mark.parametrize("types", [(torch.float32, torch.float64), (torch.float64, torch.float32)])
-@pytest.mark.parametrize("covariance", ["full", "tied"])
+@pytest.mark.parametrize("covariance", ["full", "tied", "low-rank"])
 def test_data_may_be_of_another_type_than_the_mixture(covariance: str, types: tuple[torch.dtype, torch.dtype]) -> None:
     y = torch.cat([torch.randn(40, 3, dtype=types[1]), torch.randn(40, 3, dtype=types[1]) + 6])
-    model = GaussianMixture(3, 2, covariance=covariance, dtype=types[0])
+    model = GaussianMixture(3, 2, covariance=covariance, rank=1 if covariance == "low-rank" else None, dtype=types[0])
     guide = learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
     assert model.loc.dtype == types[0]
     assert guide.population().free_energy().mean() > -7.5
