@@ -190,10 +190,14 @@ def test_the_share_given_back_brings_smoothed_waves_nearest_to_the_truth(kept):
     assert best < 0 if kept else best > 0.05
 
 
-def test_a_wrong_noise_gives_back_a_tenth_at_most():
-    image = torch.randn(200, generator=generator())
-    assert share_to_give_back(image, 0.1 * image, image + 1, 0.1 * image, 5.0) == pytest.approx(-0.1)
-    assert share_to_give_back(image, 0.1 * image, image + 1, 0.1 * image, 0.1) == pytest.approx(0.1)
+@pytest.mark.parametrize(("noise", "share"), [(0.1, 0.0), (0.9, 0.0), (0.98, 1 - 0.98**2), (1.05, 1 - 1.05**2), (1.1, 0.0), (5.0, 0.0)])
+def test_a_wrong_noise_gives_nothing_back(noise, share):
+    # What was taken off has a mean square of .9, and a tenth of the noise is followed: of noise of variance one nothing was taken too much.
+    image = torch.randn(200, dtype=torch.float64, generator=generator())
+    image /= image.square().mean().sqrt()
+    restored, more = (1 - 0.9**0.5) * image, torch.randn(200, dtype=torch.float64, generator=generator(1))
+    assert share_to_give_back(image, restored, image + more, restored + 0.1 * more, noise) == pytest.approx(share, abs=1e-6)
+    assert share_to_give_back(image, image, image + more, image + more, noise) == 0.0  # nothing was taken off
 
 
 def test_the_noise_is_read_off_where_the_image_is_flat():
