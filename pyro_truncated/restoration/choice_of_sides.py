@@ -22,6 +22,8 @@ _SPARSER, _LEAST_WEIGHT = 2, 0.05
 _LEAST_BACK, _MOST_BACK = -0.12, 0.1
 # Flat is where the expected squared error is below that part of the noise's variance; it says something where that much is flat.
 _FLAT, _ENOUGH_FLAT = 0.03, 0.2
+# By the noise of flat places at most that part of the expected squared error is given back: larger shares lost on smooth drawings.
+_BELIEVED = 0.75
 
 
 def restored_with_chosen_sides(
@@ -41,7 +43,7 @@ def restored_with_chosen_sides(
     Which these are is found out by the same rounds on the image with more noise, the first array of :func:`split`, of which the last has
     all candidates: it is the second array that says how near to the truth they come, see :func:`weights_of_arrays`. Every second patch
     along each dimension is enough for that; sides with weights below .05 are left out. If the noise is known, or found where the image is
-    flat, what was taken off too much is given back, see :func:`share_to_give_back`.
+    flat, what was taken off too much is given back, see :func:`share_to_give_back` and :func:`believed`.
 
     Args:
         image: the noisy array, without missing entries.
@@ -72,7 +74,8 @@ def restored_with_chosen_sides(
     errors = weighted_mean([of_side.errors for of_side in learned], weights)
     level = noise if is_known else level_where_flat(image - restored, errors, noise)
     if level is not None:
-        restored = torch.lerp(restored, image, share_to_give_back(image, restored, noisier, from_noisier, level))
+        share = share_to_give_back(image, restored, noisier, from_noisier, level)
+        restored = torch.lerp(restored, image, share if is_known else believed(share, errors, level))
     return learned, restored
 
 
@@ -121,6 +124,20 @@ def share_to_give_back(image: Tensor, restored: Tensor, noisier: Tensor, from_no
     followed = (more * (from_noisier - restored)).sum() / more.square().sum()
     share = float(1 - noise**2 * (1 - followed) / rest.square().mean())
     return share if _LEAST_BACK < share < _MOST_BACK else 0.0
+
+
+def believed(share: float, errors: Tensor, noise: float) -> float:
+    r"""A share to give back, or zero if it is too large for the expected squared errors :math:`v`: above :math:`.75 v / \sigma^2`.
+
+    What :func:`share_to_give_back` finds is the squared error without the noise that is followed, as a part of about
+    :math:`\sigma^2`. If that is more than can be expected, the noise of flat places is too low.
+
+    Args:
+        share: what :func:`share_to_give_back` finds with the noise of flat places.
+        errors: :math:`v`, of all entries.
+        noise: :math:`\sigma`, that of flat places.
+    """
+    return share if share <= _BELIEVED * float(errors.double().mean()) / noise**2 else 0.0
 
 
 def _sparser(patches: Patches) -> Patches:

@@ -86,7 +86,7 @@ def denoise(
     Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
     twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
     shall have, and with what weights, see :func:`~pyro_truncated.restoration.choice_of_sides.weights_of_arrays`. The two also say what
-    share of that which was taken off is not noise, and it is given back (between -.12 and .1: beyond, it is another noise than was said), see
+    share of that which was taken off is not noise, and it is given back (between -.12 and .1: else the noise is another one), see
     :func:`~pyro_truncated.restoration.choice_of_sides.share_to_give_back`: if the noise is told, which should then be right to a percent
     or so, or if a fifth of the image is so flat that the noise can be read off there.
 

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from pyro_truncated.restoration import Patches, choice_of_sides, denoise, restore, rounds
 from pyro_truncated.restoration.choice_of_sides import (
+    believed,
     level_where_flat,
     noise_of_first,
     restored_with_chosen_sides,
@@ -212,8 +213,17 @@ def test_the_noise_is_read_off_where_the_image_is_flat():
     assert level_where_flat(rest, errors, 12.0) is None
 
 
-@pytest.mark.parametrize(("noise", "flat"), [(5.0, None), (None, 6.0), (None, None)], ids=["told", "flat", "neither"])
-def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monkeypatch, noise, flat):
+def test_no_more_is_given_back_than_is_expected_to_be_wrong():
+    errors = torch.tensor([2.0, 6.0])  # 4 of 100 in the mean: .03 can be believed
+    assert [believed(share, errors, 10.0) for share in (-0.1, 0.0, 0.029, 0.031)] == [-0.1, 0.0, 0.029, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("noise", "flat", "most"),
+    [(5.0, None, 0.0), (None, 6.0, math.inf), (None, 6.0, 0.0), (None, None, math.inf)],
+    ids=["told", "flat", "flat, too much", "neither"],
+)
+def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monkeypatch, noise, flat, most):
     last, levels = [], []
 
     def giving(image, restored, *others):
@@ -228,6 +238,7 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         (restore, "_LEAST_EXTENT", 20),
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_level", lambda *arguments: 5.0),
+        (choice_of_sides, "_BELIEVED", most),
         (choice_of_sides, "agreed", agreeing),
         (choice_of_sides, "level_where_flat", lambda *arguments: flat),
         (choice_of_sides, "share_to_give_back", giving),
@@ -235,6 +246,6 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         monkeypatch.setattr(module, name, value)
     image = torch.linspace(0, 100, 20).expand(20, 20) + 5 * torch.randn(20, 20, generator=generator())
     restored = denoise(image, noise, num_components=3, rounds=2, generator=generator(1), progress=False).image
-    share = 0.05 if noise or flat else 0.0
+    share = 0.05 if noise or (flat and most) else 0.0
     torch.testing.assert_close(restored, (1 - share) * (last[-1] + image.mean()) + share * image)
     assert levels == [level for level in (noise or flat,) if level]
