@@ -296,7 +296,7 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
 @pytest.mark.slow
 def test_starts_that_differ_in_what_spare_latents_make_of_noise_agree():
     bars = linear_bars(300, 4, mean_active=1.5, generator=generator(1))
-    pyro.set_rng_seed(1)
+    pyro.set_rng_seed(3)
     model = BinarySparseCoding(16, 16)
     with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
         guide = learn(model, bars.data, starts=2, steps=2, num_states=32, tolerance=0.02, progress=False)
