@@ -10,7 +10,7 @@ import argparse
 import math
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pyro
@@ -286,10 +286,11 @@ def found(name: str, seed: int) -> str:
     return f"{name}, seed {seed}: {reached:.2f} ({best:.2f} from the truth), {verdict}, {starts} starts, {told}, {seconds:.0f} CPU s"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[601, 602, 603])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
+def run(description: str, kinds: Iterable[str], seeds: list[int], found: Callable[[str, int], str]) -> None:
+    """Prints what is found of the kinds and seeds that are asked for on the command line."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--seeds", nargs="+", type=int, default=seeds)
+    parser.add_argument("--kinds", nargs="+", choices=list(kinds), default=list(kinds))
     args = parser.parse_args()
     for name in args.kinds:
         for seed in args.seeds:
@@ -297,4 +298,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__, KINDS, [601, 602, 603], found)

@@ -5,7 +5,6 @@ Their medians are compared with what the data were drawn from.
 
 from __future__ import annotations
 
-import argparse
 import time
 import warnings
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from pyro_truncated import learn
 from pyro_truncated.training import DisagreeingStartsWarning
+from tests.papers.experiments.own_functions import run
 
 CENTRES = torch.tensor([-4.0, 0.0, 5.0])
 
@@ -88,15 +88,5 @@ def found(name: str, seed: int) -> str:
     return f"{name}, seed {seed}: off by {errors.max():.2f} at most, {len(guide.starts)} starts, {said}, {seconds:.0f} CPU s"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seeds", nargs="+", type=int, default=[54, 55, 56])
-    parser.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
-    args = parser.parse_args()
-    for name in args.kinds:
-        for seed in args.seeds:
-            print(found(name, seed), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__, KINDS, [54, 55, 56], found)
