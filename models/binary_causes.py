@@ -10,7 +10,7 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 
-from pyro_truncated import some_rows
+from pyro_truncated import device_of, some_rows
 
 PRIOR_FLOOR = 1e-6
 # Where learning starts from is seen in so many data points.
@@ -41,8 +41,7 @@ def in_type_of(mean: Tensor, y: Tensor) -> Tensor:
 
 def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> Tensor:
     """``num_rows`` randomly chosen data points, without repetition if there are as many; missing entries become their dimension's mean."""
-    device = None if generator is None else generator.device
-    order = torch.randperm(len(y), generator=generator, device=device).to(y.device)
+    order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
     rows = y[order.repeat(-(-num_rows // len(y)))[:num_rows]]
     return torch.where(rows.isnan(), y.nanmean(0).nan_to_num(), rows)
 
@@ -50,7 +49,7 @@ def random_rows(y: Tensor, num_rows: int, generator: torch.Generator | None) -> 
 def perturbed_rows(y: Tensor, num_rows: int, deviation: Tensor, generator: torch.Generator | None) -> Tensor:
     """:func:`random_rows`, with noise of a hundredth of the ``deviation`` that tells equal ones apart."""
     rows = random_rows(y, num_rows, generator)
-    noise = torch.randn(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+    noise = torch.randn(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
     return rows + 0.01 * deviation * noise.to(rows)
 
 

@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, sums_of, takes_arrays
+from pyro_truncated import Population, check_observable, device_of, sums_of, takes_arrays
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale
@@ -125,7 +125,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         check_observable(self, check_data(y, self.num_observed), or_missing(_SUPPORTS[self.family]))
         y = first_rows(y, generator).double()
         rows = random_rows(y, self.num_latents, generator)
-        noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(rows)
+        noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(rows)
         mean = y.nanmean(0).nan_to_num(0.0)
         floor = 0.05 * mean.mean().clamp(min=WEIGHT_FLOOR * _unit(y))
         self.weight = self._within(0.5 * (rows + mean) * (0.9 + 0.2 * noise), floor).mT.to(self.weight).contiguous()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
+from pyro_truncated import device_of
 from pyro_truncated.distributions import Canvas
 from pyro_truncated.models.binary_causes import random_rows
 
@@ -119,9 +120,8 @@ def typical_objects(windows: Windows, number: int, generator: torch.Generator | 
     window then belongs to the object that it resembles most, at the shift where it does, and the object becomes the mean of its windows,
     which is repeated. Of these, in which there is hardly any noise, again those go that the others make up for best.
     """
-    device = "cpu" if generator is None else generator.device
     count = min(_CANDIDATES_PER_OBJECT * number, _MOST_CANDIDATES)
-    drawn = torch.randperm(len(windows.energy), generator=generator, device=device)[:count].to(windows.energy.device)
+    drawn = torch.randperm(len(windows.energy), generator=generator, device=device_of(generator))[:count].to(windows.energy.device)
     found = Clusters(windows.within(0)[drawn], torch.ones_like(drawn), windows.energy[drawn])
     found = _parted(found.take(most_missed(missing_energy(windows, found)[0], _CLUSTERS_PER_OBJECT * number)), len(drawn), generator)
     for _ in range(_STEPS):

@@ -9,7 +9,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, names_arguments, takes_arrays
+from pyro_truncated import Population, check_observable, device_of, names_arguments, takes_arrays
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
@@ -111,7 +111,7 @@ class NoisyOr(SuperposedCauses):
         """
         check_observable(self, check_data(y, self.num_observed), or_missing(constraints.boolean))
         rows = random_rows(first_rows(y, generator), self.num_latents, generator)
-        noise = torch.rand(rows.shape, generator=generator, device=None if generator is None else generator.device).to(y.device)
+        noise = torch.rand(rows.shape, generator=generator, device=device_of(generator)).to(y.device)
         self.weight = (0.2 + 0.4 * noise + 0.1 * rows).mT.to(self.weight).contiguous()
         self.prior = first_prior(self.num_latents, self.shared_prior, self.prior.dtype).to(self.prior)
         return self

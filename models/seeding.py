@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyro_truncated import device_of
 from pyro_truncated.search import LinearFunctions
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.
@@ -100,7 +101,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None) -
             return torch.cat([chosen, _drawn(distance, number - len(chosen), generator)])
         size = _FEW_TRIALS * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator))
-        at_most = distance[drawn] * torch.rand(size, generator=generator, device=_device(generator)).to(distance)
+        at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
         is_near = (_squared(points[drawn], torch.arange(size, device=drawn.device)) <= at_most.unsqueeze(1)).cpu().numpy()
         taken = drawn[torch.tensor(_taken(is_near, _FEW_TRIALS), dtype=torch.int64, device=drawn.device)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum(_distance_from(points, power, taken))
@@ -180,12 +181,8 @@ def _drawn(weight: Tensor, number: int, generator: torch.Generator | None) -> Te
     """Positions drawn in proportion to weights; evenly if all are zero."""
     total = weight.double().cumsum(0)
     total = total if bool(total[-1] > 0) else torch.ones_like(total).cumsum(0)
-    at = torch.rand(number, dtype=torch.float64, generator=generator, device=_device(generator))
+    at = torch.rand(number, dtype=torch.float64, generator=generator, device=device_of(generator))
     return torch.searchsorted(total, at.to(total.device) * total[-1], right=True).clamp(max=len(weight) - 1)
-
-
-def _device(generator: torch.Generator | None) -> torch.device | None:
-    return None if generator is None else generator.device
 
 
 def _squared(points: Tensor, rows: Tensor) -> Tensor:
@@ -196,7 +193,7 @@ def _squared(points: Tensor, rows: Tensor) -> Tensor:
 
 def parted(points: Tensor, covariance: Tensor, generator: torch.Generator | None = None) -> Tensor:
     """Points ``(K, D)`` with noise of a hundredth of the deviations of a covariance ``(D, D)``, which tells equal ones apart."""
-    noise = torch.randn(points.shape, generator=generator, device=_device(generator)).to(points)
+    noise = torch.randn(points.shape, generator=generator, device=device_of(generator)).to(points)
     return points + 0.01 * covariance.diagonal().sqrt() * noise
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated import ClosedFormModel, Population, StateSpace
+from pyro_truncated import ClosedFormModel, Population, StateSpace, device_of
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import partners
@@ -188,8 +188,7 @@ class Plan:
 def _sides(x: Tensor, owner: Tensor, number: int, generator: torch.Generator | None) -> Tensor:
     """On which side of its component's mean each data point is, along a line through two of them: log weights ``(N, 2)`` of the halves."""
     size = torch.bincount(owner, minlength=number)
-    device = None if generator is None else generator.device
-    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device).to(x.device)
+    at = torch.rand(2, number, dtype=torch.float64, generator=generator, device=device_of(generator)).to(x.device)
     drawn = (size.cumsum(0) - size + (at * size).long()).clamp(max=len(x) - 1)
     mean = x.new_zeros(number, x.shape[1]).index_add_(0, owner, x) / size.clamp(min=1).unsqueeze(1)
     side = ((x - mean[owner]) * (x[drawn[0]] - x[drawn[1]])[owner]).sum(1) > 0

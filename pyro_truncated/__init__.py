@@ -26,6 +26,7 @@ from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_counts
+from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.rows import selected_rows
 from pyro_truncated.utils.unique_names import UniqueModule
 
@@ -72,6 +73,7 @@ __all__ = [
     "check_truncation",
     "cooling",
     "covered_mass",
+    "device_of",
     "diagnose",
     "estimate_evidence",
     "fit",

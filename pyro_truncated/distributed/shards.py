@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.mapped_files import file_of, release
 from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.generators import device_of
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}
@@ -279,8 +280,7 @@ def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None)
 
 
 def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor:
-    device = None if generator is None else generator.device
-    return torch.randperm(total, generator=generator, device=device)[:number]
+    return torch.randperm(total, generator=generator, device=device_of(generator))[:number]
 
 
 def draw_alike(generator: torch.Generator | None) -> None:

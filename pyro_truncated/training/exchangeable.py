@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.medians import Medians
+from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 _NUM_STATES = 4
@@ -46,8 +47,7 @@ class Exchangeable(NamedTuple):
         for name, axis in self.axes.items():
             value, to = state[name], here.to(state[name].device)
             chosen = value.index_select(axis, to)
-            device = None if generator is None else generator.device
-            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=device).to(value.device)
+            noise = torch.randn(chosen.shape, generator=generator, dtype=value.dtype, device=device_of(generator)).to(value.device)
             moved[name] = value.index_copy(axis, to, chosen + size * value.square().mean().sqrt() * noise)
         return {**state, **moved}
 

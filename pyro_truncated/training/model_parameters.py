@@ -13,6 +13,7 @@ import torch
 from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
+from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Parameters may start near zero, from where steps in their own unit would be too small.
@@ -57,7 +58,7 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
     """
     for name, value in parameters_of(model, y).items():
         size = max(_size(value), _size(reached[name]))
-        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=None if generator is None else generator.device)
+        noise = torch.randn(value.shape, generator=generator, dtype=value.dtype, device=device_of(generator))
         value.add_((size or 1.0) * noise.to(value.device))
 
 

@@ -29,6 +29,7 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.generators import device_of
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 _NOISE_FLOOR = 1e-4
@@ -83,7 +84,7 @@ class CandidateLatents:
         if not x.is_floating_point() or not bool((~x.isnan()).any()):
             raise ValueError(f"x must hold real numbers, not only missing ones; got {x.dtype}")
         latents = decoder.latents(x)
-        device = None if generator is None else generator.device
+        device = device_of(generator)
         order = torch.randperm(len(x), generator=generator, device=device).to(x.device)[:most]
         self.decoder, self.latents = decoder, latents[order]
         mean, variance = decoder.predict(self.latents, noiseless=True)

@@ -25,6 +25,7 @@ from pyro_truncated.gplvm.decoders.sas_model import SASModel
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.progress import progress_bar
 
 _LEAST_STEPS = 400
@@ -149,8 +150,7 @@ class SASTraining(SASModel):
         num_active = check_count("num_active", num_active)
         self._kept = None
         portion = self._join(x)
-        device = None if generator is None else generator.device
-        order = torch.randperm(self.num_data, generator=generator, device=device).to(x.device)
+        order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
         # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
         order = order[rows_of_everyone(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
         active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])

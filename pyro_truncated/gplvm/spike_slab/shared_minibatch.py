@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import portion_of, sums_of
+from pyro_truncated.utils.generators import device_of
 
 # Parameters with a row per data point.
 _LOCAL = ("loc", "scale")
@@ -43,8 +44,8 @@ def is_part(views: Sequence[Tensor]) -> bool:
 
 def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
     """A random minibatch, the same for any number of processes."""
-    device, portion = None if generator is None else generator.device, portion_of(views)
-    index = torch.randperm(model.num_data, generator=generator, device=device)[:size].to(model.loc.device)
+    portion = portion_of(views)
+    index = torch.randperm(model.num_data, generator=generator, device=device_of(generator))[:size].to(model.loc.device)
     scale = model.num_data / len(index)
     if portion is None or not portion.is_part:
         return Minibatch(index, index, scale)

@@ -70,6 +70,14 @@ def _quadrature(most: int) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([(nodes + 1) / 2 for nodes, _ in rules]), np.concatenate([weights / 2 for _, weights in rules])
 
 
+@njit(cache=True, nogil=True, error_model="numpy")
+def _room(places, model, num_pixels):
+    """What a block of images needs: memory, one state of theirs, what lies over a pixel, and the pixels that objects share."""
+    memory, state, local = make_memory(places, model[1].shape[0], model[1].shape[1], model[3])
+    space = np.zeros(num_pixels, np.int64), np.empty(num_pixels, np.int64), np.empty(num_pixels, np.int64)
+    return memory, state, local, space
+
+
 @parallel_kernel(cost=HEAVY, error_model="numpy")
 def _log_prob(places, rank, images, features, masks, variance, background, background_variance, shape, nodes, weights, out):
     """Log densities ``(N, C)`` of images ``(N, D, F)`` under states: places ``(N, C, H)``, -1 for absent objects, and depth ranks."""
@@ -79,9 +87,8 @@ def _log_prob(places, rank, images, features, masks, variance, background, backg
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
         model = features, masks, variance, shape, nodes, weights
-        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        memory, state, local, space = _room(places[low:high], model, images.shape[1])
         energy = np.empty(images.shape[1])
-        space = np.zeros(images.shape[1], np.int64), np.empty(images.shape[1], np.int64), np.empty(images.shape[1], np.int64)
         for n in range(low, high):
             base = background_energy(images[n], background, background_variance, energy) - constant
             for c in range(num_candidates):
@@ -102,9 +109,8 @@ def _pixel_log_prob(places, rank, images, features, masks, variance, background,
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
         model = features, masks, variance, shape, nodes, weights
-        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        memory, state, local, space = _room(places[low:high], model, images.shape[1])
         energy = np.empty(images.shape[1])
-        space = np.zeros(images.shape[1], np.int64), np.empty(images.shape[1], np.int64), np.empty(images.shape[1], np.int64)
         for n in range(low, high):
             background_energy(images[n], background, background_variance, energy)
             for c in range(num_candidates):
@@ -224,9 +230,8 @@ def _statistics(
     for block in prange(num_blocks):
         low, high = num_data * block // num_blocks, num_data * (block + 1) // num_blocks
         model = features, masks, variance, shape, nodes, weights
-        memory, state, local = make_memory(places[low:high], model[1].shape[0], model[1].shape[1], model[3])
+        memory, state, local, space = _room(places[low:high], model, num_pixels)
         held, owned, switched = np.zeros(len(memory[4])), np.zeros(memory[2].shape), np.zeros(memory[2].shape)
-        space = np.zeros(num_pixels, np.int64), np.empty(num_pixels, np.int64), np.empty(num_pixels, np.int64)
         energy, own = np.empty(num_pixels), np.empty(num_pixels)
         for n in range(low, high):
             background_energy(images[n], background, background_variance, energy)
