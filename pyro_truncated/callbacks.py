@@ -1,4 +1,4 @@
-"""Callbacks of :func:`~pyro_truncated.fit`: for tools that draw curves while training goes on, and for mixtures whose components move."""
+"""Callbacks of :func:`~pyro_truncated.fit`: curves drawn while training goes on, components that move, unused latents that start again."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 from pyro_truncated.training.loop import Training
 from pyro_truncated.training.relocation import SplitAndMerge
+from pyro_truncated.training.unused import RestartUnused
 from pyro_truncated.utils.counts import check_count
 
-__all__ = ["SplitAndMerge", "TensorBoard", "WandB"]
+__all__ = ["RestartUnused", "SplitAndMerge", "TensorBoard", "WandB"]
 
 
 class _Curves:

@@ -3,9 +3,10 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.search.affinities import Affinity, Cosine, LogOdds, Projection, Singletons
+from pyro_truncated.search.affinities import Affinity, Cosine, Projection, Singletons
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import CombinedSearch, Search, SearchBatch
+from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Affinity",
     "AutomaticSearch",
+    "CombinedFlips",
     "CombinedSearch",
     "ConditionalSearch",
     "Cosine",
@@ -30,7 +32,6 @@ __all__ = [
     "GPSelect",
     "LearnedFlips",
     "LinearFunctions",
-    "LogOdds",
     "NeighbourSearch",
     "Preselection",
     "Projection",

@@ -89,10 +89,10 @@ class _Dictionary(abc.ABC):
                 f"{type(self).__name__} compares observations (N, D) with a dictionary (D, H); "
                 f"got shapes {tuple(observed.shape)} and {tuple(weight.shape)}"
             )
-        return self._compare(observed, weight.to(observed), batch)
+        return self._compare(observed, weight.to(observed))
 
     @abc.abstractmethod
-    def _compare(self, observed: Tensor, weight: Tensor, batch: SearchBatch) -> Tensor:
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         """Scores ``(N, H)`` of observations ``(N, D)``."""
 
     def _observations(self, batch: SearchBatch) -> Tensor:
@@ -117,7 +117,7 @@ class Projection(_Dictionary):
         site: name of the observed site; needed only where there are several.
     """
 
-    def _compare(self, observed: Tensor, weight: Tensor, batch: SearchBatch) -> Tensor:
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         return observed.nan_to_num(nan=0.0) @ weight
 
 
@@ -137,7 +137,7 @@ class Cosine(_Dictionary):
         site: name of the observed site; needed only where there are several.
     """
 
-    def _compare(self, observed: Tensor, weight: Tensor, batch: SearchBatch) -> Tensor:
+    def _compare(self, observed: Tensor, weight: Tensor) -> Tensor:
         missing = observed.isnan()
         if not bool(missing.any()):
             direction: Tensor = weight / _or_one(weight.norm(dim=0))
@@ -145,48 +145,6 @@ class Cosine(_Dictionary):
         norm = ((~missing).to(weight) @ weight.square()).sqrt()
         projection: Tensor = observed.nan_to_num(nan=0.0) @ weight
         return projection / _or_one(norm)
-
-
-class LogOdds(_Dictionary):
-    r"""Posterior log odds of every binary latent given the others of the best state, of sparse coding up to the prior and the noise.
-
-    With the best state :math:`s` of a population and what it leaves unexplained, :math:`r_n = y_n - b - W s`,
-
-    .. math:: f_{nh} = W_h^\top r_n + (s_h - \tfrac12) \|W_h\|^2
-        = \sigma^2 \log \frac{p(y_n \mid s_h = 1, s_{\setminus h})}{p(y_n \mid s_h = 0, s_{\setminus h})}.
-
-    Sums and norms run over the observed entries of :math:`y_n`. Of many latents that resemble each other it selects those that explain what
-    is left, where :class:`Cosine` selects all that resemble the observation.
-
-    Example:
-        >>> model = BinarySparseCoding(16, 1000)
-        >>> search = Preselection(LogOdds(lambda: model.weight, offset=lambda: model.bias), 5)
-
-    Args:
-        weight: returns the current dictionary :math:`W`, ``(D, H)``.
-        site: name of the observed site; needed only where there are several.
-        offset: returns the current background :math:`b`, ``(D,)``; default: none.
-
-    Raises:
-        ValueError: at the first batch, if latents have more than two values.
-    """
-
-    @names_arguments
-    def __init__(self, weight: Callable[[], Tensor], site: str | None = None, *, offset: Callable[[], Tensor] | None = None) -> None:
-        super().__init__(weight, site)
-        if offset is not None and not callable(offset):
-            raise TypeError(f"offset must be a function that returns the current background; got {type(offset).__name__}")
-        self.offset = offset
-
-    def _compare(self, observed: Tensor, weight: Tensor, batch: SearchBatch) -> Tensor:
-        if not batch.space.is_binary:
-            raise ValueError(f"LogOdds is for binary latents; got latents of {sorted(set(batch.space.cardinalities))} values")
-        best = batch.space.unpack(batch.population.mode().unsqueeze(1), weight.dtype).squeeze(1)
-        background = 0.0 if self.offset is None else self.offset().detach().to(observed)
-        residual = observed - background - best @ weight.mT
-        power = (~observed.isnan()).to(weight) @ weight.square()
-        odds: Tensor = residual.nan_to_num(nan=0.0) @ weight + (best - 0.5) * power
-        return odds
 
 
 def _or_one(norm: Tensor) -> Tensor:

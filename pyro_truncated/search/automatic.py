@@ -5,18 +5,24 @@ from __future__ import annotations
 import torch
 
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
+from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.notes import note_once
+
+# Of more binary latents the flips of the best state are all scored and combined: of so many, others change few that matter.
+MANY = 256
 
 
 class AutomaticSearch(Search):
     """Chooses the search by the space it meets, and says so in one line.
 
     Spaces that have not more states than a step of the :class:`ConditionalSearch` scores are searched exhaustively
-    (:class:`ExhaustiveSearch`), others by the conditional search. Populations that hold the whole space are left as they are, as by
+    (:class:`ExhaustiveSearch`), those of more than 256 binary latents by :class:`CombinedFlips`, others by the conditional search.
+    Populations that hold the whole space are left as they are, as by
     every search.
 
     Example:
@@ -36,7 +42,7 @@ class AutomaticSearch(Search):
         self.chosen: Search | None = None
         check_kinds(AutomaticSearch.__init__, generator=generator)
         self.generator = generator
-        self._conditional = ConditionalSearch(generator=generator)
+        self._conditional, self._flips = ConditionalSearch(generator=generator), CombinedFlips()
 
     def propose(self, batch: SearchBatch) -> Population:
         """What the chosen search proposes."""
@@ -56,9 +62,17 @@ class AutomaticSearch(Search):
 
     def _choose(self, batch: SearchBatch) -> Search:
         space, size = batch.space, self._conditional.candidates_of(batch.population.num_states)
-        is_small = space.size <= size
-        self.chosen = ExhaustiveSearch() if is_small else self._conditional
+        how = "by full conditionals (ConditionalSearch)"
+        self.chosen = self._conditional
+        if space.size <= size:
+            self.chosen, how = ExhaustiveSearch(), "exhaustively"
+        elif is_of_many(space):
+            self.chosen, how = self._flips, "by the most promising flips of the best one (CombinedFlips)"
         if not batch.population.is_complete:
-            how = "exhaustively" if is_small else "by full conditionals (ConditionalSearch)"
             note_once(f"no search is named: the {space.readable_size} states of a data point are searched {how}")
         return self.chosen
+
+
+def is_of_many(space: StateSpace) -> bool:
+    """Whether a space has so many binary latents that all flips of one state are worth more than some of many."""
+    return space.is_binary and space.num_latents > MANY

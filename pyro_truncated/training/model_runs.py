@@ -20,7 +20,7 @@ from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.automatic import AutomaticSearch
+from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
@@ -187,7 +187,7 @@ def default_search(model: Any, space: StateSpace, num_states: int) -> Search:
     if isinstance(model, SearchedModel):
         return model.default_search(num_states)
     is_combined = 2 * space.cardinalities.count(2) > space.num_latents or isinstance(model, ResizableModel)
-    if not is_combined or space.size <= num_states:
+    if not is_combined or space.size <= num_states or is_of_many(space):
         return AutomaticSearch()
     return EvolutionarySearch(None if isinstance(model, ClosedFormModel) else _PARENTS, crossover=True)
 

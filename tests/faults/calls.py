@@ -277,6 +277,7 @@ enter(
 enter("ExhaustiveSearch", searched(search.ExhaustiveSearch), max_states=100)
 enter("SampledSearch", searched(search.SampledSearch), num_samples=4, prior_share=0.5, generator=None)
 enter("ConditionalSearch", searched(search.ConditionalSearch), num_candidates=4, generator=None)
+enter("CombinedFlips", searched(search.CombinedFlips), num_selected=3)
 enter("AutomaticSearch", searched(search.AutomaticSearch), generator=None)
 enter("CombinedSearch", searched(search.CombinedSearch), searches=(search.EvolutionarySearch(2, 2), search.ExhaustiveSearch()))
 enter(
@@ -290,7 +291,6 @@ enter(
     generator=None,
 )
 enter("Cosine", searched(lambda **k: search.Preselection(search.Cosine(**k), 2)), weight=lambda: uniform(D, H), site="y")
-enter("LogOdds", searched(lambda **k: search.Preselection(search.LogOdds(**k), 2)), weight=lambda: uniform(D, H), site="y")
 enter("Projection", searched(lambda **k: search.Preselection(search.Projection(**k), 2)), weight=lambda: uniform(D, H), site=None)
 
 

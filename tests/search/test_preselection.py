@@ -17,7 +17,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Population, Preselection, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops.combination import combine
-from pyro_truncated.search import Cosine, LogOdds, Projection, SearchBatch, Singletons
+from pyro_truncated.search import Cosine, Projection, SearchBatch, Singletons
 from pyro_truncated.states.population import initial_population
 
 SPACES = {"binary": StateSpace([2] * 8), "words": StateSpace([2] * 70), "mixed": StateSpace([2, 3, 2, 1, 5, 2]), "mixture": StateSpace([6])}
@@ -324,26 +324,6 @@ class TestAffinities:
                 part = weight[seen[n]]
                 norm = part.norm(dim=0) if isinstance(affinity, Cosine) and seen[n].any() else 1.0
                 torch.testing.assert_close(scores[n], y[n, seen[n]] @ part / norm)
-
-    @pytest.mark.parametrize("missing", [False, True])
-    def test_log_odds_are_those_of_the_joint_density_without_its_prior(self, missing: bool) -> None:
-        batch = Toy(SPACES["binary"]).batch()
-        y, weight, offset = (torch.randn(*shape, dtype=torch.float64) for shape in [(20, 5), (5, 8), (5,)])
-        y = y.masked_fill(torch.rand(20, 5) < 0.3, math.nan) if missing else y
-        best = batch.space.unpack(batch.population.mode().unsqueeze(1), torch.float64)
-        found = LogOdds(lambda: weight, offset=lambda: offset)(dataclasses.replace(batch, observations={"y": y}))
-        for h in range(8):
-            on, off = best.clone(), best.clone()
-            on[..., h], off[..., h] = 1.0, 0.0
-            log_density = [-0.5 * (y - offset - (s @ weight.mT).squeeze(1)).square().nansum(-1) for s in (on, off)]
-            torch.testing.assert_close(found[:, h], log_density[0] - log_density[1])
-
-    def test_log_odds_are_of_binary_latents(self) -> None:
-        batch = dataclasses.replace(Toy(SPACES["mixture"]).batch(), observations={"y": torch.ones(20, 3)})
-        with pytest.raises(ValueError, match=r"LogOdds is for binary latents; got latents of \[6\] values"):
-            LogOdds(lambda: torch.zeros(3, 1))(batch)
-        with pytest.raises(TypeError, match="offset must be a function that returns the current background; got Tensor"):
-            LogOdds(lambda: torch.zeros(3, 1), offset=torch.zeros(3))
 
     def test_an_element_without_length_scores_zero(self) -> None:
         batch = dataclasses.replace(Toy(SPACES["binary"]).batch(), observations={"y": torch.ones(20, 3)})

@@ -1,0 +1,67 @@
+"""Elements of a dictionary that are hardly ever on start again where data are badly explained."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from pyro.infer import SVI
+
+from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, fit
+from pyro_truncated.callbacks import RestartUnused
+from pyro_truncated.models import BinarySparseCoding, NoisyOr
+
+WEIGHT = 3 * torch.eye(8).repeat_interleave(2, 0)
+
+
+def _run(num_data: int = 400) -> tuple[SVI, BinarySparseCoding, torch.Tensor]:
+    """A model that knows seven of eight causes; its last element is far from everything, and the noise is nearly right."""
+    states = torch.bernoulli(torch.full((num_data, 8), 0.2))
+    y = states @ WEIGHT.mT + 0.3 * torch.randn(num_data, 16)
+    model = BinarySparseCoding(16, 8, offset=False).initialize(y)
+    with torch.no_grad():
+        model.weight = WEIGHT.clone()
+        model.weight[:, 7] = -50.0
+        model.scale, model.prior = torch.tensor(1.0), torch.tensor(0.2)
+    return SVI(model, AutoTruncated(model, num_states=64), ClosedForm(model), Truncated_ELBO()), model, y
+
+
+def test_an_element_that_is_never_on_finds_what_is_badly_explained() -> None:
+    svi, model, y = _run()
+    training = fit(svi, y, steps=10, progress=False)
+    torch.testing.assert_close(model.weight[:, 7].detach(), torch.full((16,), -50.0))  # EM leaves it where it is
+    before = training.free_energy
+    training = fit(svi, y, steps=20, callbacks=[RestartUnused(y, every=5, until=5)], progress=False)
+    assert training.record["restarted"] == [0, 0, 0, 0, 1, *[0] * 15]
+    assert training.free_energy > before + 100
+    torch.testing.assert_close(model.weight.detach(), WEIGHT, atol=0.2, rtol=0)
+
+
+def test_nothing_is_unused_before_the_first_step_or_where_everything_is_on() -> None:
+    svi, model, y = _run()
+    assert model.restart_unused(y) == 0
+    with torch.no_grad():
+        model.weight = WEIGHT.clone()
+    svi.step(y)
+    before = model.weight.detach().clone()
+    assert model.restart_unused(y) == 0
+    assert torch.equal(model.weight, before)
+
+
+def test_more_than_256_elements_start_from_parts_of_data_points() -> None:
+    y = torch.randn(400, 3)
+    few, many = (BinarySparseCoding(3, number).initialize(y, torch.Generator().manual_seed(0)) for number in (256, 257))
+    above = y[torch.randperm(400, generator=torch.Generator().manual_seed(0))[:256]] - few.bias
+    torch.testing.assert_close(few.weight.mT, above, atol=0.1, rtol=0)
+    torch.testing.assert_close(many.weight[:, :256].mT, 0.3 * above, atol=0.1, rtol=0)
+
+
+def test_other_models_and_numbers_are_refused() -> None:
+    y = torch.ones(5, 4)
+    with pytest.raises(ValueError, match="every"):
+        RestartUnused(y, every=0)
+    with pytest.raises(ValueError, match="until"):
+        RestartUnused(y, until=0)
+    model = NoisyOr(4, 3).initialize(y)
+    svi = SVI(model, AutoTruncated(model, num_states=8), ClosedForm(model), Truncated_ELBO())
+    with pytest.raises(TypeError, match="RestartUnused needs a model with the method restart_unused; NoisyOr has none"):
+        fit(svi, y, steps=1, callbacks=[RestartUnused(y)], progress=False)
