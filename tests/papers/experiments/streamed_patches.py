@@ -24,14 +24,17 @@ from pyro.infer import SVI
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Training, Truncated_ELBO, distributed, fit
+from pyro_truncated.callbacks import RestartUnused
 from pyro_truncated.datasets import Whitening, natural_images, save_whitened_patches, whitened_patches
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.search import LogOdds, Preselection
+from pyro_truncated.search import CombinedFlips
 from tests.papers.experiments.gabor import fit_gabors
 from tests.papers.experiments.natural_patches import save_fields
 
 SIDE, MINIBATCH, HELD_OUT = 16, 5000, 2000
-START = 0.3  # of data points as first fields: whole ones explain nothing but themselves
+# Unused fields start again every so many steps, but not in the last ones, in which they would learn nothing.
+EVERY, LAST = 20, 40
+UNUSED = 1e-4  # of the patches: fields that are on in fewer
 
 
 @dataclasses.dataclass
@@ -66,19 +69,18 @@ def data(folder: Path, num_data: int) -> tuple[Path, Tensor, Whitening]:
     return file, saved.pop("held_out"), Whitening(**saved)
 
 
-def train(folder: Path, num_data: int, num_latents: int, passes: int, num_states: int, num_selected: int) -> tuple[Any, Training]:
+def train(folder: Path, num_data: int, num_latents: int, passes: int, num_states: int, is_restarting: bool) -> tuple[Any, Training]:
     """Online EM; goes on from a checkpoint."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     y = distributed.shard(np.load(folder / f"patches-{num_data}.npy", mmap_mode="r"))
     model = BinarySparseCoding(SIDE**2, num_latents, offset=False).initialize(y)
-    with torch.no_grad():
-        model.weight = START * model.weight
     guide = AutoTruncated(model, num_states=num_states, store=folder / f"populations-{num_latents}")
-    elbo = Truncated_ELBO(Preselection(LogOdds(lambda: model.weight), num_selected))
-    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), elbo)
+    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), Truncated_ELBO())
+    steps = passes * -(-num_data // MINIBATCH)
+    restarts = [RestartUnused(y, every=EVERY, until=steps - LAST)] if is_restarting else []
     training = fit(
-        svi, y, steps=passes * -(-num_data // MINIBATCH), batches=distributed.Batches(y, MINIBATCH), callbacks=[Clock(model)],
+        svi, y, steps=steps, batches=distributed.Batches(y, MINIBATCH), callbacks=[*restarts, Clock(model)],
         checkpoint=folder / f"run-{num_data}-{num_latents}.pt", checkpoint_seconds=900, progress=False,
     )  # fmt: skip
     return model, training
@@ -86,7 +88,7 @@ def train(folder: Path, num_data: int, num_latents: int, passes: int, num_states
 
 def held_out_free_energy(model: BinarySparseCoding, y: Tensor, num_states: int = 100, steps: int = 10) -> float:
     """Free energy per patch of patches of images that were not seen."""
-    guide = AutoTruncated(model, num_states=num_states).infer(y, Preselection(LogOdds(lambda: model.weight), 8), steps)
+    guide = AutoTruncated(model, num_states=num_states).infer(y, CombinedFlips(8), steps)
     return float(guide.population().free_energy().mean())
 
 
@@ -101,6 +103,7 @@ def summary(model: BinarySparseCoding, training: Training, held_out: Tensor, num
         "num_latents": model.num_latents, "passes": training.steps // per_pass, "cpu_seconds": sum(record["cpu"]),
         "ms_per_patch": 1e3 * sum(record["cpu"]) / training.steps / MINIBATCH, "active": record["active"][-1], "scale": record["scale"][-1],
         "free_energy": free_energy.tolist(), "held_out": held_out_free_energy(model, held_out),
+        "restarted": sum(record.get("restarted", [])), "unused": int((training.svi.optim.statistics["states"] < UNUSED * num_data).sum()),
         "gabor_share": float((fits.r_squared > 0.8).double().mean()), "r_squared": fits.r_squared.sort().values.tolist(),
         "gabor_seconds": time.process_time() - start, "memory_gb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
     }  # fmt: skip
@@ -113,13 +116,13 @@ def main() -> None:
     parser.add_argument("--num-latents", type=int, nargs="+", default=[1000])
     parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--num-states", type=int, default=24)
-    parser.add_argument("--num-selected", type=int, default=8)
+    parser.add_argument("--restart", action="store_true", help="fields that are hardly ever on")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     _, held_out, _ = data(args.folder, args.num_data)
     for number in args.num_latents:
-        model, training = train(args.folder, args.num_data, number, args.passes, args.num_states, args.num_selected)
-        found = {"num_data": args.num_data, "num_states": args.num_states, "num_selected": args.num_selected}
+        model, training = train(args.folder, args.num_data, number, args.passes, args.num_states, args.restart)
+        found = {"num_data": args.num_data, "num_states": args.num_states, "restart": args.restart}
         found |= summary(model, training, held_out, args.num_data)
         with (args.folder / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(found) + "\n")
