@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_truncated.ops.combination import combine
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.options import options_of
-from pyro_truncated.states.population import Population
+from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
@@ -26,9 +26,9 @@ class CombinedFlips(Search):
 
     form the selection :math:`I_n`, and the proposals are :math:`\{s^* \oplus e_J : J \subseteq I_n\}`. The difference says how
     uncertain a latent is given all others, under any model: what explains the rest of an observation best is tried, and so is to do without
-    what hardly helps. A step takes :math:`H + 2^{H'}` scores per data point. Changes at random, as those of
-    :class:`EvolutionarySearch` and :class:`ConditionalSearch`, hardly ever hit the few of a thousand latents that matter;
-    where there are few latents those searches look around more widely.
+    what hardly helps. The best of the proposals is where the next round begins. A round takes :math:`H + 2^{H'}` scores per data point.
+    Changes at random, as those of :class:`EvolutionarySearch` and :class:`ConditionalSearch`, hardly ever hit the few of a thousand latents
+    that matter; where there are few latents those searches look around more widely.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -37,14 +37,15 @@ class CombinedFlips(Search):
 
     Args:
         num_selected: number of latents whose flips are combined, :math:`H'`; all of them where there are fewer.
+        rounds: how often that is done in a step. Where data points are seen once or a few times, two do much more than one.
 
     Raises:
-        ValueError: if ``num_selected`` is no positive integer; when searching, if a latent has more than two values.
+        ValueError: if a number is no positive integer; when searching, if a latent has more than two values.
     """
 
     @names_arguments
-    def __init__(self, num_selected: int = 6) -> None:
-        self.num_selected = check_count("num_selected", num_selected)
+    def __init__(self, num_selected: int = 6, rounds: int = 2) -> None:
+        self.num_selected, self.rounds = check_count("num_selected", num_selected), check_count("rounds", rounds)
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses latents of more than two values."""
@@ -52,12 +53,19 @@ class CombinedFlips(Search):
             raise ValueError(f"CombinedFlips is for binary latents; the model has {space}")
 
     def propose(self, batch: SearchBatch) -> Population:
-        """The best states with all combinations of their most promising flips, ``(N, 2**num_selected)``; the best states come first."""
+        """The best states with all combinations of their most promising flips, ``(N, rounds * 2**num_selected)``."""
         self.check_space(batch.space)
-        best = batch.population.mode().unsqueeze(1)
-        scores = _scores_of_flips(batch, best)
+        found = [self._around(batch.population.mode(), batch)]
+        while len(found) < self.rounds:
+            found.append(self._around(found[-1].mode(), batch))
+        return join(found)
+
+    def _around(self, best: Tensor, batch: SearchBatch) -> Population:
+        """States ``(N, W)`` with all combinations of their most promising flips; they themselves come first."""
+        states = best.unsqueeze(1)
+        scores = _scores_of_flips(batch, states)
         chosen = scores.topk(min(self.num_selected, scores.shape[1]), 1).indices
-        return batch.scored(combine(_flips(batch)[chosen]) ^ best)
+        return batch.scored(combine(_flips(batch)[chosen]) ^ states)
 
 
 def _flips(batch: SearchBatch) -> Tensor:

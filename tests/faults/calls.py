@@ -277,7 +277,7 @@ enter(
 enter("ExhaustiveSearch", searched(search.ExhaustiveSearch), max_states=100)
 enter("SampledSearch", searched(search.SampledSearch), num_samples=4, prior_share=0.5, generator=None)
 enter("ConditionalSearch", searched(search.ConditionalSearch), num_candidates=4, generator=None)
-enter("CombinedFlips", searched(search.CombinedFlips), num_selected=3)
+enter("CombinedFlips", searched(search.CombinedFlips), num_selected=3, rounds=2)
 enter("AutomaticSearch", searched(search.AutomaticSearch), generator=None)
 enter("CombinedSearch", searched(search.CombinedSearch), searches=(search.EvolutionarySearch(2, 2), search.ExhaustiveSearch()))
 enter(

@@ -27,7 +27,7 @@ def _batch(gain: Tensor) -> SearchBatch:
 def test_the_likeliest_flips_of_the_best_state_are_combined(kind: str) -> None:
     with ops.use(kind):
         batch = _batch(torch.randn(7, 70, dtype=torch.float64))
-        found = CombinedFlips(3).propose(batch)
+        found = CombinedFlips(3, rounds=1).propose(batch)
         best, space = batch.population.states()[:, 0], batch.space
         flips = torch.eye(70).expand(7, -1, -1)
         chosen = batch.score(space.pack((best.unsqueeze(1) - flips).abs())).topk(3).indices
@@ -44,8 +44,9 @@ def test_of_many_latents_that_do_not_interact_each_step_puts_so_many_right() -> 
     on = torch.rand(20, 500).topk(12).indices
     gain.scatter_(1, on, 2.0)
     batch = _batch(gain)
-    population = CombinedFlips(6).improve(batch, 2)
+    population = CombinedFlips(6, rounds=1).improve(batch, 2)
     torch.testing.assert_close(population.log_joint.amax(1), torch.full((20,), 24.0, dtype=torch.float64))
+    assert torch.equal(CombinedFlips(6, rounds=2).propose(batch).log_joint.amax(1), population.log_joint.amax(1))
     by_chance = EvolutionarySearch(8, 7, 2, crossover=True).improve(batch, 10)
     assert (by_chance.log_joint.amax(1) < 12).all()
 
@@ -63,3 +64,5 @@ def test_latents_of_other_kinds_are_refused() -> None:
         CombinedFlips().check_space(space)
     with pytest.raises(ValueError, match="num_selected"):
         CombinedFlips(0)
+    with pytest.raises(ValueError, match="rounds"):
+        CombinedFlips(rounds=0)
