@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.restoration.rounds import Learned, agreed, learned_in_rounds, weighted_mean
+from pyro_truncated.restoration.rounds import Learned, agreed, expected_errors, learned_in_rounds
+from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.generators import device_of
 
@@ -38,7 +39,7 @@ def restored_with_chosen_sides(
     generator: torch.Generator | None,
     progress: bool | None,
 ) -> tuple[list[Learned], Tensor]:
-    """Rounds of mixtures of which the last has the sides that suit the image, whose patches then agree on an array.
+    """Rounds of mixtures of which the last has the sides that suit the image, whose patches then agree on an array, beside similar windows.
 
     Which these are is found out by the same rounds on the image with more noise, the first array of :func:`split`, of which the last has
     all candidates: it is the second array that says how near to the truth they come, see :func:`weights_of_arrays`. Every second patch
@@ -67,12 +68,13 @@ def restored_with_chosen_sides(
     kept = (weights >= _LEAST_WEIGHT).nonzero().flatten().tolist()
     found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]
     weights = weights[kept] / weights[kept].sum()
-    from_noisier = agreed(noisier, found, weights)
+    from_noisier = with_groups(noisier, agreed(noisier, found, weights), expected_errors(found, weights), noise_of_first(noise))
     del found  # their mixtures and populations take much memory
     learned, _ = learned_in_rounds(image, image, noise, [*[patches] * (rounds - 1), chosen], **options)
     restored = agreed(image, learned, weights)
-    errors = weighted_mean([of_side.errors for of_side in learned], weights)
+    errors = expected_errors(learned, weights)
     level = noise if is_known else level_where_flat(image - restored, errors, noise)
+    restored = with_groups(image, restored, errors, noise)
     if level is not None:
         share = share_to_give_back(image, restored, noisier, from_noisier, level)
         restored = torch.lerp(restored, image, share if is_known else believed(share, errors, level))

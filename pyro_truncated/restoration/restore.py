@@ -13,7 +13,8 @@ from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
 from pyro_truncated.restoration.first_guesses import deviation, filled, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
-from pyro_truncated.restoration.rounds import agreed, learned_in_rounds
+from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
+from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
@@ -81,7 +82,9 @@ def denoise(
     say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those
     of the whole patches); with patches of several sides, so are the arrays that they give. Where entries are missing, so are those of the
     last two rounds, if the mixtures of the last one have no more components. Otherwise the patches of the last round agree on one array:
-    twice, their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left.
+    twice, their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left. Of images a fifth, or
+    less where mixtures are surer, is then what small windows say that are restored together with those most similar to them, whose errors
+    are other ones than those of mixtures, see :func:`~pyro_truncated.restoration.similar_windows.with_groups`.
 
     Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
     twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
@@ -170,7 +173,8 @@ def _by_mixtures(
         learned, restored = restored_with_chosen_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
         learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, **options)
-        restored = restored if bool(image.isnan().any()) else agreed(above, learned)
+        if not bool(image.isnan().any()):
+            restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
     last = learned[-1]
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 

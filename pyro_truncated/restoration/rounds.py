@@ -97,6 +97,11 @@ def weighted_mean(arrays: Sequence[Tensor], weights: Tensor | None = None) -> Te
     return stacked.mean(0) if weights is None else torch.tensordot(weights.to(stacked), stacked, 1)
 
 
+def expected_errors(learned: Sequence[Learned], weights: Tensor | None = None) -> Tensor:
+    """The mean of the expected squared errors of arrays, see :func:`weighted_mean`."""
+    return weighted_mean([of_side.errors for of_side in learned], weights)
+
+
 def _num_components(patches: Patches, number: int) -> int:
     """Components of the mixture of a round."""
     roots = _PATCHES_PER_ROOT * math.sqrt(patches.num_observed)

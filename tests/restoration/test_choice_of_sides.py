@@ -10,7 +10,7 @@ import torch
 from scipy.optimize import minimize
 from torch.nn import functional as F
 
-from pyro_truncated.restoration import Patches, choice_of_sides, denoise, restore, rounds
+from pyro_truncated.restoration import Patches, choice_of_sides, denoise, restore, similar_windows
 from pyro_truncated.restoration.choice_of_sides import (
     believed,
     level_where_flat,
@@ -230,8 +230,8 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         levels.append(others[-1])
         return 0.05
 
-    def agreeing(*arguments):
-        last.append(rounds.agreed(*arguments))
+    def averaging(*arguments):
+        last.append(similar_windows.with_groups(*arguments))
         return last[-1]
 
     for module, name, value in [
@@ -239,7 +239,7 @@ def test_if_the_noise_is_known_a_share_of_what_was_taken_off_is_given_back(monke
         (restore, "_CANDIDATES", (4, 6)),
         (restore, "noise_level", lambda *arguments: 5.0),
         (choice_of_sides, "_BELIEVED", most),
-        (choice_of_sides, "agreed", agreeing),
+        (choice_of_sides, "with_groups", averaging),
         (choice_of_sides, "level_where_flat", lambda *arguments: flat),
         (choice_of_sides, "share_to_give_back", giving),
     ]:

@@ -1,0 +1,137 @@
+"""Groups of similar windows of an image: what they have in common, found by the singular values of each group by itself."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.restoration.windows import Patches
+
+# Chosen on images that are not reported: tests/papers/results/restoration.md.
+_SIDE, _SIDE_OF_COLOURS, _STRIDE, _MEMBERS, _REACH = 4, 3, 3, 24, 12
+_LEAST_ERROR = 0.03
+# What groups count for beside mixtures, at most.
+_MOST_WEIGHT = 0.2
+# Windows whose groups are looked for at once.
+_BLOCK = 4096
+
+
+def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, channels: int | None = None) -> Tensor:
+    r"""A restored image, averaged with what groups of windows that are similar in it say of the noisy one, see :func:`restored_by_groups`.
+
+    Their errors are other ones than those of mixtures, so that the mean is nearer to the truth than both. The weight of the groups is
+    :math:`v / (v + v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most .2.
+
+    Args:
+        image: the noisy image; signals, volumes and images with missing entries have no groups, and the estimate is returned as it is.
+        estimate: the restored image.
+        errors: its expected squared errors, of the same shape.
+        noise: standard deviation of the noise.
+        channels: number of channels; ``None`` for an image without.
+    """
+    if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
+        return estimate
+    found, expected = restored_by_groups(image, estimate, noise, channels=channels)
+    return torch.lerp(estimate, found, (errors / (errors + expected)).clamp(max=_MOST_WEIGHT))
+
+
+def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:
+    r"""An image of which every window is restored together with those that are like it.
+
+    The group of a window of side 4, in colour 3, are the 24 near by that are nearest to it in an estimate. Its noisy windows, with their
+    mean taken off, are a matrix of small rank and noise, whose singular values are shrunk, see :func:`shrunk`. What the groups say of an
+    entry is averaged, weighted by the inverse of their expected squared errors.
+
+    Args:
+        image: the noisy image, ``(height, width)`` or ``(height, width, channels)``, without missing entries.
+        estimate: the same restored in another way.
+        noise: standard deviation of the noise.
+        channels: number of channels; ``None`` for an image without.
+
+    Returns:
+        The restored image; and its expected squared errors, in the mean of the groups.
+
+    Reference:
+        Zhang, Dong, Zhang and Shi, "Two-stage image denoising by principal component analysis with local pixel grouping", Pattern
+        Recognition 43, 2010.
+    """
+    shape = image.shape[:2]
+    side = min(_SIDE if channels is None else _SIDE_OF_COLOURS, *shape)
+    windows = Patches(shape, side, channels=channels)
+    y, x = windows.extract(image), windows.extract(estimate)
+    total, expected, share = torch.zeros_like(y), y.new_zeros(len(y), 1), y.new_zeros(len(y), 1)
+    centres = Patches(shape, side, min(_STRIDE, side), channels=channels).places().to(y.device)
+    for block in centres.split(_BLOCK):
+        members = similar(x, block, [size - side + 1 for size in shape])
+        groups = y[members]
+        mean = groups.mean(1, keepdim=True)
+        restored, errors = shrunk(groups - mean, noise)
+        errors = (errors + noise**2 / members.shape[1])[:, None, None].expand(-1, members.shape[1], 1)
+        weights = 1 / (errors + _LEAST_ERROR * noise**2)
+        for sums, what in ((total, weights * (restored + mean)), (expected, weights * errors), (share, weights)):
+            sums.index_add_(0, members.flatten(), what.flatten(0, 1))
+    whole = share.where(share > 0, 1.0)
+    return windows.assemble(total / whole, share), windows.assemble((expected / whole).expand(y.shape), share)
+
+
+def similar(windows: Tensor, centres: Tensor, counts: list[int]) -> Tensor:
+    """The windows nearest to some, the window itself first, of those not too far away in the image.
+
+    Args:
+        windows: all windows of an image in their order, ``(N, D)``.
+        centres: places of some of them, ``(G, 2)``.
+        counts: how many windows there are along each dimension.
+
+    Returns:
+        Their numbers, ``(G, K)``.
+    """
+    size, row = centres.new_tensor(counts), centres.new_tensor([counts[1], 1])
+    own = windows[(centres * row).sum(1)]
+    numbers, distances = [], []
+    for shift in itertools.product(range(-_REACH, _REACH + 1), repeat=2):
+        places = centres + centres.new_tensor(shift)
+        is_inside = ((places >= 0) & (places < size)).all(1)
+        numbers.append((places.clamp(min=0).minimum(size - 1) * row).sum(1))
+        distance = (windows[numbers[-1]] - own).square().sum(1)
+        distances.append(torch.where(is_inside, distance, math.inf) if any(shift) else torch.full_like(distance, -1.0))
+    distance = torch.stack(distances, 1)
+    number = min(_MEMBERS, int(distance.isfinite().sum(1).min()))
+    return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
+
+
+def shrunk(matrices: Tensor, noise: float) -> tuple[Tensor, Tensor]:
+    r"""Matrices of small rank without their noise, as near in the mean of squares as shrinking singular values gets.
+
+    For matrices of ``n`` by ``m`` entries, not more columns or rows than ``n``, and singular values :math:`s` in units of
+    :math:`\sqrt n \sigma`, with :math:`\beta = m / n`:
+
+    .. math:: \eta(s) = \frac{\sqrt{(s^2 - \beta - 1)^2 - 4 \beta}}{s} \quad \text{for } s > 1 + \sqrt\beta, \qquad 0 \text{ otherwise}.
+
+    The squared error is then :math:`x^2 - \eta^2` for each singular value kept, :math:`x` without noise being the larger root of
+    :math:`s^2 = (x^2 + 1) (x^2 + \beta) / x^2`.
+
+    Args:
+        matrices: with noise, ``(G, K, D)``.
+        noise: its standard deviation :math:`\sigma`.
+
+    Returns:
+        The matrices without noise; and the expected squared errors of their entries, the mean of each matrix, ``(G,)``.
+
+    Reference:
+        Gavish and Donoho, "Optimal shrinkage of singular values", IEEE Transactions on Information Theory 63, 2017.
+    """
+    number, entries = matrices.shape[1:]
+    small, large = sorted((number, entries))
+    beta = small / large
+    squares, directions = torch.linalg.eigh(matrices @ matrices.mT if number == small else matrices.mT @ matrices)
+    squares = squares.clamp(min=torch.finfo(squares.dtype).tiny) / (large * noise**2)
+    is_kept = squares > (1 + math.sqrt(beta)) ** 2
+    above = squares - beta - 1
+    root = (above.square() - 4 * beta).clamp(min=0.0).sqrt() * is_kept
+    projection = (directions * (root / squares).unsqueeze(1)) @ directions.mT
+    errors = ((above + root) / 2 - root.square() / squares) * is_kept
+    restored = projection @ matrices if number == small else matrices @ projection
+    return restored, errors.sum(1) * (large * noise**2 / (number * entries))
