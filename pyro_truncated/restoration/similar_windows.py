@@ -15,6 +15,8 @@ _SIDE, _SIDE_OF_COLOURS, _STRIDE, _MEMBERS, _REACH = 4, 3, 3, 24, 12
 _LEAST_ERROR = 0.03
 # What groups count for beside mixtures, at most.
 _MOST_WEIGHT = 0.2
+# Their expected errors count so many times: they leave out that windows were chosen, and are of large matrices.
+_THEIRS = 3.0
 # Windows whose groups are looked for at once.
 _BLOCK = 4096
 
@@ -23,7 +25,7 @@ def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, c
     r"""A restored image, averaged with what groups of windows that are similar in it say of the noisy one, see :func:`restored_by_groups`.
 
     Their errors are other ones than those of mixtures, so that the mean is nearer to the truth than both. The weight of the groups is
-    :math:`v / (v + v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most .2.
+    :math:`v / (v + 3 v')` with the expected squared errors :math:`v` of the estimate and :math:`v'` of theirs, but at most .2.
 
     Args:
         image: the noisy image; signals, volumes and images with missing entries have no groups, and the estimate is returned as it is.
@@ -35,7 +37,7 @@ def with_groups(image: Tensor, estimate: Tensor, errors: Tensor, noise: float, c
     if image.dim() != (2 if channels is None else 3) or bool(image.isnan().any()):
         return estimate
     found, expected = restored_by_groups(image, estimate, noise, channels=channels)
-    return torch.lerp(estimate, found, (errors / (errors + expected)).clamp(max=_MOST_WEIGHT))
+    return torch.lerp(estimate, found, (errors / (errors + _THEIRS * expected)).clamp(max=_MOST_WEIGHT))
 
 
 def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channels: int | None = None) -> tuple[Tensor, Tensor]:

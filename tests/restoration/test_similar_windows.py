@@ -75,7 +75,7 @@ def test_images_may_be_small(shape):
 
 def test_groups_count_by_what_their_errors_are_but_a_fifth_at_most(monkeypatch):
     monkeypatch.setattr(similar_windows, "restored_by_groups", lambda image, *others, **options: (image, torch.full_like(image, 0.9)))
-    for errors, weight in [(0.9, 0.2), (0.1, 0.1), (0.0, 0.0)]:
+    for errors, weight in [(0.9, 0.2), (0.3, 0.1), (0.0, 0.0)]:
         for shape, channels in [((9, 9), None), ((9, 9, 3), 3)]:
             image = torch.ones(shape)
             torch.testing.assert_close(with_groups(image, 0 * image, errors * image, 1.0, channels), weight * image)
