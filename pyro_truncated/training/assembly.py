@@ -27,18 +27,25 @@ class Assembly:
     Args:
         recombinations: each exchanges latents of one group between two members.
         settle: trains the model a little, in ever smaller steps, from where a member is.
+        fit: trains its parameters alone, for the likeliest states of a member.
         generator: source of randomness.
     """
 
     def __init__(
-        self, recombinations: Sequence[Recombination], settle: Callable[[Member], Start], generator: torch.Generator | None = None
+        self,
+        recombinations: Sequence[Recombination],
+        settle: Callable[[Member], Start],
+        fit: Callable[[Member], Start],
+        generator: torch.Generator | None = None,
     ) -> None:
-        self._recombinations, self._settle, self._generator = recombinations, settle, generator
+        self._recombinations, self._settle, self._fit, self._generator = recombinations, settle, fit, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
-        # The last one whose spare latents have been tried elsewhere, and the last one without latents that show what others show as well.
+        # The last one whose spare latents have been tried elsewhere, the last one without latents that show what others show as well, and
+        # the last one without latents that would rather be off where they are on.
         self._tried: Member | None = None
         self._untangled: Member | None = None
+        self._turned: Member | None = None
 
     @property
     def best(self) -> Start:
@@ -55,7 +62,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other) | self._untangle():
+            if self._take(other) | self._untangle() | self._turn():
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self._use_spare_latents()
@@ -97,6 +104,25 @@ class Assembly:
         for group in self._recombinations:
             self._best = self._better(group, self._best, group.untangled(self._best))
         self._untangled = self._best
+        return self._best is not before
+
+    def _turn(self) -> bool:
+        """Whether the best has become better by latents that are off where they were on.
+
+        What a latent shows may be minus what it should, and the rest of the model as if the cause were always there: all data points
+        without the cause have the latent then. No step by step leads from there to the cause, but parameters that fit such states do.
+        """
+        assert self._best is not None
+        before = self._best
+        if before is self._turned:
+            return False
+        for group in self._recombinations:
+            for latent in group.mostly_on(before):
+                turned = group.turned(self._best, latent)
+                settled = self._settled(self._member(self._fit(turned), near=turned))
+                if settled.free_energy > self._best.free_energy + group.tolerance:
+                    self._best = settled
+        self._turned = self._best
         return self._best is not before
 
     def _better(self, group: Recombination, parent: Member, child: Member) -> Member:

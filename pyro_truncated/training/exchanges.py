@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import exchangeable_latents
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_parameters import forgetting_guides, put_back
@@ -19,14 +22,37 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
     """A short run from parameters and populations that are nearly where they should be, in ever smaller steps."""
-    put_back(model, y, member.parameters)
     with forgetting_guides(model, y):
-        run = Run(model, y, settings.slowing(steps))
-        if run.truncated is not None and member.beside:
-            run.see(y)
-            run.take_over(Medians(model, y, run.truncated).beside(member.parameters, member.beside), y)
+        run = _run_from(model, y, settings.slowing(steps), member)
         offer(run, y, member.population.states())
         return start_of(run, model, y, trained(run, y, steps))
+
+
+def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
+    """A short run in which only the parameters change: to those of the likeliest states, which stay as they are."""
+    with forgetting_guides(model, y):
+        run = _run_from(model, y, dataclasses.replace(settings, search=_AsTheyAre(), num_states=1), member)
+        words, scorer = member.population.mode().unsqueeze(1), run.scorer(y)
+        assert run.truncated is not None
+        run.truncated.populations.store_(scorer.score(words), None, words)
+        return start_of(run, model, y, trained(run, y, steps))
+
+
+class _AsTheyAre(Search):
+    """Proposes nothing new."""
+
+    def propose(self, batch: SearchBatch) -> Population:
+        """The states that there are."""
+        return batch.population
+
+
+def _run_from(model: Any, y: Tensor, settings: Settings, member: Member) -> Run:
+    put_back(model, y, member.parameters)
+    run = Run(model, y, settings)
+    if run.truncated is not None and member.beside:
+        run.see(y)
+        run.take_over(Medians(model, y, run.truncated).beside(member.parameters, member.beside), y)
+    return run
 
 
 def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:

@@ -104,10 +104,11 @@ def learn(
     best start takes over those latents of all others that raise its free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
     its latents: on for the same data points (correlations above .9). Continuous latents are exchanged by their medians, as parameters are.
-    A latent of the best that is on only beside another one takes over what both show, if that gains. Where a start adds nothing, a spare
-    latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises. Spare ones need not
-    be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models without ``initialize``
-    have half the states.
+    A latent of the best that is on only beside another one takes over what both show, if that gains; one that is on in more than half of
+    the data points is turned off there and on elsewhere, and parameters are fitted to such states, if that gains. Where a start adds
+    nothing, a spare latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises.
+    Spare ones need not be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models
+    without ``initialize`` have half the states.
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,8 @@ _MOST_DIFFERENT = 0.25
 _BESIDE = 0.9
 # How many such latents are looked at.
 _MOST_BESIDE = 10
+# The part of the data points above which a latent may be on where its cause is missing.
+_MOSTLY = 0.5
 # The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
 _ROUNDING = 1e-4
 
@@ -155,6 +158,19 @@ class Recombination:
                 changed = self._adapted(parameters, words, _ADAPTING, others).near(best)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
+
+    def mostly_on(self, member: Member) -> list[int]:
+        """Binary latents that are on for more than half of the data points, those that are on most often first."""
+        share = self._marginals(member).mean(0)
+        if self._latents.num_values or self._guide.space.cardinalities[self._latents.latents.start] != 2:
+            return []
+        return [latent for latent in share.argsort(descending=True).tolist() if float(share[latent]) > _MOSTLY]
+
+    def turned(self, member: Member, latent: int) -> Member:
+        """A model with states in which a binary latent is off where it was on, ranked as they were; its parameters do not fit them yet."""
+        states, place = member.population.states(), self._latents.latents.start + latent
+        states[..., place] = 1 - states[..., place]
+        return member._replace(population=dataclasses.replace(member.population, words=member.population.space.pack(states)))
 
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:
         """Pairs of latents of which the second is on only where the first is, those that are on most often first."""

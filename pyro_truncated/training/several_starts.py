@@ -14,11 +14,10 @@ from torch import Tensor
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed, untangled
-from pyro_truncated.training.exchanges import recombinations_of, settled
+from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.model_runs import Settings, space_of
-from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.utils.progress import ProgressBar
 
@@ -138,12 +137,11 @@ class SeveralStarts:
         recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance, state)
         if not recombinations:
             return None
-        assembly = Assembly(recombinations, partial(self._settled, steps=max(1, self._plan.steps // 2)), self._plan.generator)
+        settle = partial(settled, self._model, self._y, self._settings, steps=max(1, self._plan.steps // 2))
+        fit = partial(fitted, self._model, self._y, self._settings, steps=self._plan.steps)
+        assembly = Assembly(recombinations, settle, fit, self._plan.generator)
         assembly.join(self.best)
         return assembly
-
-    def _settled(self, member: Member, steps: int) -> Start:
-        return settled(self._model, self._y, self._settings, member, steps)
 
     def _end(self, number: int, found: Start) -> None:
         if can_complete(self._model):

@@ -25,8 +25,10 @@ from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
+from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.redundancy import losses_without_values
@@ -343,7 +345,7 @@ def repeating(bars: Bars) -> dict[str, Tensor]:
 
 def assembly_of(bars: Bars, *parameters: dict[str, Tensor]) -> Assembly:
     """Starts that have ended with these parameters, which are left as they are."""
-    assembly = Assembly([recombination(bars.data)], as_start)
+    assembly = Assembly([recombination(bars.data)], as_start, as_start)
     for value in parameters:
         assembly.join(Start(Reached(0.0), value, None))
     return assembly
@@ -365,7 +367,8 @@ def test_beside_continuous_latents_an_exchange_counts_for_what_it_has_once_it_is
     tangled["weight"][:, 4] -= bars.components[:, 1]
     crossing = recombination(bars.data)
     for pair in ((without(bars, 3), without(bars, 4)), (tangled, tangled)):
-        assembly = Assembly([crossing], partial(as_start_with_continuous_latents, less=0.0 if is_better else 1000.0))
+        settle = partial(as_start_with_continuous_latents, less=0.0 if is_better else 1000.0)
+        assembly = Assembly([crossing], settle, as_start)
         starts = [as_start_with_continuous_latents(crossing.member(parameters), less=1.0) for parameters in pair]
         for start in starts:
             assembly.join(start)
@@ -433,7 +436,7 @@ def test_nothing_is_complete_before_each_group_is() -> None:
     """What a single start has found is missed in each of two groups."""
     bars = linear_bars(100, 3, mean_active=2.0, noise=1.0, generator=generator())
     latents = recombination(bars.data)
-    both = Assembly([latents, latents], as_start)
+    both = Assembly([latents, latents], as_start, as_start)
     for parameters in (whole(bars), without(bars, 5), without(bars, 5)):
         both.join(Start(Reached(0.0), parameters, None))
     assert (both.num_lonely, both.is_complete()) == (2, False)
@@ -500,7 +503,7 @@ def test_a_component_that_all_starts_have_twice_goes_where_data_are_explained_wo
     stuck = Start(
         Reached(0.0), {"loc": torch.stack([CENTRES[0], CENTRES[1], CENTRES[2:].mean(0), CENTRES[0]]), "share": torch.zeros(4)}, None
     )
-    assembly = Assembly([crossing_of_clusters(y)], partial(estimated, y), generator())
+    assembly = Assembly([crossing_of_clusters(y)], partial(estimated, y), as_start, generator())
     assembly.join(stuck)
     assert assembly.best.parameters is stuck.parameters
     # Nothing is tried before another start has failed to help.
@@ -521,6 +524,31 @@ def test_a_value_is_worth_what_the_best_states_lose_without_it() -> None:
     narrow = Population(member.population.space, member.population.words[:, :2], member.population.log_joint[:, :2])
     has_value = (narrow.states()[..., :1] == torch.arange(4)).all(1).any(0)
     assert torch.equal(losses_without_values(narrow, 0, 4).isinf(), has_value)
+
+
+def above_an_offset(y: Tensor) -> None:
+    weight, offset = pyro.param("weight", torch.zeros(9, 6)), pyro.param("offset", torch.zeros(9))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.2)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT + offset, 1.0).to_event(1), obs=y)
+
+
+def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
+    """Its weights are minus what they should be, and the offset shows the cause: all starts may end so, and agree."""
+    bars = linear_bars(200, 3, mean_active=1.2, noise=1.0, generator=generator())
+    right = {"weight": bars.components, "offset": torch.zeros(9)}
+    turned = {"weight": bars.components.clone(), "offset": bars.components[:, 2].clone()}
+    turned["weight"][:, 2] *= -1
+    settings = Settings(EvolutionarySearch(), 16)
+    (group,) = recombinations_of(above_an_offset, bars.data, settings, 0.05, {"weight": torch.randn(9, 6), "offset": torch.randn(9)})
+    settle, fit = (partial(method, above_an_offset, bars.data, settings, steps=40) for method in (settled, fitted))
+    assembly = Assembly([group], settle, fit)
+    assembly.join(Start(Reached(0.0), turned, None))
+    # Of six latents with a probability of .2 one that is turned is on in .8 of the data points.
+    assert group.member(turned).free_energy < group.member(right).free_energy - 0.5
+    assert assembly.best.reached.free_energy > group.member(right).free_energy
+    assert matched_bars(assembly.best.parameters["weight"], bars.components) == 6
+    torch.testing.assert_close(assembly.best.parameters["offset"], torch.zeros(9), rtol=0, atol=1.0)
 
 
 # --- in learn ---
