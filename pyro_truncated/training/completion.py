@@ -55,7 +55,7 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
     return found if found.reached.free_energy > best.reached.free_energy else best
 
 
-def untangled(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
+def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
     """A start whose latents that stood for differences of causes stand for causes, as far as that raises its free energy; or itself.
 
     Most starts hold no latent that is on only where another one is, and cost no more than to look for one.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.completion import can_complete, completed, untangled
+from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
@@ -145,7 +145,7 @@ class SeveralStarts:
 
     def _end(self, number: int, found: Start) -> None:
         if can_complete(self._model):
-            found = untangled(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
+            found = mended(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         self.energies.append(found.reached.free_energy)
         if not self._first or self._assembly is not None or number % 2 == 0:

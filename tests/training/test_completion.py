@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding
-from pyro_truncated.training.completion import can_complete, completed, untangled
+from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.resting import rested
@@ -59,11 +59,11 @@ def test_a_latent_that_is_on_only_where_another_one_is_becomes_the_cause_that_bo
     found = []
     for start in (start_that_knows(truth, y), start_that_knows(weight, y)):
         pyro.clear_param_store()
-        found.append((start, untangled(BinarySparseCoding(16, 8), y, SETTINGS, start, 0.05, 10)))
-    (complete, same), (lesser, mended) = found
+        found.append((start, mended(BinarySparseCoding(16, 8), y, SETTINGS, start, 0.05, 10)))
+    (complete, same), (lesser, whole) = found
     assert same is complete
-    assert (bars_of(lesser), bars_of(mended)) == (7, 8)
-    assert abs(mended.reached.free_energy - complete.reached.free_energy) < 0.05
+    assert (bars_of(lesser), bars_of(whole)) == (7, 8)
+    assert abs(whole.reached.free_energy - complete.reached.free_energy) < 0.05
 
 
 def test_starts_that_have_found_the_same_exchange_nothing() -> None:
