@@ -25,12 +25,14 @@ class Covariances(abc.ABC):
         is_own: whether every component has its own covariance.
         is_dense: whether that is a matrix ``(D, D)``.
         least_directions: how many dimensions data must have.
+        pseudo_data: how many data points the prior of a covariance counts for where nobody says it.
     """
 
     supports: dict[str, constraints.Constraint] = {"scale": constraints.positive}  # noqa: RUF012
     is_own = True
     is_dense = False
     least_directions = 1
+    pseudo_data = 1.0
 
     @abc.abstractmethod
     def likelihood(self, z: Tensor, loc: Tensor, parameters: Parameters) -> Any:
@@ -154,6 +156,8 @@ class Full(Covariances):
     """Full ones: ``scale (K, D, D)`` holds Cholesky factors."""
 
     is_dense = True
+    # Chosen on other data than those of the tables.
+    pseudo_data = 6.0
 
     supports = {"scale": constraints.lower_cholesky}  # noqa: RUF012
 
@@ -208,6 +212,7 @@ class Tied(Full):
     """A full one that all components share: ``scale (D, D)`` holds its Cholesky factor."""
 
     is_own = is_dense = False
+    pseudo_data = 0.0
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
         """Its factor."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pyro
+import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
@@ -22,13 +25,14 @@ from pyro_truncated import (
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
-from pyro_truncated.models.floors import variance_floor
+from pyro_truncated.models.covariance_prior import Prior
+from pyro_truncated.models.floors import floored, variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import grouped
-from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, statistics_of_all
+from pyro_truncated.models.split_and_merge import Moves, Plan, accepted, offered, populations_of_all, statistics_of_all
 from pyro_truncated.search import LinearFunctions
 
 _ROWS_PER_COMPONENT = 50
@@ -38,7 +42,9 @@ class GaussianMixture(LinearMixture):
     r"""Mixture of Gaussians, :math:`z \sim \mathrm{Categorical}(\pi)`, :math:`y \sim \mathcal N(\mu_z, \Sigma_z)`.
 
     Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
-    do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint.
+    do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint. What components
+    have of their own has a weak prior, from :meth:`initialize` on, as if each had seen a few data points more with the covariance of all
+    data in a unit that fits the component. The free energy includes its log density, :meth:`log_prior`.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -46,8 +52,6 @@ class GaussianMixture(LinearMixture):
         >>> guide = AutoTruncated(model, num_states=2)  # both components: exact EM
         >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO())
         >>> losses = [svi.step(y) for _ in range(10)]
-        >>> guide.marginals()["z"].shape
-        torch.Size([100, 2])
 
     Args:
         num_observed: number of observed dimensions ``D``.
@@ -57,6 +61,7 @@ class GaussianMixture(LinearMixture):
             cost ``D R`` instead of ``D^2``, but the M-step takes ``K D^2`` sums of products as for full ones.
         rank: number of columns ``R`` of :math:`W_k`, below ``D``; of low-rank covariances.
         shared_noise: whether all components of low rank have the same :math:`\sigma`.
+        pseudo_data: how many data points the prior of a covariance counts for, 0 for none; default: six, one if diagonal or spherical.
         dtype: floating point type of the parameters; default: torch's.
 
     Attributes:
@@ -66,9 +71,10 @@ class GaussianMixture(LinearMixture):
             and ``(K,)`` if spherical; those of the noise :math:`\sigma`, ``(K,)`` or ``()``, if of low rank.
         factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
         center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
+        spread: the data's covariance in :meth:`initialize`, ``(D, D)``; before, and in earlier versions' states, zero: no prior.
 
     Raises:
-        ValueError: for an unknown kind of covariance, or a rank that is missing, out of range, or given for another kind.
+        ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.
 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
@@ -79,6 +85,8 @@ class GaussianMixture(LinearMixture):
     scale: Tensor
     factor: Tensor
     center: Tensor
+    spread: Tensor
+    pseudo_data: float = 0.0
 
     @names_arguments
     def __init__(
@@ -89,12 +97,16 @@ class GaussianMixture(LinearMixture):
         covariance: str = "full",
         rank: int | None = None,
         shared_noise: bool = False,
+        pseudo_data: float | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_counts(num_observed=num_observed, num_components=num_components)
+        if pseudo_data is not None and not 0 <= pseudo_data < math.inf:
+            raise ValueError(f"pseudo_data must be finite and not negative; got {pseudo_data}")
         self.num_observed, self.num_components, self.covariance, self.rank = num_observed, num_components, covariance, rank
         self._kind = kind_of(covariance, num_observed, rank, shared_noise)
+        self.pseudo_data = self._kind.pseudo_data if pseudo_data is None or not self._kind.is_own else pseudo_data
         weights = torch.full((num_components,), 1 / num_components, dtype=dtype)
         self.weights = PyroParam(weights, constraints.simplex)  # type: ignore[assignment]
         self.loc = PyroParam(torch.randn(num_components, num_observed, dtype=dtype), constraints.real)  # type: ignore[assignment]
@@ -103,12 +115,20 @@ class GaussianMixture(LinearMixture):
             value = 0.1 * torch.randn_like(value) if name == "factor" else value
             setattr(self, name, PyroParam(value, self._kind.supports[name]))
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
+        self.register_buffer("spread", torch.zeros(num_observed, num_observed, dtype=torch.float64))
+
+    def later_buffers(self) -> dict[str, Tensor]:
+        """Mixtures of earlier versions have no prior."""
+        return {**super().later_buffers(), "spread": self.center.new_zeros(2 * self.center.shape)}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, spreads = self.weights, self.loc, self._spreads()
         size = len(y) if y is not None else num_data or 1
+        if y is not None and self.pseudo_data:
+            unit = dist.Unit(self.log_prior(), validate_args=False)  # a factor, but no device is waited for
+            pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True})
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", Component(weights))
             likelihood = self._kind.likelihood(z, loc, spreads)
@@ -122,8 +142,7 @@ class GaussianMixture(LinearMixture):
 
         Twice as many clusters belong to rows that lie spread over the data (k-means++); of these those become one that one component
         explains nearly as well as two (model-based hierarchical clustering, see
-        :class:`~pyro_truncated.models.agglomeration.Agglomeration`). All of it looks at 20 000 random rows, or fifty for each component if
-        that is more.
+        :class:`~pyro_truncated.models.agglomeration.Agglomeration`). All of it looks at 20 000 random rows, or fifty per component if more.
 
         Args:
             y: data ``(N, D)``.
@@ -133,13 +152,15 @@ class GaussianMixture(LinearMixture):
             The model itself.
 
         Raises:
-            ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
+            ValueError: for data that training refuses, in its words.
         """
         check_observable(self, check_data(y, self.num_observed), constraints.real)
         rows = some_rows(y, max(MOST_ROWS, _ROWS_PER_COMPONENT * self.num_components), generator).double()
         self.center = rows.mean(0)
-        floor = variance_floor((rows - self.center).square().mean(), rows.square().mean(), self.loc.dtype)
-        self._take(Agglomeration(self._kind, rows - self.center, floor).components(self.num_components, generator))
+        above = rows - self.center
+        floor = variance_floor(above.square().mean(), rows.square().mean(), self.loc.dtype)
+        self.spread = floored(above.mT @ above / len(above), floor)
+        self._take(Agglomeration(self._kind, above, floor).components(self.num_components, generator))
         self.knows_data.fill_(True)
         return self
 
@@ -147,22 +168,19 @@ class GaussianMixture(LinearMixture):
     @torch.no_grad()
     @takes_arrays
     def split_and_merge(self, guide: AutoTruncated, y: Tensor, generator: torch.Generator | None = None) -> int:
-        r"""Moves components to where they explain more: of two that explain the same data one goes to a third, whose data need two.
+        """Moves components to where they explain more: of two that explain the same data one goes to a third, whose data need two.
 
-        EM moves no component from one cluster to another. Here the free energy
-        :math:`\mathcal F = \sum_n \log \sum_{k \in K_n} p(k, y_n)` of all data says what is lost where two become one, or one that is
-        hardly used is left out, and what two gain in the place of one, which EM on its data finds. All moves that gain something and do
-        not touch each other are done at once, and offered to the populations. The free energy never falls: where it would, fewer moves
-        are done, or none. After moves :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it after each of the first
-        passes through the data, at the cost of about two, until nothing moves.
+        The free energy of all data says what is lost where two become one, or one that is hardly used is left out, and what two gain in the
+        place of one, which EM on its data finds. All moves that gain and do not touch each other are done at once. The free energy never
+        falls: where it would, fewer are done, or none. After them :class:`~pyro_truncated.ClosedForm` takes a step on all data. Call it
+        after passes, at the cost of two, until nothing moves.
 
         Example:
             >>> y = torch.cat([torch.randn(200, 2), torch.randn(200, 2) + 9])
             >>> model = GaussianMixture(2, 2, covariance="spherical").initialize(y)
             >>> model.loc = torch.zeros(2, 2) + torch.tensor([[0.0], [0.1]])  # both in the first cluster
             >>> guide = AutoTruncated(model, num_states=2)
-            >>> svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO())
-            >>> losses = [svi.step(y) for _ in range(5)]
+            >>> losses = [SVI(model, guide, ClosedForm(model), Truncated_ELBO()).step(y) for _ in range(5)]
             >>> moved = model.split_and_merge(guide, y)
 
         Args:
@@ -175,18 +193,12 @@ class GaussianMixture(LinearMixture):
 
         Raises:
             ValueError: if the guide is of another model, or the data have another number of dimensions.
-            NotImplementedError: where data are shared out over several processes.
+            NotImplementedError: where several processes share the data.
         """
-        check_data(y, self.num_observed)
-        if guide.model is not self:
-            raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
-        population = guide.refresh_(y)
-        if guide.populations.is_part:
-            raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
+        population = populations_of_all(self, guide, check_data(y, self.num_observed))
         statistics = statistics_of_all(self, population, y)
-        floor = least_variance(statistics, self.center, self.loc.dtype)
-        moves = Plan(self._components(self.weights), population, self._above_center(y), statistics, floor).moves(generator)
-        moves, moved = accepted(moves, lambda some: self._moved(some, guide, y), self)
+        plan = Plan(self._components(self.weights), population, self._above_center(y), statistics, self._prior(statistics))
+        moves, moved = accepted(plan.moves(generator), lambda some: self._moved(some, guide, y), self)
         if moved is None:
             return 0
         guide.populations.store_(moved.log_joint, None, moved.words)
@@ -195,16 +207,21 @@ class GaussianMixture(LinearMixture):
             driver(())
         return len(moves)
 
-    def _moved(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
-        """Moves components; the populations that they are offered to, which are not kept yet."""
+    def _moved(self, moves: Moves, guide: AutoTruncated, y: Tensor) -> tuple[Population, Tensor]:
+        """Moves components; the populations that they are offered to, which are not kept yet, and the free energy."""
         self._take(moves.after())
-        scorer = guide.log_joint_of(y)
-        population = guide.rescored(scorer)
-        words = moves.candidates(population)
-        return population.merge(Population(population.space, words, scorer.score(words)))
+        population = offered(moves, guide, y)
+        return population, population.free_energy().sum() + self.log_prior()
+
+    def log_prior(self) -> Tensor:
+        """Log density of the components' covariances, a scalar; zero where they are those of the data, or have no prior."""
+        each = Prior.around(self.spread, self.pseudo_data, self.spread.new_zeros(())).log_prob(self._components(self.weights))
+        return torch.sum(each).to(self.loc.dtype)
+
+    def _prior(self, statistics: dict[str, Tensor]) -> Prior:
+        return Prior.around(self.spread, self.pseudo_data, least_variance(statistics, self.center, self.loc.dtype))
 
     def _spreads(self) -> dict[str, Tensor]:
-        """The parameters of the covariances by name."""
         return {name: getattr(self, name) for name in self._kind.supports}
 
     def linear_features(self, y: Tensor) -> Tensor:
@@ -220,19 +237,15 @@ class GaussianMixture(LinearMixture):
         return LinearFunctions(coefficients, self.linear_features(loc), lambda: grouped(loc), len(y))
 
     def _dtype_for(self, y: Tensor) -> torch.dtype:
-        """The type to compute with data in: their own, of integers that of the means."""
         return y.dtype if y.is_floating_point() else self.loc.dtype
 
     def _above_center(self, y: Tensor) -> Tensor:
-        """Data above the center, ``(N, D)``."""
         return (y.double() - self.center).to(self._dtype_for(y))
 
     def _components(self, weights: Tensor) -> Gaussians:
-        """The components with such weights, above the center."""
         return Gaussians(self._kind, weights.double(), self.loc.double() - self.center, self._spreads())
 
     def _take(self, components: Gaussians) -> None:
-        """Takes parameters over."""
         for name, value in components.spreads.items():
             setattr(self, name, value.to(self.loc))
         self.loc = (components.loc + self.center).to(self.loc)
@@ -246,10 +259,9 @@ class GaussianMixture(LinearMixture):
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
         Returns:
-            With responsibilities :math:`r_{nk}` and :math:`x = y - c` for the center :math:`c`: ``counts``, :math:`\sum_n r_{nk}`,
-            ``(K,)``; ``sums``, :math:`\sum_n r_{nk} x_n`, ``(K, D)``; ``squares``, :math:`\sum_n x_n^2`, ``(D,)``; ``products``,
-            :math:`\sum_n r_{nk} x_n x_n^\top`, ``(K, D, D)``, summed over the components ``(D, D)`` if tied, or only its diagonals
-            ``(K, D)`` if the covariances are diagonal or spherical. All can be added and scaled.
+            Sums with responsibilities :math:`r_{nk}` over :math:`x = y - c`, :math:`c` the center: ``counts (K,)``; ``sums (K, D)`` of
+            :math:`x_n`; ``squares (D,)``, without responsibilities; ``products (K, D, D)`` of :math:`x_n x_n^\top`, over all components
+            ``(D, D)`` if tied, only diagonals ``(K, D)`` if diagonal or spherical. All can be added and scaled.
         """
         rows = population.rows_of(check_data(y, self.num_observed)).double() - self.center
         return dict(collected(self._kind, Shares(population, self.num_components, temperature), rows))
@@ -264,19 +276,18 @@ class GaussianMixture(LinearMixture):
         r"""Sets the parameters to the maximiser of the expected log joint.
 
         With :math:`n_k = \sum_n r_{nk}`: :math:`\pi_k = n_k / N`, :math:`\mu_k = \frac{1}{n_k} \sum_n r_{nk} y_n`, and :math:`\Sigma_k` the
-        weighted covariance around it, averaged over dimensions if spherical and over components if tied. A component without data keeps
-        its mean and covariance.
+        weighted covariance around it, the prior's data included, averaged over dimensions if spherical and over components if tied. A
+        component without data keeps its mean and covariance.
         """
         # Any weights will do: the best ones do not depend on them.
-        self._take(self._components(statistics["counts"]).best(statistics, least_variance(statistics, self.center, self.loc.dtype)))
+        self._take(self._components(statistics["counts"]).best(statistics, self._prior(statistics)))
 
     @torch.no_grad()
     @takes_arrays
     def reconstruct(self, population: Population, y: Tensor) -> Tensor:
         r"""Posterior mean of the noise-free data, ``(N, D)`` for the population's data points.
 
-        It is :math:`\sum_k r_{nk}\, \mu_k`, with low-rank covariances :math:`\sum_k r_{nk} \langle \mu_k + W_k h \rangle`: all that is not
-        in their directions is noise.
+        It is :math:`\sum_k r_{nk}\, \mu_k`, of low rank :math:`\sum_k r_{nk} \langle \mu_k + W_k h \rangle`: all else is noise.
 
         Args:
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from pyro_truncated.models.covariance_prior import Prior
 from pyro_truncated.models.covariances import Covariances, Parameters
 from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
@@ -91,15 +92,15 @@ class Gaussians:
         log_density: Tensor = self.kind.likelihood(z.mT, self.loc.to(x), spreads).log_prob(x)
         return log_density.mT + self.weights.log().to(x)[z]
 
-    def best(self, statistics: Statistics, floor: Tensor) -> Gaussians:
+    def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The components that maximise the expected log joint; those without data keep their means and covariances."""
         is_used, loc = self._best_means(statistics)
-        return self._where(is_used, statistics, loc, self.kind.best(statistics, loc, floor))
+        return self._where(is_used, statistics, loc, prior.best(self, statistics, loc))
 
-    def best_on_their_own(self, statistics: Statistics, floor: Tensor) -> Gaussians:
+    def best_on_their_own(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The same, but what all components share stays."""
         is_used, loc = self._best_means(statistics)
-        found = self.kind.best(statistics, loc, floor) if self.kind.is_own else self.spreads
+        found = prior.best(self, statistics, loc) if self.kind.is_own else self.spreads
         found = {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()}
         return self._where(is_used, statistics, loc, found)
 

@@ -37,15 +37,21 @@ class LinearMixture(UniqueModule):
         super().__init__()
         self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool))
 
+    def later_buffers(self) -> dict[str, Tensor]:
+        """Buffers that mixtures of earlier versions lack, as they are in those."""
+        return {"knows_data": torch.zeros((), dtype=torch.bool, device=self.weights.device)}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Unpickles mixtures of before the flag, too: whether they know of data is seen by their weights."""
+        """Unpickles mixtures of earlier versions, too: whether they know of data is seen by their weights."""
         super().__setstate__(state)
-        if "knows_data" not in self._buffers:
-            self.register_buffer("knows_data", torch.zeros((), dtype=torch.bool, device=next(self.parameters()).device))
+        for name, value in self.later_buffers().items():
+            if name not in self._buffers:
+                self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Loads states of before the flag, too."""
-        state_dict.setdefault(f"{prefix}knows_data", torch.zeros((), dtype=torch.bool))
+        """Loads states of earlier versions, too."""
+        for name, value in self.later_buffers().items():
+            state_dict.setdefault(f"{prefix}{name}", value)
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @abc.abstractmethod

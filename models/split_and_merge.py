@@ -6,11 +6,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyro_truncated import ClosedFormModel, Population, StateSpace, device_of
+from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace, device_of
+from pyro_truncated.models.covariance_prior import Prior
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined
 from pyro_truncated.models.mixture import Shares
 from pyro_truncated.models.seeding import partners
@@ -27,6 +29,21 @@ _ROWS, _PAIRS = 2**16, 2**12
 def statistics_of_all(model: ClosedFormModel, population: Population, y: Tensor) -> Statistics:
     """The statistics of a population, one block of data points after the other."""
     return added(model.sufficient_statistics(block, y) for block in population.split(_ROWS))
+
+
+def populations_of_all(model: Any, guide: AutoTruncated, y: Tensor) -> Population:
+    """The populations of all data, under the model as it is.
+
+    Raises:
+        ValueError: if the guide is of another model.
+        NotImplementedError: where data are shared out over several processes.
+    """
+    if guide.model is not model:
+        raise ValueError(f"guide must be the AutoTruncated of this very mixture; got one of {type(guide.model).__name__}")
+    population = guide.refresh_(y)
+    if guide.populations.is_part:
+        raise NotImplementedError("split_and_merge looks at all data, and these are spread over processes: train the mixture in one")
+    return population
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +89,14 @@ class Moves:
         return population.space.pack(other[population.states(torch.int64)])
 
 
+def offered(moves: Moves, guide: AutoTruncated, y: Tensor) -> Population:
+    """The populations that moves which have been made are offered to; they are not kept yet."""
+    scorer = guide.log_joint_of(y)
+    population = guide.rescored(scorer)
+    words = moves.candidates(population)
+    return population.merge(Population(population.space, words, scorer.score(words)))
+
+
 class Plan:
     r"""Looks for moves that raise the free energy :math:`\mathcal F = \langle \log p(z, y) \rangle_q + H(q)`.
 
@@ -85,15 +110,16 @@ class Plan:
         population: the truncated posteriors of all data points under them.
         x: data above the center, ``(N, D)``.
         statistics: of these data and posteriors.
-        floor: least variance.
+        prior: of the covariances.
 
     Reference:
         Ueda, Nakano, Ghahramani and Hinton, "SMEM algorithm for mixture models", Neural Computation 12, 2000. There one move is tried
         after the other, each by EM to the end.
     """
 
-    def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, floor: Tensor) -> None:
-        self.components, self.statistics, self.floor, self.x = components.best(statistics, floor), statistics, floor, x
+    def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, prior: Prior) -> None:
+        self.components, self.statistics, self.prior, self.x = components.best(statistics, prior), statistics, prior, x
+        self._log_prior = prior.log_prob(self.components)
         best = population.log_joint.topk(min(_OVERLAPPING, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
         self.losses_without = self._losses_without(population.log_joint.double(), weight)
@@ -117,7 +143,8 @@ class Plan:
         best = log_joint.argmax(1, keepdim=True)
         rest = log_joint.scatter(1, best, -math.inf).logsumexp(1, keepdim=True)
         loss = (-torch.log1p(-weight)).scatter(1, best, log_joint.logsumexp(1, keepdim=True) - rest)
-        return loss.new_zeros(len(self.components)).index_add_(0, self.component.flatten(), loss.flatten())
+        without: Tensor = self._log_prior.index_add(0, self.component.flatten(), loss.flatten())
+        return without
 
     def pairs(self) -> Tensor:
         """Pairs ``(M, 2)`` of a component and those that are most often second where it is the best."""
@@ -126,15 +153,16 @@ class Plan:
 
     def losses(self, pairs: Tensor) -> Tensor:
         """What the free energy loses where the two of a pair are one, ``(M,)``."""
-        apart, together = self.components.expected(self.statistics)[pairs].sum(1), self.merged(pairs).expected(self._statistics(pairs))
-        losses: Tensor = apart - together - self._entropies(pairs)
+        merged, each = self.merged(pairs), self.components.expected(self.statistics) + self._log_prior
+        together = merged.expected(self._statistics(pairs)) + self.prior.log_prob(merged)
+        losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
         return losses
 
     def merged(self, pairs: Tensor) -> Gaussians:
         """The components that pairs become."""
         found = self.components.of(pairs[:, 0])
         if len(pairs):
-            found = found.best_on_their_own(self._statistics(pairs), self.floor)
+            found = found.best_on_their_own(self._statistics(pairs), self.prior)
         return dataclasses.replace(found, weights=self.components.weights[pairs].sum(1))
 
     def _statistics(self, pairs: Tensor) -> Statistics:
@@ -168,13 +196,13 @@ class Plan:
             )
             shares = (Shares(population, 2 * number) for population in populations)
             statistics = added(collected(halves.kind, share, rows.double()) for share, (rows, _) in zip(shares, blocks, strict=True))
-            halves = self._shared_out(halves.best_on_their_own(statistics, self.floor))
+            halves = self._shared_out(halves.best_on_their_own(statistics, self.prior))
             log_joints = [halves.log_joint(rows, z) for rows, z in blocks]
         whole = torch.cat([self.components.log_joint(rows, z[:, :1] // 2) for rows, z in blocks]).double()
         ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
         weight = self.weight[order, 0]
         each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
-        gains = each.new_zeros(number).index_add_(0, owner, each)
+        gains = (self.prior.log_prob(halves).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
         too_few = statistics["counts"].reshape(-1, 2).amin(1) < _FEWEST
         return gains.masked_fill(too_few, -math.inf), halves
 
@@ -224,12 +252,12 @@ def matched(pairs: Tensor, losses: Tensor, gains: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.no_grad()
-def accepted(moves: Moves, tried: Callable[[Moves], Population], model: torch.nn.Module) -> tuple[Moves, Population | None]:
+def accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]], model: torch.nn.Module) -> tuple[Moves, Population | None]:
     """All moves, or the first half of them, or of these, until the free energy is not below what it is without any.
 
     Args:
         moves: the best first.
-        tried: does moves; the populations after them.
+        tried: does moves; the populations after them, and their free energy.
         model: whose parameters are put back if none is done, or something fails.
 
     Returns:
@@ -245,13 +273,13 @@ def accepted(moves: Moves, tried: Callable[[Moves], Population], model: torch.nn
     return moves, population
 
 
-def _accepted(moves: Moves, tried: Callable[[Moves], Population]) -> tuple[Moves, Population | None]:
+def _accepted(moves: Moves, tried: Callable[[Moves], tuple[Population, Tensor]]) -> tuple[Moves, Population | None]:
     if not len(moves):
         return moves, None
-    least = tried(moves.first(0)).free_energy().sum()
+    least = tried(moves.first(0))[1]
     while len(moves):
-        population = tried(moves)
-        if bool(population.free_energy().sum() >= least):
+        population, free_energy = tried(moves)
+        if bool(free_energy >= least):
             return moves, population
         moves = moves.first(len(moves) // 2)
     return moves, None

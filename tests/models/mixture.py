@@ -40,10 +40,17 @@ def free_energies(model: Any, y: Tensor, num_iterations: int, chosen: Tensor | N
     values = []
     for _ in range(num_iterations):
         population = full_population(model, y) if chosen is None else truncated_population(model, y, chosen)
-        values.append(population.free_energy().sum().item())
+        values.append(objective(model, population))
         model.maximize(model.sufficient_statistics(population, y))
     population = full_population(model, y) if chosen is None else truncated_population(model, y, chosen)
-    return [*values, population.free_energy().sum().item()]
+    return [*values, objective(model, population)]
+
+
+@torch.no_grad()
+def objective(model: Any, population: Population) -> float:
+    """What training raises: the free energy, with the log prior of the covariances of Gaussians."""
+    prior = float(model.log_prior()) if hasattr(model, "log_prior") else 0.0
+    return float(population.free_energy().sum()) + prior
 
 
 def sparse_pairs(num_pairs: int, num_observed: int, dtype: torch.dtype) -> Tensor:

@@ -102,7 +102,7 @@ def test_long_clusters_that_cross_are_told_apart(covariance: str, dtype: torch.d
     directions = torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
     member = torch.arange(600) % 3
     y = 10 * directions[member] * torch.randn(600, 1, generator=generator) + 0.3 * torch.randn(600, 3, generator=generator)
-    model = GaussianMixture(3, 3, covariance=covariance, rank=rank_of(covariance), dtype=dtype)
+    model = GaussianMixture(3, 3, covariance=covariance, rank=rank_of(covariance), pseudo_data=0, dtype=dtype)
     truth = MultivariateNormal(torch.zeros(3, 3), 0.09 * torch.eye(3) + 100 * directions.unsqueeze(-1) * directions.unsqueeze(-2))
     best = float((truth.log_prob(y.unsqueeze(1)) - torch.tensor(3.0).log()).logsumexp(1).sum())
     model.initialize(y.to(dtype), torch.Generator().manual_seed(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from typing import Any
 
 import pyro
 import pytest
@@ -30,8 +31,8 @@ def make_data() -> Tensor:
     return centers[z] + (spread[z] @ torch.randn(NUM_DATA, NUM_OBSERVED, 1).double()).squeeze(-1)
 
 
-def make_model(y: Tensor, covariance: str = "full", dtype: torch.dtype = torch.float64) -> GaussianMixture:
-    return GaussianMixture(NUM_OBSERVED, NUM_COMPONENTS, covariance=covariance, dtype=dtype).initialize(y)
+def make_model(y: Tensor, covariance: str = "full", dtype: torch.dtype = torch.float64, **options: Any) -> GaussianMixture:
+    return GaussianMixture(NUM_OBSERVED, NUM_COMPONENTS, covariance=covariance, dtype=dtype, **options).initialize(y)
 
 
 def covariances(model: GaussianMixture) -> Tensor:
@@ -62,7 +63,7 @@ def fit_sklearn(model: GaussianMixture, y: Tensor, num_iterations: int) -> sklea
 @pytest.mark.parametrize("covariance", COVARIANCES)
 def test_exact_em_is_that_of_scikit_learn(covariance: str) -> None:
     y = make_data()
-    model = make_model(y, covariance)
+    model = make_model(y, covariance, pseudo_data=0)
     # Their bound after i iterations is that of the parameters before the last M-step.
     expected = [fit_sklearn(model, y, i).lower_bound_ * NUM_DATA for i in range(1, 16)]
     last = fit_sklearn(model, y, 15)
@@ -79,7 +80,7 @@ def test_singular_components_stay_at_the_floor(covariance: str) -> None:
     # Half of the points coincide: without a floor the likelihood has no bound.
     y = make_data()
     y[: NUM_DATA // 2] = 7.0
-    model = make_model(y, covariance)
+    model = make_model(y, covariance, pseudo_data=0)
     model.loc = torch.cat([y[:1], y[-NUM_COMPONENTS + 1 :]])
     values = free_energies(model, y, num_iterations=40)
     assert_never_falls(values)

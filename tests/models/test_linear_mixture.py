@@ -28,7 +28,7 @@ def problem(kind: str, number: int = 6, num_data: int = 120) -> tuple[LinearMixt
         return PoissonMixture(4, number, dtype=D64).initialize(y, generator), y
     is_shared = kind == "shared noise"
     covariance, rank = ("low-rank", 2) if is_shared or kind == "low-rank" else (kind, None)
-    model = GaussianMixture(4, number, covariance=covariance, rank=rank, shared_noise=is_shared, dtype=D64)
+    model = GaussianMixture(4, number, covariance=covariance, rank=rank, shared_noise=is_shared, pseudo_data=0, dtype=D64)
     return model.initialize(y + 100, generator), y + 100
 
 

@@ -63,7 +63,7 @@ def test_the_free_energy_never_falls(shared_noise: bool) -> None:
 
 def test_one_component_is_principal_component_analysis() -> None:
     y = make_data()
-    model = GaussianMixture(D, 1, covariance="low-rank", rank=R, dtype=D64).initialize(y)
+    model = GaussianMixture(D, 1, covariance="low-rank", rank=R, pseudo_data=0, dtype=D64).initialize(y)
     model.maximize(model.sufficient_statistics(full_population(model, y), y))
     theirs = PCA(R, svd_solver="full").fit(y.numpy())
     # They divide by N - 1.
