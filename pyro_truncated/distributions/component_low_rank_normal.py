@@ -5,17 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
+from pyro_truncated.distributions.checked_later import each_checked_later
+from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
 from pyro_truncated.ops.low_rank import log_densities, posterior_means, whiten
 
-_HALF_LOG_TWO_PI = 0.9189385332046727
 
-
-class ComponentLowRankNormal(TorchDistribution):
+class ComponentLowRankNormal(ComponentGaussian):
     r"""A normal distribution of few directions beside noise, with the parameters of a component.
 
     .. math:: \mathcal N(\mu_z, W_z W_z^\top + \sigma_z^2 I)
@@ -32,14 +30,15 @@ class ComponentLowRankNormal(TorchDistribution):
         torch.Size([3, 6])
 
     Args:
-        component: components ``z``, any shape.
+        component: components ``z``, integers from 0 to ``K - 1`` of any shape and size.
         loc: means ``(K, D)``.
         factor: :math:`W`, ``(K, D, R)``.
         scale: standard deviations of the noise :math:`\sigma`, ``(K,)``, or ``()`` if all components share one.
-        validate_args: whether to check parameters and values.
+        validate_args: whether to check components, parameters and values.
 
     Raises:
-        ValueError: if means, factors and deviations disagree about the number of components or entries.
+        ValueError: if means, factors and deviations disagree about the number of components or entries, if components are no integers, or,
+            on the CPU and where checked, if there are others.
 
     Reference:
         Tipping and Bishop, "Mixtures of probabilistic principal component analyzers", Neural Computation 11, 1999.
@@ -48,28 +47,13 @@ class ComponentLowRankNormal(TorchDistribution):
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
         {"loc": constraints.real_vector, "factor": constraints.independent(constraints.real, 2), "scale": constraints.positive}
     )
-    support = constraints.real_vector
-    has_rsample = True
-    _validate_sample = validate_later
 
     def __init__(self, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, validate_args: bool | None = None) -> None:
         if loc.dim() != 2 or factor.dim() != 3 or factor.shape[:2] != loc.shape or scale.shape not in (loc.shape[:1], ()):
             shapes = ", ".join(str(tuple(given.shape)) for given in (loc, factor, scale))
             raise ValueError(f"loc must have shape (K, D), factor (K, D, R) and scale (K,) or (); got {shapes}")
-        self.component, self.loc, self.factor, self.scale = component, loc, factor, scale
-        super().__init__(component.shape, loc.shape[-1:], validate_args=validate_args)
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> ComponentLowRankNormal:
-        """The same distribution over a larger batch."""
-        component = self.component.expand(torch.Size(batch_shape))
-        larger = ComponentLowRankNormal(component, self.loc, self.factor, self.scale, validate_args=False)
-        larger._validate_args = self._validate_args
-        return larger
-
-    @property
-    def mean(self) -> Tensor:
-        """Means ``(*batch, D)``."""
-        return self.loc[self.component]
+        self.factor, self.scale = factor, scale
+        super().__init__(component, loc, validate_args)
 
     @property
     def variance(self) -> Tensor:
@@ -92,21 +76,19 @@ class ComponentLowRankNormal(TorchDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values that are differentiable in all parameters."""
-        shape = torch.Size(sample_shape) + self.batch_shape
-        like: dict[str, Any] = {"dtype": self.loc.dtype, "device": self.loc.device}
-        directions = torch.randn(*shape, self.factor.shape[-1], **like)
-        noise = self._scales()[self.component].unsqueeze(-1) * torch.randn(shape + self.event_shape, **like)
+        directions = self.standard(sample_shape, self.factor.shape[-1])
+        noise = self._scales()[self.component].unsqueeze(-1) * self.standard(sample_shape, self.loc.shape[1])
         return self.mean + (self.factor[self.component] @ directions.unsqueeze(-1)).squeeze(-1) + noise
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
         if self._validate_args:
             self._validate_sample(value)
-        rows, row, component, shape = self._entries(value)
+        rows, row, component, shape = self.entries(value)
         dtype = torch.promote_types(value.dtype, self.loc.dtype)
         loc, scale = self.loc.to(dtype), self._scales().to(dtype)
         whitened, log_volume = whiten(self.factor.to(dtype), scale)
-        constant = -log_volume - loc.shape[1] * _HALF_LOG_TWO_PI
+        constant = -log_volume - loc.shape[1] * HALF_LOG_TWO_PI
         return log_densities(rows.to(dtype), row, component, loc, whitened, scale, constant).reshape(shape).to(self.loc.dtype)
 
     def without_noise(self, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,16 +102,9 @@ class ComponentLowRankNormal(TorchDistribution):
         Returns:
             The means and the variances, ``(*batch, D)`` both.
         """
-        rows, row, component, shape = self._entries(value)
+        rows, row, component, shape = self.entries(value)
         means, variances = posterior_means(rows, row, component, self.loc, self.factor, self._scales())
         return means.reshape(*shape, -1), variances.reshape(*shape, -1)
 
     def _scales(self) -> Tensor:
         return self.scale.expand(len(self.loc))
-
-    def _entries(self, value: Tensor) -> tuple[Tensor, Tensor, Tensor, torch.Size]:
-        """Values ``(N, D)``; which of them and which component belong together ``(E,)``; and the shape of what is made of these."""
-        batch = value.shape[:-1]
-        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
-        row, component = torch.broadcast_tensors(row, self.component)
-        return value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), row.shape

@@ -5,18 +5,15 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from pyro.distributions import TorchDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated.distributions.checked_later import each_checked_later, validate_later
-from pyro_truncated.ops.component_sums import as_integers, check_below
+from pyro_truncated.distributions.checked_later import each_checked_later
+from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
 from pyro_truncated.ops.grouped import Grouped
 
-_HALF_LOG_TWO_PI = 0.9189385332046727
 
-
-class ComponentMultivariateNormal(TorchDistribution):
+class ComponentMultivariateNormal(ComponentGaussian):
     r"""A normal distribution with the mean and the full covariance of a component, :math:`\mathcal N(\mu_z, L_z L_z^\top)`.
 
     The same density as ``MultivariateNormal(loc[z], scale_tril=scale_tril[z])``, but matrices are inverted once for each component, and
@@ -42,32 +39,14 @@ class ComponentMultivariateNormal(TorchDistribution):
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
         {"loc": constraints.real_vector, "scale_tril": constraints.lower_cholesky}
     )
-    support = constraints.real_vector
-    has_rsample = True
-    _validate_sample = validate_later
 
     def __init__(self, component: Tensor, loc: Tensor, scale_tril: Tensor, validate_args: bool | None = None) -> None:
         square = (*loc.shape[1:], *loc.shape[1:])
         if loc.dim() != 2 or scale_tril.shape not in ((len(loc), *square), square):
             shapes = f"{tuple(loc.shape)} and {tuple(scale_tril.shape)}"
             raise ValueError(f"loc must have shape (K, D) and scale_tril (K, D, D) or (D, D); got {shapes}")
-        self.component, self.loc, self.scale_tril = as_integers(component), loc, scale_tril
-        super().__init__(component.shape, loc.shape[-1:], validate_args=validate_args)
-        # A device finds them itself where it looks them up; to look beforehand is five more kernels to launch.
-        if self._validate_args and component.is_cpu:
-            check_below(self.component, len(loc))
-
-    def expand(self, batch_shape: Any, _instance: Any = None) -> ComponentMultivariateNormal:
-        """The same distribution over a larger batch."""
-        component = self.component.expand(torch.Size(batch_shape))
-        larger = ComponentMultivariateNormal(component, self.loc, self.scale_tril, validate_args=False)
-        larger._validate_args = self._validate_args
-        return larger
-
-    @property
-    def mean(self) -> Tensor:
-        """Means ``(*batch, D)``."""
-        return self.loc[self.component]
+        self.scale_tril = scale_tril
+        super().__init__(component, loc, validate_args)
 
     @property
     def variance(self) -> Tensor:
@@ -76,8 +55,8 @@ class ComponentMultivariateNormal(TorchDistribution):
 
     def rsample(self, sample_shape: Any = ()) -> Tensor:
         """Draws values that are differentiable in means and factors."""
-        noise = torch.randn(torch.Size(sample_shape) + self.batch_shape + self.event_shape, dtype=self.loc.dtype, device=self.loc.device)
-        return self.mean + (self._factors()[self.component] @ noise.unsqueeze(-1)).squeeze(-1)
+        noise = self.standard(sample_shape, self.loc.shape[1]).unsqueeze(-1)
+        return self.mean + (self._factors()[self.component] @ noise).squeeze(-1)
 
     def log_prob(self, value: Tensor) -> Tensor:
         """Log densities of values ``(*batch, D)``, in the type of the means; computed in that of the values where it is wider."""
@@ -85,18 +64,16 @@ class ComponentMultivariateNormal(TorchDistribution):
             self._validate_sample(value)
         dtype = torch.promote_types(value.dtype, self.loc.dtype)
         value, loc, whitening = value.to(dtype), self.loc.to(dtype), self._whitening().to(dtype)
-        size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + loc.shape[1] * _HALF_LOG_TWO_PI
+        size: Tensor = self.scale_tril.diagonal(dim1=-2, dim2=-1).log().sum(-1) + loc.shape[1] * HALF_LOG_TWO_PI
         if self.scale_tril.dim() == 2:
             return -size - 0.5 * ((value - loc[self.component]) @ whitening).square().sum(-1).to(self.loc.dtype)
-        batch = value.shape[:-1]
-        row = torch.arange(batch.numel(), device=value.device).reshape(batch)
-        row, component = torch.broadcast_tensors(row, self.component)
-        energy = _energies(value.reshape(batch.numel(), -1), row.flatten(), component.flatten(), loc, whitening)
-        return -size[component] - 0.5 * energy.reshape(row.shape).to(self.loc.dtype)
+        rows, row, component, shape = self.entries(value)
+        energy = _energies(rows, row, component, loc, whitening).to(self.loc.dtype)
+        return (-size[component] - 0.5 * energy).reshape(shape)
 
     def _whitening(self) -> Tensor:
-        """The inverses of the factors, transposed, in float64: those of a narrower type may be wrong by more than the products are."""
-        factors = self.scale_tril.double()
+        """The inverses of the factors, transposed, in float64 where a device has it: others are worse than products."""
+        factors = self.scale_tril if self.scale_tril.device.type == "mps" else self.scale_tril.double()
         identity = torch.eye(factors.shape[-1], dtype=factors.dtype, device=factors.device)
         inverse: Tensor = torch.linalg.solve_triangular(factors, identity.expand_as(factors), upper=False)
         return inverse.mT

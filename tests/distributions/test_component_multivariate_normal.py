@@ -84,25 +84,3 @@ def test_draws_have_the_moments_of_the_distribution(shared: bool) -> None:
 def test_factors_of_another_shape_are_refused(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"scale_tril \(K, D, D\) or \(D, D\)"):
         ComponentMultivariateNormal(torch.tensor([0]), torch.zeros(K, D), torch.ones(shape))
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_components_may_be_integers_of_any_size(dtype: torch.dtype) -> None:
-    loc, tril = parameters(shared=False)
-    component, y = torch.tensor([4, 0, 5, 4]), torch.zeros(4, D, dtype=D64)
-    found, expected = (ComponentMultivariateNormal(given, loc, tril) for given in (component.to(dtype), component))
-    assert torch.equal(found.mean, expected.mean)
-    assert torch.equal(found.log_prob(y), expected.log_prob(y))
-
-
-@pytest.mark.parametrize(
-    ("component", "complaint"),
-    [
-        (torch.tensor([0, -1]), "component must be from 0 to 5; got -1 to 0"),
-        (torch.tensor([2, K]), "component must be from 0 to 5; got 2 to 6"),
-        (torch.tensor([1.0]), "component must hold integers; got torch.float32"),
-    ],
-)
-def test_components_that_do_not_exist_are_refused(component: Tensor, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
-        ComponentMultivariateNormal(component, *parameters(shared=False))
