@@ -18,7 +18,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, offer, space_of
+from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import is_at_the_end
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.temperature import cooling
@@ -32,6 +32,8 @@ from pyro_truncated.utils.progress import progress_bar
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
 # Starts of mixtures, and for each number that these hold: of fewer data they find optima that all data do not have.
 _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
+# Starts of latents that data points share, even if two of less agree: a single posterior has few optima, and bad ones are met twice.
+_FEWEST_OF_SHARED = 8
 # States per data point. Of 200 components 16 lost .0001 nats of free energy, eight .0007, four .006.
 _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
 # The part of the training at the end in which an evolutionary search nobody asked for gives way to full conditionals.
@@ -110,6 +112,10 @@ def learn(
     Spare ones need not be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models
     without ``initialize`` have half the states.
 
+    Latents that data points share, such as the blocks of the nodes of a graph, have fewer posteriors than there are rows of data. What is
+    said here of data points then is said of posteriors: free energies are of each (of all data, if there is one), starts see all rows, and
+    eight are made even if two of less agree, as one posterior has few optima, and starts meet bad ones twice.
+
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
     M-steps and a search of its own (``default_search``) use 10 000 data points, or more: two for each number that the mixture holds. They
@@ -158,10 +164,10 @@ def learn(
         is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange.
 
     Warns:
-        DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only one counts -
-            and, where they exchange latents, one of them alone has found a latent of the best that is not spare. Starts of mixtures with
-            closed-form M-steps agree if the best two differ by no more than half the tolerance times the number of starts, at most four
-            tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
+        DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only those that
+            rose above it count - and, where they exchange latents, one of them alone has found a latent of the best that is not spare.
+            Starts of mixtures with closed-form M-steps agree if the best two differ by no more than half the tolerance times the number of
+            starts, at most four tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
 
     Raises:
         ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
@@ -174,17 +180,20 @@ def learn(
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
-    space = None if isinstance(model, GibbsModel) else space_of(model, some_rows(y, _SHORT_DATA))
+    layout = None if isinstance(model, GibbsModel) else layout_of(model, y)
+    space = None if layout is None else layout.space
     num_states = num_states or _num_states(model, space)
     settings = Settings(search, num_states, lr)
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
     number = _number_for_starts(model, y, space)
-    is_all = total_rows(y) <= number
-    part = some_rows(y, number) if is_all else drawn_rows(y, number, generator)
+    is_shared = layout is not None and num_posteriors(layout, y) < total_rows(y)
+    is_all = is_shared or total_rows(y) <= number
+    part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
     first_temperature, nearness = _defaults(model, space)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
-    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space))
+    fewest = _FEWEST_OF_SHARED if is_shared else 1
+    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), fewest)
     with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)

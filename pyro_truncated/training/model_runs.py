@@ -19,6 +19,7 @@ from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsGuide, GibbsModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.automatic import AutomaticSearch, is_of_many
 from pyro_truncated.search.base import Search
@@ -127,7 +128,8 @@ class Run:
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
         self.relocations.before_step()
-        return -float(self._svi.step(y)) / total_rows(y)
+        loss = float(self._svi.step(y))
+        return -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
@@ -157,9 +159,7 @@ class Run:
 
 def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
     """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
-    truncated = AutoTruncated(model, num_states=num_states)
-    with spare_random_numbers():
-        truncated.setup(y)
+    truncated = _set_up(model, y, num_states)
     layout = truncated.layout
     if not layout.other_latents:
         return truncated, truncated, layout.space
@@ -171,9 +171,26 @@ def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> t
     return guide, truncated, layout.space
 
 
+def _set_up(model: Any, y: Tensor, num_states: int) -> AutoTruncated:
+    truncated = AutoTruncated(model, num_states=num_states)
+    with spare_random_numbers():
+        truncated.setup(y)
+    return truncated
+
+
+def layout_of(model: Any, y: Tensor) -> Layout:
+    """The discrete latents and the data plates of a model."""
+    return _set_up(model, y, 1).layout
+
+
 def space_of(model: Any, y: Tensor) -> StateSpace:
     """The space of the discrete latents of a data point."""
-    return _guides(model, y, 1)[2]
+    return layout_of(model, y).space
+
+
+def num_posteriors(layout: Layout, y: Tensor) -> float:
+    """Posteriors that rows of data have: one each, or fewer where they share latents; one of all data if these are not in a plate."""
+    return total_rows(y) * min(1.0, layout.num_data / len(y))
 
 
 def _selection() -> Search:

@@ -42,6 +42,7 @@ class Plan:
         is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
             number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
             do not agree, however many there are.
+        fewest: starts that are made even if two of less agree.
     """
 
     starts: int | None
@@ -50,6 +51,7 @@ class Plan:
     tolerance: float
     generator: torch.Generator | None
     is_of_gains: bool = False
+    fewest: int = 1
 
     def lead(self, number: int) -> float:
         """How far apart the best two of so many starts may be."""
@@ -110,6 +112,8 @@ class SeveralStarts:
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 
     def _is_enough(self) -> bool:
+        if len(self.energies) < self._plan.fewest:
+            return False
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
     def _have_agreed(self) -> bool:
@@ -148,7 +152,9 @@ class SeveralStarts:
             found = mended(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         self.energies.append(found.reached.free_energy)
-        if not self._first or self._assembly is not None or number % 2 == 0:
+        # What began near the best one and has ended above it did not come back.
+        is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
+        if not self._first or self._assembly is not None or number % 2 == 0 or is_above:
             self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)

@@ -62,7 +62,7 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         if starts_near_the_end(model):
             return Start(nearly_rested(run, y, steps), copies(model, y), _states(run))
         reached = started(run, model, y, temperature, steps)
-    return start_of(run, model, y, reached)
+    return start_of(run, model, y, reached)._replace(states=None if run.truncated is None else _states(run))
 
 
 def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:

@@ -1,0 +1,63 @@
+"""learn on latents that all data share: one posterior, however many rows the data have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated.training.model_runs import layout_of, num_posteriors
+
+
+def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:
+    """A stochastic block model of two blocks, which edges there are between all pairs, and the free energy of the true blocks."""
+    first, second = torch.triu_indices(num_nodes, num_nodes, 1)
+    same = first % 2 == second % 2
+    edges = torch.bernoulli(torch.where(same, 0.6, 0.1), generator=generator)
+
+    def model(edges: Tensor) -> None:
+        chance = pyro.param("chance", torch.tensor([0.4, 0.3]), constraint=dist.constraints.unit_interval)
+        block = pyro.sample("block", dist.Bernoulli(torch.full((num_nodes,), 0.5)).to_event(1))
+        is_same = (block[..., first] == block[..., second]).long()
+        pyro.sample("edges", dist.Bernoulli(chance[1 - is_same]).to_event(1), obs=edges)
+
+    share = torch.stack([edges[same].mean(), edges[~same].mean()])
+    likelihood = dist.Bernoulli(share[1 - same.long()]).log_prob(edges).sum()
+    return model, edges, likelihood - (num_nodes - 1) * torch.tensor(2.0).log()  # a block may be called the other
+
+
+def test_free_energies_of_starts_are_of_the_one_posterior():
+    model, edges, truth = graph(16, torch.Generator().manual_seed(0))
+    pyro.set_rng_seed(0)
+    guide = learn(model, edges, num_states=16, short_steps=8, steps=10, progress=False)
+    assert len(guide.starts) == 8  # two alike may be a bad optimum
+    # The best state and the one with the other names are not all of the mass.
+    assert -Truncated_ELBO().loss(model, guide, edges) == pytest.approx(float(truth), abs=1.0)
+    assert max(guide.starts) == pytest.approx(float(truth), abs=1.0)
+
+
+def test_starts_see_all_rows():
+    """A part of the edges does not fit to the nodes: 120 have more than the 6000 rows that latents of each row would get."""
+    model, edges, _ = graph(120, torch.Generator().manual_seed(1))
+    pyro.set_rng_seed(0)
+    guide = learn(model, edges, num_states=2, starts=1, short_steps=1, steps=1, progress=False)
+    assert guide.marginals()["block"].shape[-1] == 120
+
+
+@pytest.mark.parametrize(("is_shared", "expected"), [(True, 1), (False, 12)])
+def test_number_of_posteriors(is_shared: bool, expected: int):
+    """One of all data, or one of each row."""
+    y = torch.randn(12, generator=torch.Generator().manual_seed(2))
+
+    def model(y: Tensor) -> None:
+        shared = pyro.sample("on", dist.Bernoulli(0.5)) if is_shared else None
+        with pyro.plate("data", 12):
+            on = pyro.sample("on", dist.Bernoulli(0.5)) if shared is None else shared
+            pyro.sample("y", dist.Normal(on, 1.0), obs=y)
+
+    assert num_posteriors(layout_of(model, y), y) == expected
