@@ -127,7 +127,7 @@ class GaussianMixture(LinearMixture):
         weights, loc, spreads = self.weights, self.loc, self._spreads()
         size = len(y) if y is not None else num_data or 1
         if y is not None and self.pseudo_data:
-            unit = dist.Unit(self.log_prior(), validate_args=False)  # a factor, but no device is waited for
+            unit = dist.Unit(self.log_prior(spreads), validate_args=False)  # a factor, but no device is waited for
             pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True})
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", Component(weights))
@@ -213,10 +213,11 @@ class GaussianMixture(LinearMixture):
         population = offered(moves, guide, y)
         return population, population.free_energy().sum() + self.log_prior()
 
-    def log_prior(self) -> Tensor:
-        """Log density of the components' covariances, a scalar; zero where they are those of the data, or have no prior."""
-        each = Prior.around(self.spread, self.pseudo_data, self.spread.new_zeros(())).log_prob(self._components(self.weights))
-        return torch.sum(each).to(self.loc.dtype)
+    def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:
+        """Log density of the covariances, its own or with such parameters, a scalar; zero where they are the data's, or have no prior."""
+        spreads, origin = spreads or self._spreads(), self.spread.new_zeros(self.num_components, self.num_observed)
+        each = Prior.around(self.spread, self.pseudo_data, origin[0, 0]).log_prob(Gaussians(self._kind, origin[:, 0], origin, spreads))
+        return torch.sum(each).to(spreads["scale"].dtype)
 
     def _prior(self, statistics: dict[str, Tensor]) -> Prior:
         return Prior.around(self.spread, self.pseudo_data, least_variance(statistics, self.center, self.loc.dtype))
