@@ -171,7 +171,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         number = check_count("n_components", self.n_components)
         if self.family == "poisson":
             return PoissonMixture(rows.shape[1], number, dtype=rows.dtype)
-        return GaussianMixture(rows.shape[1], number, covariance=self.covariance_type, dtype=rows.dtype)
+        # Without a prior of the covariances: the likelihood is what is promised.
+        return GaussianMixture(rows.shape[1], number, covariance=self.covariance_type, pseudo_data=0, dtype=rows.dtype)
 
     def _train(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
         """EM from the best of the starts; what each of them reached, and the steps from there."""
