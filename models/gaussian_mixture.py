@@ -44,7 +44,8 @@ class GaussianMixture(LinearMixture):
     Variances, or eigenvalues of covariances, are kept above :math:`10^{-6}` of the data's mean variance (of the rounding error of data that
     do not vary), without which the likelihood has no maximum; the M-step is the exact maximiser under this constraint. What components
     have of their own has a weak prior, from :meth:`initialize` on, as if each had seen a few data points more with the covariance of all
-    data in a unit that fits the component. The free energy includes its log density, :meth:`log_prior`.
+    data in a unit that fits the component. :meth:`log_prior` is a part of losses in training and ``starts`` of ``learn``, but not of losses
+    of guides of new data (``infer``), nor of populations' free energies. ``Predictive`` shows its site, ``covariances``, empty.
 
     Example:
         >>> y = torch.cat([torch.randn(50, 2), torch.randn(50, 2) + 5])
@@ -126,9 +127,9 @@ class GaussianMixture(LinearMixture):
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, spreads = self.weights, self.loc, self._spreads()
         size = len(y) if y is not None else num_data or 1
-        if y is not None and self.pseudo_data:
-            unit = dist.Unit(self.log_prior(spreads), validate_args=False)  # a factor, but no device is waited for
-            pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True})
+        if y is not None and self.pseudo_data:  # a factor, but no device is waited for
+            unit = dist.Unit(self.log_prior(spreads), validate_args=False)
+            pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True, "of_parameters": True})  # type: ignore[arg-type]
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", Component(weights))
             likelihood = self._kind.likelihood(z, loc, spreads)
@@ -232,9 +233,8 @@ class GaussianMixture(LinearMixture):
 
     def linear_functions(self, y: Tensor) -> LinearFunctions:
         """The log joints, in the data's type; of integers in that of the means."""
-        dtype = self._dtype_for(y)
-        loc = self.loc.detach().to(dtype)
-        coefficients = self._components(self.weights).coefficients().to(dtype)
+        loc = self.loc.detach().to(self._dtype_for(y))
+        coefficients = self._components(self.weights).coefficients().to(loc)
         return LinearFunctions(coefficients, self.linear_features(loc), lambda: grouped(loc), len(y))
 
     def _dtype_for(self, y: Tensor) -> torch.dtype:

@@ -86,8 +86,12 @@ class Batch:
         return batch is not None and batch.is_idle
 
     def outside(self) -> Tensor:
-        """The share of this process in the log probability of what is observed outside of the data plates."""
-        return self.scorer.outside() / (world.size() if self.populations.is_part else 1)
+        """The share of this process in the log probability of what is observed outside of the data plates.
+
+        Of new data priors of parameters are no part: the parameters are known.
+        """
+        outside = self.scorer.outside(with_parameters=not self.populations.seen.is_new)
+        return outside / (world.size() if self.populations.is_part else 1)
 
     def population(self) -> Population:
         """The populations as they are stored, with what the model observes of their states put in."""
@@ -118,7 +122,8 @@ class Batch:
         Args:
             search: proposes the states.
             steps: number of search steps.
-            is_new: whether the data are new, so that a search which learns from data shall not learn from them.
+            is_new: whether the data are new: a search which learns from data shall not learn from them, and until the guide is trained
+                priors of parameters (sites with ``infer={"of_parameters": True}``) are no part of their free energy.
 
         Raises:
             TypeError: if ``search`` is none.
@@ -126,6 +131,7 @@ class Batch:
         if not isinstance(search, Search):
             raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
         store, observations = self.populations, self.scorer.observations()
+        store.seen.is_new |= is_new
         store.begin_(self.indices)
         random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states)
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)

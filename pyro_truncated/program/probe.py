@@ -176,9 +176,13 @@ class Probe:
                     found[name] = value.flatten(0, len(dims) - 1) if value.shape[: len(dims)] == self.sizes else value
         return found
 
-    def outside(self) -> Tensor:
-        """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective."""
-        nodes = self.nodes.values()
+    def outside(self, *, with_parameters: bool = True) -> Tensor:
+        """Scaled log probability of what is observed outside the data plates: the same for all states, but a part of the objective.
+
+        Args:
+            with_parameters: whether priors of parameters, sites with ``infer={"of_parameters": True}``, count.
+        """
+        nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         return log_density((node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device)
 
     def _known_levels(self) -> Tensor:

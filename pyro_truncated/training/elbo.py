@@ -55,6 +55,9 @@ class Truncated_ELBO(Described, ELBO):
     are processes, because ``DistributedDataParallel``, which takes their mean, then has the gradient of the whole loss. Of what belongs
     to no data point, such as latents that other guides sample, each process takes an equal share.
 
+    Sites with ``infer={"of_parameters": True}`` are priors of parameters, such as that of the covariances of a ``GaussianMixture``: a part
+    of the loss of a guide that is trained, but not of one that :meth:`~pyro_truncated.AutoTruncated.infer` has made for new data.
+
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
 
@@ -217,6 +220,8 @@ class Truncated_ELBO(Described, ELBO):
         if self._known_guide is not guide:
             refuse_shadowed(call.model, guide, training=True)
             start_alike(call, guide, self)
+            if isinstance(guide, AutoTruncated):
+                guide.populations.seen.is_new = False
             self._known_guide = guide
 
     def _temperature(self) -> float:

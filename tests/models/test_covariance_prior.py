@@ -96,6 +96,23 @@ def test_gradients_climb_the_same_height() -> None:
     assert model.scale_unconstrained.grad.abs().sum() > 0
 
 
+@torch.no_grad()
+def test_new_data_do_not_pay_for_what_is_known_of_the_parameters() -> None:
+    y = few_data()
+    model = make("full", y)
+    guide, elbo = AutoTruncated(model, K), Truncated_ELBO(ExhaustiveSearch())
+    svi = SVI(model, guide, ClosedForm(model), elbo)
+    svi.step(y)
+    assert svi.evaluate_loss(y) == pytest.approx(-value(model, y))
+    new = guide.infer(y[:7], ExhaustiveSearch(), 1)
+    evidence = float(full_population(model, y[:7]).free_energy().sum())
+    assert Truncated_ELBO().loss(model, new, y[:7]) == pytest.approx(-evidence)
+    assert float(Truncated_ELBO().differentiable_loss(model, new, y[:7])) == pytest.approx(-evidence)
+    # A guide that trains the model counts all that training raises.
+    SVI(model, new, ClosedForm(model), elbo).step(y[:7])
+    assert Truncated_ELBO().loss(model, new, y[:7]) == pytest.approx(-value(model, y[:7]))
+
+
 def test_components_of_few_data_are_no_narrower_than_the_data_allow() -> None:
     y = torch.randn(40, D, dtype=D64, generator=torch.Generator().manual_seed(1))
     ratios = []
