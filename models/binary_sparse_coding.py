@@ -10,14 +10,15 @@ from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.search import CombinedFlips
+from pyro_truncated.search import AutomaticSearch, CombinedFlips
 
 # Elements that are on less often than this part of what they are on average are hardly used.
 _HARDLY = 0.02
 # Data points among which those are drawn that elements start from again, and the states and steps by which these are explained.
 _LOOKED_AT, _STATES, _STEPS = 1000, 16, 5
-# The part of a data point that one of so many elements starts with: a whole one would explain that data point, and no other one.
-_MANY, _START = 256, 0.3
+# The part of a data point that one of many elements starts with: a whole one would explain that data point, and no other one. They are many
+# where flips are combined, with which this was measured.
+_START = 0.3
 
 
 class BinarySparseCoding(LinearDictionary, SparseCoding):
@@ -79,7 +80,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
         """Elements near random data points, or of more than 256 near three tenths of these; and the deviation of the noise."""
         weight, deviation = super()._first_dictionary(y, generator)
-        return (_START * weight if self.num_latents > _MANY else weight), deviation
+        return (_START * weight if self.num_latents > AutomaticSearch.MANY else weight), deviation
 
     @torch.no_grad()
     @takes_arrays

@@ -56,6 +56,7 @@ class LinearSuperposition(GaussianSuperposition):
     }
     support = constraints.independent(or_missing(constraints.real), 1)
 
+    is_linear = True  # what tells a search that causes add up
     bias: Tensor
     _cached: tuple[Any, Tensor, tuple[Tensor, Tensor, Tensor]] | None = None
     _seen: tuple[Any, Tensor, bool] | None = None

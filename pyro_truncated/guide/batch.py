@@ -137,6 +137,7 @@ class Batch:
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
+        keys["is_linear"] = self.scorer.packed is not None and self.scorer.packed.is_linear
         if search.learns and store.portion is not None:
             keys["is_met"] = True
             search.meet(self._all_at_once(observations, {**keys, "random": random.again()}))

@@ -16,7 +16,8 @@ from pyro_truncated.program.probe import Probe
 class ScoresPackedStates(Protocol):
     """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do.
 
-    It may say in ``numbers_per_state`` how many numbers the density of one state takes on the way, roughly: blocks on a device go by it.
+    It may say in ``numbers_per_state`` how many numbers the density of one state takes on the way, roughly: blocks on a device go by it;
+    and in ``is_linear`` that what the latents cause adds up, by which a search is chosen.
     """
 
     @property
@@ -76,6 +77,11 @@ class PackedModel:
     def numbers_per_state(self) -> int:
         """How many numbers the density of one state takes on the way, roughly."""
         return max(getattr(fn, "numbers_per_state", 1) for fn, _ in self.observations)
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether what the latents cause adds up."""
+        return all(getattr(fn, "is_linear", False) for fn, _ in self.observations)
 
     def score(self, words: Tensor, rows: slice | Tensor | None = None) -> Tensor:
         """Log joints ``(N, C)`` of states ``(N, C, num_words)`` of the data points in some rows (default: all)."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from pyro_truncated.search.base import Search, SearchBatch
@@ -13,17 +15,15 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.notes import note_once
 
-# Of more binary latents the flips of the best state are all scored and combined: of so many, others change few that matter.
-MANY = 256
-
 
 class AutomaticSearch(Search):
     """Chooses the search by the space it meets, and says so in one line.
 
     Spaces that have not more states than a step of the :class:`ConditionalSearch` scores are searched exhaustively
-    (:class:`ExhaustiveSearch`), those of more than 256 binary latents by :class:`CombinedFlips`, others by the conditional search.
-    Populations that hold the whole space are left as they are, as by
-    every search.
+    (:class:`ExhaustiveSearch`), others by the conditional search. Of more than 256 binary latents its changes at random hit few that
+    matter: sums of causes that are independent a priori, observed under :class:`~pyro_truncated.distributions.LinearSuperposition`, are
+    searched by :class:`CombinedFlips` then, other models by both, because flips of single latents lead nowhere where neighbours agree, as
+    in sticky chains. Populations that hold the whole space are left as they are, as by every search.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -35,14 +35,17 @@ class AutomaticSearch(Search):
 
     Attributes:
         chosen: the search in use, ``None`` before it has met a population.
+        MANY: the number of binary latents above which their flips are combined.
     """
+
+    MANY: ClassVar[int] = 256
 
     @names_arguments
     def __init__(self, *, generator: torch.Generator | None = None) -> None:
         self.chosen: Search | None = None
         check_kinds(AutomaticSearch.__init__, generator=generator)
         self.generator = generator
-        self._conditional, self._flips = ConditionalSearch(generator=generator), CombinedFlips()
+        self._conditional = ConditionalSearch(generator=generator)
 
     def propose(self, batch: SearchBatch) -> Population:
         """What the chosen search proposes."""
@@ -67,7 +70,8 @@ class AutomaticSearch(Search):
         if space.size <= size:
             self.chosen, how = ExhaustiveSearch(), "exhaustively"
         elif is_of_many(space):
-            self.chosen, how = self._flips, "by the most promising flips of the best one (CombinedFlips)"
+            flips, by_flips = CombinedFlips(), "by the most promising flips of the best one (CombinedFlips)"
+            self.chosen, how = (flips, by_flips) if batch.is_linear else (self._conditional + flips, f"{how} and {by_flips}")
         if not batch.population.is_complete:
             note_once(f"no search is named: the {space.readable_size} states of a data point are searched {how}")
         return self.chosen
@@ -75,4 +79,4 @@ class AutomaticSearch(Search):
 
 def is_of_many(space: StateSpace) -> bool:
     """Whether a space has so many binary latents that all flips of one state are worth more than some of many."""
-    return space.is_binary and space.num_latents > MANY
+    return space.is_binary and space.num_latents > AutomaticSearch.MANY

@@ -43,6 +43,8 @@ class SearchBatch:
             blocks and processes too, for searches that take it.
         is_spread: whether other processes search other data points at the same time.
         is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
+        is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
+            :class:`~pyro_truncated.distributions.LinearSuperposition`.
     """
 
     population: Population
@@ -55,6 +57,7 @@ class SearchBatch:
     mean_active: Tensor | None = None
     is_spread: bool = False
     is_met: bool = False
+    is_linear: bool = False
 
     @functools.cached_property
     def positions(self) -> Tensor:

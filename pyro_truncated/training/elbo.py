@@ -71,7 +71,8 @@ class Truncated_ELBO(Described, ELBO):
 
     Args:
         search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`, which scores all states of small spaces and
-            searches others by their full conditionals. It says in one line what it chose, and so does the ``repr`` of this object.
+            searches others by their full conditionals, those of more than 256 binary latents by flips too. It says in one line
+            what it chose, and so does the ``repr`` of this object.
         search_steps: search steps before each evaluation.
         search_every: evaluations per round of search (1: before each).
         temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses

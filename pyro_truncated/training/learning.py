@@ -140,8 +140,8 @@ def learn(
             latents.
         y: data, ``(N, ...)``, the model's argument; of a model of several arrays these side by side, ``torch.cat([x, y], 1)``.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
-            population holds all states, evolutionary with crossover for latents most of which are binary, otherwise an
-            :class:`~pyro_truncated.search.AutomaticSearch`.
+            population holds all states, evolutionary with crossover for latents most of which are binary (unless all of more
+            than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
         steps: training steps on all data after the best start; the most of them for mixtures and for models that start near the end.
         starts: the most starts; default: 8, but 16 where they exchange latents.

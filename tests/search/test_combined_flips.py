@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import math
+import pickle
+from collections.abc import Callable
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated import EvolutionarySearch, Population, StateSpace, ops
+from pyro_truncated import AutoTruncated, EvolutionarySearch, Population, StateSpace, ops
+from pyro_truncated.models import BinarySparseCoding, NoisyOr
 from pyro_truncated.search import AutomaticSearch, CombinedFlips, SearchBatch
 
 
@@ -52,10 +59,52 @@ def test_of_many_latents_that_do_not_interact_each_step_puts_so_many_right() -> 
 
 
 def test_many_binary_latents_are_searched_by_flips_where_no_search_is_named() -> None:
-    for number, name in ((256, "ConditionalSearch"), (257, "CombinedFlips")):
+    names = {(256, True): "ConditionalSearch", (257, True): "CombinedFlips", (257, False): "CombinedSearch"}
+    for (number, is_linear), name in names.items():
         search = AutomaticSearch()
-        search.step(_batch(torch.randn(2, number, dtype=torch.float64)))
+        search.step(dataclasses.replace(_batch(torch.randn(2, number, dtype=torch.float64)), is_linear=is_linear))
         assert type(search.chosen).__name__ == name
+        restored = pickle.loads(pickle.dumps(search))
+        restored.step(_batch(torch.randn(2, number, dtype=torch.float64)))
+
+
+def test_of_what_is_no_sum_of_causes_full_conditionals_are_searched_too() -> None:
+    y = torch.ones(4, 3)
+    for model, chosen in ((BinarySparseCoding(3, 300), "CombinedFlips"), (NoisyOr(3, 300), "CombinedSearch")):
+        search = AutomaticSearch()
+        AutoTruncated(model.initialize(y), num_states=4).infer(y, search, steps=1)
+        assert type(search.chosen).__name__ == chosen
+
+
+def _sticky(length: int) -> Callable[[Tensor], None]:
+    """A binary chain whose neighbours agree, seen in noise."""
+
+    def model(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((length,), 0.5)).to_event(1))
+            number = (s[..., 1:] == s[..., :-1]).sum(-1)
+            pyro.sample("agree", dist.Delta(torch.zeros_like(number, dtype=y.dtype), log_density=3.0 * number), obs=torch.zeros(len(y)))
+            pyro.sample("y", dist.Normal(s, 1.0).to_event(1), obs=y)
+
+    return model
+
+
+def _likeliest(y: Tensor) -> Tensor:
+    """The log joints ``(N,)`` of the likeliest states of the chain, by Viterbi's recursion."""
+    emission = dist.Normal(torch.tensor([0.0, 1.0]), 1.0).log_prob(y.unsqueeze(-1)) + math.log(0.5)
+    best = emission[:, 0]
+    for site in emission.unbind(1)[1:]:
+        best = (best.unsqueeze(2) + 3.0 * torch.eye(2)).amax(1) + site
+    return best.amax(1)
+
+
+def test_a_sticky_chain_of_many_latents_is_searched_by_full_conditionals_too() -> None:
+    generator = torch.Generator().manual_seed(0)
+    y = (torch.rand(6, 300, generator=generator) < 0.05).cumsum(1) % 2 + torch.randn(6, 300, generator=generator)
+    torch.manual_seed(0)
+    population = AutoTruncated(_sticky(300), num_states=64).infer(y, AutomaticSearch(), steps=40).population()
+    gap = (_likeliest(y) - population.log_joint.amax(1)).mean()
+    assert -0.01 < gap < 4.0  # by flips alone: some fifty
 
 
 def test_latents_of_other_kinds_are_refused() -> None:
