@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.counts import check_count
 
@@ -42,7 +43,8 @@ class RestartUnused:
 
     Raises:
         ValueError: if a number of steps is below 1.
-        TypeError: when training starts, if the model has no ``restart_unused``.
+        TypeError: when training starts, if the model has no ``restart_unused``, or has closed-form M-steps and is not trained by them: only
+            their statistics tell how often its latents are on.
     """
 
     def __init__(self, y: Tensor, *, every: int = 20, until: int | None = None, generator: torch.Generator | None = None) -> None:
@@ -55,6 +57,12 @@ class RestartUnused:
         is_restarting: bool = isinstance(model, RestartingModel)
         if not is_restarting:
             raise TypeError(f"RestartUnused needs a model with the method restart_unused; {type(model).__name__} has none")
+        is_closed_form: bool = isinstance(model, ClosedFormModel)
+        if is_closed_form and ClosedForm.driving(model) is not training.svi.optim:
+            raise TypeError(
+                f"RestartUnused needs a {type(model).__name__} that is trained by ClosedForm, whose statistics tell which are unused: "
+                f"pass ClosedForm(model), the last one made for the model, to SVI; got {type(training.svi.optim).__name__}"
+            )
 
     def __call__(self, training: Training) -> dict[str, float]:
         """Called after every step."""

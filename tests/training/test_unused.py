@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from pyro.infer import SVI
+from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, fit
 from pyro_truncated.callbacks import RestartUnused
@@ -53,6 +54,19 @@ def test_more_than_256_elements_start_from_parts_of_data_points() -> None:
     above = y[torch.randperm(400, generator=torch.Generator().manual_seed(0))[:256]] - few.bias
     torch.testing.assert_close(few.weight.mT, above, atol=0.1, rtol=0)
     torch.testing.assert_close(many.weight[:, :256].mT, 0.3 * above, atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("is_released", [True, False])
+def test_training_by_gradients_is_refused(is_released: bool) -> None:
+    svi, model, y = _run(20)  # whose optimiser is still there
+    if is_released:
+        svi.optim.release()
+    by_gradients = SVI(model, AutoTruncated(model, num_states=8), Adam({"lr": 0.01}), Truncated_ELBO())
+    with pytest.raises(TypeError, match=r"RestartUnused needs a BinarySparseCoding that is trained by ClosedForm.*; got PyroOptim"):
+        fit(by_gradients, y, steps=1, callbacks=[RestartUnused(y)], progress=False)
+    ClosedForm(model).release()
+    with pytest.raises(TypeError, match="the last one made for the model"):
+        fit(svi, y, steps=1, callbacks=[RestartUnused(y)], progress=False)
 
 
 def test_other_models_and_numbers_are_refused() -> None:
