@@ -41,11 +41,11 @@ class Assembly:
         self._recombinations, self._settle, self._fit, self._generator = recombinations, settle, fit, generator
         self._starts: list[Member] = []
         self._best: Member | None = None
-        # The last one whose spare latents have been tried elsewhere, the last one without latents that show what others show as well, and
-        # the last one without latents that would rather be off where they are on.
+        # The last one whose spare latents have been tried elsewhere; what each change of the best has left; and, of each group, when those
+        # latents were on that had better not be turned.
         self._tried: Member | None = None
-        self._untangled: Member | None = None
-        self._turned: Member | None = None
+        self._left: dict[str, Member] = {}
+        self._upright: list[list[Tensor]] = [[] for _ in recombinations]
 
     @property
     def best(self) -> Start:
@@ -62,7 +62,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other) | self._untangle() | self._turn():
+            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn):
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self._use_spare_latents()
@@ -95,35 +95,39 @@ class Assembly:
             self._best = self._better(group, self._best, group.cross(self._best, lesser))
         return self._best is not before
 
-    def _untangle(self) -> bool:
-        """Whether the best has become better by latents that no longer show what others show as well."""
-        assert self._best is not None
+    def _gains_by(self, change: Callable[[Member], Member]) -> bool:
+        """Whether the best has become better by a change; what that has left is not changed again."""
         before = self._best
-        if before is self._untangled:
+        assert before is not None
+        if before is self._left.get(change.__name__):
             return False
-        for group in self._recombinations:
-            self._best = self._better(group, self._best, group.untangled(self._best))
-        self._untangled = self._best
+        self._best = self._left[change.__name__] = change(before)
         return self._best is not before
 
-    def _turn(self) -> bool:
-        """Whether the best has become better by latents that are off where they were on.
+    def _untangle(self, best: Member) -> Member:
+        """A model whose latents no longer show what others show as well, where that is better."""
+        for group in self._recombinations:
+            best = self._better(group, best, group.untangled(best))
+        return best
+
+    def _turn(self, before: Member) -> Member:
+        """A model with latents that are off where they were on, where that is better.
 
         What a latent shows may be minus what it should, and the rest of the model as if the cause were always there: all data points
         without the cause have the latent then. No step by step leads from there to the cause, but parameters that fit such states do.
+        What has gained nothing by it is not turned again as long as it is on for the same data points and nothing else is turned.
         """
-        assert self._best is not None
-        before = self._best
-        if before is self._turned:
-            return False
-        for group in self._recombinations:
-            for latent in group.mostly_on(before):
-                turned = group.turned(self._best, latent)
+        best = before
+        for group, upright in zip(self._recombinations, self._upright, strict=True):
+            for latent, share in group.mostly_on(before, upright).items():
+                turned = group.turned(best, latent)
                 settled = self._settled(self._member(self._fit(turned), near=turned))
-                if settled.free_energy > self._best.free_energy + group.tolerance:
-                    self._best = settled
-        self._turned = self._best
-        return self._best is not before
+                if settled.free_energy > best.free_energy + group.tolerance:
+                    best = settled
+                    upright.clear()
+                else:
+                    upright.append(share)
+        return best
 
     def _better(self, group: Recombination, parent: Member, child: Member) -> Member:
         """A child that is better than its parent, trained a little if that is better still; the parent if it is not.

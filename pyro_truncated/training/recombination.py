@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,8 @@ _BESIDE = 0.9
 _MOST_BESIDE = 10
 # The part of the data points above which a latent may be on where its cause is missing.
 _MOSTLY = 0.5
+# How many such latents are looked at, and in what part of the data points that it is off for one may differ from another that is the same.
+_MOST_TURNED, _DIFFERENT = 10, 0.2
 # The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
 _ROUNDING = 1e-4
 
@@ -159,12 +162,22 @@ class Recombination:
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
 
-    def mostly_on(self, member: Member) -> list[int]:
-        """Binary latents that are on for more than half of the data points, those that are on most often first."""
-        share = self._marginals(member).mean(0)
+    def mostly_on(self, member: Member, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
+        """At most ten binary latents that are on for more than half of the data points, those that are on most often first.
+
+        Args:
+            member: the model.
+            known: probabilities ``(N,)`` of latents that are known; what is on for the same data points is left out.
+
+        Returns:
+            The probabilities ``(N,)`` that each of them is on.
+        """
         if self._latents.num_values or self._guide.space.cardinalities[self._latents.latents.start] != 2:
-            return []
-        return [latent for latent in share.argsort(descending=True).tolist() if float(share[latent]) > _MOSTLY]
+            return {}
+        each = self._marginals(member)
+        mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
+        new = [latent for latent in mostly if not any(_are_off_together(each[:, latent], other) for other in known)]
+        return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
     def turned(self, member: Member, latent: int) -> Member:
         """A model with states in which a binary latent is off where it was on, ranked as they were; its parameters do not fit them yet."""
@@ -245,6 +258,11 @@ class Recombination:
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
         return Member(parameters, Population(population.space, population.words.clone(), population.log_joint.clone()), beyond)
+
+
+def _are_off_together(one: Tensor, other: Tensor) -> bool:
+    """Whether two latents with probabilities ``(N,)`` are off for nearly the same data points."""
+    return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + _ROUNDING)
 
 
 def _correlation(one: Tensor, other: Tensor) -> Tensor:

@@ -551,6 +551,31 @@ def test_a_latent_that_is_on_where_its_cause_is_missing_is_turned() -> None:
     torch.testing.assert_close(assembly.best.parameters["offset"], torch.zeros(9), rtol=0, atol=1.0)
 
 
+def mostly_on(y: Tensor) -> None:
+    weight = pyro.param("weight", torch.zeros(9, 6))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.full((6,), 0.75)).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight.mT, 1.0).to_event(1), obs=y)
+
+
+def test_what_is_mostly_on_and_right_is_turned_once_not_with_every_new_best() -> None:
+    torch.manual_seed(0)
+    weight, states = 3 * torch.randn(9, 6), torch.bernoulli(torch.full((100, 6), 0.75))
+    y = states @ weight.mT + torch.randn(100, 9)
+    (group,) = recombinations_of(mostly_on, y, Settings(EvolutionarySearch(), 16), 0.05, {"weight": torch.randn(9, 6)})
+    fits: list[Member] = []
+    assembly = Assembly([group], as_start, lambda member: fits.append(member) or as_start(member))
+    reached = []
+    for part in (0.9, 0.95, 1.0):
+        assembly.join(Start(Reached(0.0), {"weight": part * weight}, None))
+        reached.append(assembly.best.reached.free_energy)
+    assert reached[0] < reached[1] < reached[2]
+    assert len(fits) == 6
+    known = group.known({"weight": weight}, states.unsqueeze(1))
+    assert set(group.mostly_on(known)) == set(range(6))
+    assert set(group.mostly_on(known, [states[:, 0].double()])) == set(range(1, 6))
+
+
 # --- in learn ---
 
 
