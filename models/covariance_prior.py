@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from pyro_truncated.models.covariances import Covariances, Full, Parameters
-
-if TYPE_CHECKING:
-    from pyro_truncated.models.gaussians import Gaussians, Statistics
+from pyro_truncated.models.floors import floored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,61 +24,69 @@ class Prior:
     Attributes:
         floor: least variance.
         number: ``m``.
-        covariance: :math:`S`, ``(D, D)``; without it there is only the floor.
+        covariance: :math:`S`, ``(D, D)``, or the variances ``(D,)`` where covariances are not dense; without it there is only the floor.
+        size: :math:`\frac12 \log |S|` of what the kind of covariances makes of it; without it, it is computed.
     """
 
     floor: Tensor
     number: float | Tensor = 0.0
     covariance: Tensor | None = None
+    size: Tensor | None = None
 
     @classmethod
-    def around(cls, covariance: Tensor, number: float, floor: Tensor) -> Prior:
-        """The prior with the covariance of data; without any, as long as that is zero."""
-        if not number:
-            return cls(floor)
-        is_known = covariance.any()
-        identity = torch.eye(len(covariance), dtype=covariance.dtype, device=covariance.device)
-        return cls(floor, number * is_known, torch.where(is_known, covariance, identity))
+    def of(cls, floor: Tensor, covariance: Tensor, pseudo: Tensor) -> Prior:
+        """The prior with what :func:`known` returns; only the floor if that is empty."""
+        return cls(floor, pseudo[0], covariance, pseudo[1]) if len(pseudo) else cls(floor)
 
-    def best(self, components: Gaussians, statistics: Statistics, loc: Tensor) -> Parameters:
-        r"""Covariances that maximise the expected log joint given means ``(K, D)``, with the :math:`\alpha` of those of components."""
-        kind = components.kind
-        if self._is_of(kind):
-            unit = self._units(self._terms(components)[1]).unsqueeze(-1)
+    def best(self, kind: Covariances, spreads: Parameters, statistics: dict[str, Tensor], loc: Tensor) -> Parameters:
+        r"""Covariances that maximise the expected log joint given means ``(K, D)``, with the :math:`\alpha` of those there are."""
+        if kind.is_own and self.covariance is not None:
+            unit = self._units(self._terms(kind, spreads)[1]).unsqueeze(-1)
             dense = unit.unsqueeze(-1) if kind.is_dense else unit
             added = {"counts": 1.0, "sums": loc, "products": dense * kind.product(self.covariance, loc / unit.sqrt())}
             statistics = {**statistics, **{name: statistics[name] + self.number * value for name, value in added.items()}}
         found: Parameters = kind.best(statistics, loc, self.floor)
         return found
 
-    def log_prob(self, components: Gaussians) -> Tensor:
-        """Log densities of the components' covariances, ``(K,)``."""
-        if not self._is_of(components.kind):
-            return torch.zeros_like(components.loc[:, 0])
-        kind = Full() if components.kind.is_dense else components.kind
-        size = kind.precisions(components.loc[:1], kind.start(self.covariance, 1))[2]
-        highest: Tensor = -self.number * (size + 0.5 * self._size) - 0.5 * self._size
-        return self._log_density(*self._terms(components)) - highest
+    def log_prob(self, kind: Covariances, spreads: Parameters) -> Tensor:
+        """Log densities of the covariances of components, ``(K,)``; of a covariance that all share, or without any known, a zero."""
+        if not kind.is_own or self.covariance is None:
+            return self.floor.new_zeros(())
+        highest = size_of(kind, self.covariance) if self.size is None else self.size
+        size, trace = self._terms(kind, spreads)
+        # What the best unit adds to the trace it takes from its own density.
+        return self.number * (highest - size) + (0.5 * self._size * (self.number + 1)) * self._units(trace).log()
 
-    def _is_of(self, kind: Covariances) -> bool:
-        return kind.is_own and self.covariance is not None
-
-    def _terms(self, components: Gaussians) -> tuple[Tensor, Tensor]:
+    def _terms(self, kind: Covariances, spreads: Parameters) -> tuple[Tensor, Tensor]:
         r""":math:`\frac12 \log |\Sigma|` and :math:`\mathrm{tr}\,\Sigma^{-1} S` of components, ``(K,)`` both."""
-        kind, loc = components.kind, torch.zeros_like(components.loc)
-        _, squares, size = kind.precisions(loc, {name: value.double() for name, value in components.spreads.items()})
-        features = kind.summed_features({"products": kind.product(self.covariance, loc[:1])})
-        return size, (squares * features).sum(-1)
+        terms: tuple[Tensor, Tensor] = kind.beside({name: value.double() for name, value in spreads.items()}, self.covariance)
+        return terms
 
     def _units(self, trace: Tensor) -> Tensor:
         return (self.number + 1) * self._size / (self.number * trace + self._size)
-
-    def _log_density(self, size: Tensor, trace: Tensor) -> Tensor:
-        unit = self._units(trace)
-        own = -self.number * (size + 0.5 * unit * trace)
-        return own + 0.5 * self._size * ((self.number + 1) * unit.log() - unit)
 
     @property
     def _size(self) -> int:
         assert self.covariance is not None
         return len(self.covariance)
+
+
+def unknown(kind: Covariances, number: float, center: Tensor) -> dict[str, Tensor]:
+    """Buffers of a mixture that knows no data ``(D,)``: of the covariance and of numbers, zero, and empty where there shall be no prior."""
+    sizes: dict[str, tuple[int, ...]] = {"spread": tuple(center.shape) * (1 + kind.is_dense), "pseudo": (2,)}
+    return {name: center.new_zeros(size if number else (0,)) for name, size in sizes.items()}
+
+
+def known(kind: Covariances, number: float, rows: Tensor, floor: Tensor) -> dict[str, Tensor]:
+    """These buffers with what is known from data ``(N, D)`` around their mean."""
+    if not number:
+        return unknown(kind, number, rows[0])
+    spread = floored(rows.mT @ rows / len(rows), floor) if kind.is_dense else rows.square().mean(0).maximum(floor)
+    return {"spread": spread, "pseudo": torch.stack([torch.full_like(floor, number), size_of(kind, spread)])}
+
+
+def size_of(kind: Covariances, covariance: Tensor) -> Tensor:
+    r""":math:`\frac12 \log |S|` of the covariance, of what the kind makes of it where it is not dense."""
+    kind = Full() if kind.is_dense else kind
+    sizes: Tensor = kind.beside(kind.start(covariance, 1), covariance)[0]
+    return sizes[0]

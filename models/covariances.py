@@ -78,6 +78,10 @@ class Covariances(abc.ABC):
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         r""":math:`\Sigma_k^{-1} \mu_k` ``(K, D)``, factors ``(K, F)`` of the features, and :math:`\frac12 \log |\Sigma_k|` ``(K,)``."""
 
+    @abc.abstractmethod
+    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        r""":math:`\frac12 \log |\Sigma_k|` and :math:`\mathrm{tr}\,\Sigma_k^{-1} S`, ``(K,)`` both."""
+
     def without_noise(self, population: Population, y: Tensor, loc: Tensor, parameters: Parameters) -> Tensor:
         """Posterior means ``(N, D)`` of the data of a population without noise; where nothing is noise, of the means."""
         means: Tensor = Shares(population, len(loc)).means(loc)
@@ -93,8 +97,8 @@ class Diagonal(Covariances):
         return ComponentNormal(z, loc, scale if scale.dim() == 2 else scale.unsqueeze(-1))
 
     def start(self, covariance: Tensor, number: int) -> Parameters:
-        """The deviations of so many components."""
-        scale = self._mean(covariance.diagonal()).sqrt()
+        """The deviations of so many components; the covariance may be variances ``(D,)``."""
+        scale = self._mean(_variances(covariance)).sqrt()
         return {"scale": scale.expand(number, *scale.shape).clone()}
 
     def products(self, shares: Shares, rows: Tensor) -> Tensor:
@@ -111,8 +115,8 @@ class Diagonal(Covariances):
         return weights.unsqueeze(-1) * (self.variances(loc, parameters) + loc.square())
 
     def product(self, covariance: Tensor, loc: Tensor) -> Tensor:
-        """Squares, ``(K, D)``."""
-        return covariance.diagonal() + loc.square()
+        """Squares, ``(K, D)``; the covariance may be variances ``(D,)``."""
+        return _variances(covariance) + loc.square()
 
     def best(self, statistics: dict[str, Tensor], loc: Tensor, floor: Tensor) -> Parameters:
         """The likeliest deviations."""
@@ -132,6 +136,11 @@ class Diagonal(Covariances):
         """Of diagonal covariances."""
         scale = parameters["scale"].reshape(len(loc), -1)
         return scale**-2 * loc, scale**-2, scale.log().expand_as(loc).sum(-1)
+
+    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Of diagonal covariances."""
+        scale = parameters["scale"].reshape(len(parameters["scale"]), -1)
+        return scale.log().expand(-1, len(covariance)).sum(-1), (_variances(covariance) / scale.square()).sum(-1)
 
     def _mean(self, variance: Tensor) -> Tensor:
         return variance
@@ -207,6 +216,11 @@ class Full(Covariances):
         precision, size = _inverted(parameters["scale"])
         return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
 
+    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Of full covariances."""
+        precision, size = _inverted(parameters["scale"])
+        return size, (precision * covariance).sum((-2, -1))
+
 
 class Tied(Full):
     """A full one that all components share: ``scale (D, D)`` holds its Cholesky factor."""
@@ -244,6 +258,10 @@ class Tied(Full):
         """Of one covariance."""
         precision, size = _inverted(parameters["scale"])
         return loc @ precision, loc[:, :0], size
+
+
+def _variances(covariance: Tensor) -> Tensor:
+    return covariance.diagonal() if covariance.dim() == 2 else covariance
 
 
 def _counts(statistics: dict[str, Tensor]) -> Tensor:

@@ -25,8 +25,8 @@ from pyro_truncated import (
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
-from pyro_truncated.models.covariance_prior import Prior
-from pyro_truncated.models.floors import floored, variance_floor
+from pyro_truncated.models.covariance_prior import Prior, known, unknown
+from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
 from pyro_truncated.models.kinds import kind_of
 from pyro_truncated.models.linear_mixture import LinearMixture
@@ -72,7 +72,8 @@ class GaussianMixture(LinearMixture):
             and ``(K,)`` if spherical; those of the noise :math:`\sigma`, ``(K,)`` or ``()``, if of low rank.
         factor: :math:`W`, ``(K, D, R)``; of low-rank covariances only.
         center: where moments are taken, ``(D,)``; the data's mean after :meth:`initialize`, which avoids cancellation.
-        spread: the data's covariance in :meth:`initialize`, ``(D, D)``; before, and in earlier versions' states, zero: no prior.
+        spread: the data's covariance ``(D, D)`` in :meth:`initialize`, if diagonal or spherical variances ``(D,)``; empty without prior.
+        pseudo: how many data points it counts for, half its log determinant, ``(2,)``; zero before, and in earlier versions' states.
 
     Raises:
         ValueError: for an unknown kind of covariance, a rank that is missing, out of range, or given for another kind, or such pseudo-data.
@@ -87,6 +88,7 @@ class GaussianMixture(LinearMixture):
     factor: Tensor
     center: Tensor
     spread: Tensor
+    pseudo: Tensor
     pseudo_data: float = 0.0
 
     @names_arguments
@@ -116,11 +118,12 @@ class GaussianMixture(LinearMixture):
             value = 0.1 * torch.randn_like(value) if name == "factor" else value
             setattr(self, name, PyroParam(value, self._kind.supports[name]))
         self.register_buffer("center", torch.zeros(num_observed, dtype=torch.float64))
-        self.register_buffer("spread", torch.zeros(num_observed, num_observed, dtype=torch.float64))
+        for name, value in self.later_buffers().items():
+            self.register_buffer(name, value)
 
     def later_buffers(self) -> dict[str, Tensor]:
         """Mixtures of earlier versions have no prior."""
-        return {**super().later_buffers(), "spread": self.center.new_zeros(2 * self.center.shape)}
+        return {**super().later_buffers(), **unknown(self._kind, self.pseudo_data, self.center)}
 
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
@@ -132,8 +135,7 @@ class GaussianMixture(LinearMixture):
             pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True, "of_parameters": True})  # type: ignore[arg-type]
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", Component(weights))
-            likelihood = self._kind.likelihood(z, loc, spreads)
-            return pyro.sample("y", likelihood, obs=selected_rows(y, index))
+            return pyro.sample("y", self._kind.likelihood(z, loc, spreads), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()
@@ -160,7 +162,7 @@ class GaussianMixture(LinearMixture):
         self.center = rows.mean(0)
         above = rows - self.center
         floor = variance_floor(above.square().mean(), rows.square().mean(), self.loc.dtype)
-        self.spread = floored(above.mT @ above / len(above), floor)
+        self.spread, self.pseudo = known(self._kind, self.pseudo_data, above, floor).values()
         self._take(Agglomeration(self._kind, above, floor).components(self.num_components, generator))
         self.knows_data.fill_(True)
         return self
@@ -216,12 +218,11 @@ class GaussianMixture(LinearMixture):
 
     def log_prior(self, spreads: dict[str, Tensor] | None = None) -> Tensor:
         """Log density of the covariances, its own or with such parameters, a scalar; zero where they are the data's, or have no prior."""
-        spreads, origin = spreads or self._spreads(), self.spread.new_zeros(self.num_components, self.num_observed)
-        each = Prior.around(self.spread, self.pseudo_data, origin[0, 0]).log_prob(Gaussians(self._kind, origin[:, 0], origin, spreads))
-        return torch.sum(each).to(spreads["scale"].dtype)
+        each: Tensor = Prior.of(self.center[0], self.spread, self.pseudo).log_prob(self._kind, spreads := spreads or self._spreads())
+        return each.sum().to(spreads["scale"].dtype)
 
     def _prior(self, statistics: dict[str, Tensor]) -> Prior:
-        return Prior.around(self.spread, self.pseudo_data, least_variance(statistics, self.center, self.loc.dtype))
+        return Prior.of(least_variance(statistics, self.center, self.loc.dtype), self.spread, self.pseudo)
 
     def _spreads(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in self._kind.supports}
@@ -280,7 +281,6 @@ class GaussianMixture(LinearMixture):
         weighted covariance around it, the prior's data included, averaged over dimensions if spherical and over components if tied. A
         component without data keeps its mean and covariance.
         """
-        # Any weights will do: the best ones do not depend on them.
         self._take(self._components(statistics["counts"]).best(statistics, self._prior(statistics)))
 
     @torch.no_grad()

@@ -86,6 +86,11 @@ class Gaussians:
         products = self.kind.expected_products(self.weights, loc, spreads)
         return {"counts": self.weights, "sums": weights * loc, "squares": squares, "products": products}
 
+    def log_prior(self, prior: Prior) -> Tensor:
+        """Log densities ``(K,)`` of the covariances."""
+        each: Tensor = prior.log_prob(self.kind, self.spreads)
+        return each.expand(len(self))
+
     def log_joint(self, x: Tensor, z: Tensor) -> Tensor:
         """Log joints ``(N, S)`` of data ``(N, D)`` and components ``(N, S)``, in the type of the data."""
         spreads = {name: value.to(x) for name, value in self.spreads.items()}
@@ -95,12 +100,12 @@ class Gaussians:
     def best(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The components that maximise the expected log joint; those without data keep their means and covariances."""
         is_used, loc = self._best_means(statistics)
-        return self._where(is_used, statistics, loc, prior.best(self, statistics, loc))
+        return self._where(is_used, statistics, loc, prior.best(self.kind, self.spreads, statistics, loc))
 
     def best_on_their_own(self, statistics: Statistics, prior: Prior) -> Gaussians:
         """The same, but what all components share stays."""
         is_used, loc = self._best_means(statistics)
-        found = prior.best(self, statistics, loc) if self.kind.is_own else self.spreads
+        found = prior.best(self.kind, self.spreads, statistics, loc) if self.kind.is_own else self.spreads
         found = {name: value if self._is_own(value) else self.spreads[name] for name, value in found.items()}
         return self._where(is_used, statistics, loc, found)
 

@@ -49,9 +49,11 @@ class LinearMixture(UniqueModule):
                 self.register_buffer(name, value)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Loads states of earlier versions, too."""
+        """Loads states of earlier versions, and of mixtures without what such a buffer is for, too."""
         for name, value in self.later_buffers().items():
-            state_dict.setdefault(f"{prefix}{name}", value)
+            found = state_dict.setdefault(f"{prefix}{name}", value)
+            if found.shape != value.shape and 0 in (found.numel(), value.numel()):
+                state_dict[f"{prefix}{name}"] = value
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     @abc.abstractmethod

@@ -64,6 +64,13 @@ class LowRank(Full):
         precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
         return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
 
+    def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Of covariances of low rank."""
+        factor = parameters["factor"]
+        components = torch.arange(len(factor), device=factor.device)
+        likelihood = self.likelihood(components, factor.new_zeros(factor.shape[:2]), parameters)
+        return likelihood.half_log_determinant, (likelihood.precision_matrix * covariance).sum((-2, -1))
+
 
 def best_low_rank(covariance: Tensor, counts: Tensor, rank: int, floor: Tensor, *, is_shared: bool) -> tuple[Tensor, Tensor]:
     r"""The likeliest :math:`W_k W_k^\top + \sigma_k^2 I` of data whose covariances are given.

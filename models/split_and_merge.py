@@ -119,7 +119,7 @@ class Plan:
 
     def __init__(self, components: Gaussians, population: Population, x: Tensor, statistics: Statistics, prior: Prior) -> None:
         self.components, self.statistics, self.prior, self.x = components.best(statistics, prior), statistics, prior, x
-        self._log_prior = prior.log_prob(self.components)
+        self._log_prior = self.components.log_prior(prior)
         best = population.log_joint.topk(min(_OVERLAPPING, population.num_states)).indices
         self.component, weight = population.states(torch.int64)[..., 0], population.weights().double()
         self.losses_without = self._losses_without(population.log_joint.double(), weight)
@@ -154,7 +154,7 @@ class Plan:
     def losses(self, pairs: Tensor) -> Tensor:
         """What the free energy loses where the two of a pair are one, ``(M,)``."""
         merged, each = self.merged(pairs), self.components.expected(self.statistics) + self._log_prior
-        together = merged.expected(self._statistics(pairs)) + self.prior.log_prob(merged)
+        together = merged.expected(self._statistics(pairs)) + merged.log_prior(self.prior)
         losses: Tensor = each[pairs].sum(1) - together - self._entropies(pairs)
         return losses
 
@@ -202,7 +202,7 @@ class Plan:
         ratio = torch.cat(log_joints).double().logsumexp(1) - whole.squeeze(1)
         weight = self.weight[order, 0]
         each = torch.logaddexp(torch.log1p(-weight), weight.log() + ratio)
-        gains = (self.prior.log_prob(halves).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
+        gains = (halves.log_prior(self.prior).reshape(-1, 2).sum(1) - self._log_prior).index_add(0, owner, each)
         too_few = statistics["counts"].reshape(-1, 2).amin(1) < _FEWEST
         return gains.masked_fill(too_few, -math.inf), halves
 

@@ -130,16 +130,16 @@ CASES = {
     "values": Case(DiscreteSparseCoding, flips, 543),
     "values, tied signs": Case(DiscreteSparseCoding, flips, 551, options={"tied_signs": True}),
     # Where a covariance has eigenvalues below the floor, these are waited for.
-    "mixture, full": Case(GaussianMixture, flips, 818, options={"covariance": "full"}, num_data=400),
+    "mixture, full": Case(GaussianMixture, flips, 665, options={"covariance": "full"}, num_data=400),
     "mixture, tied": Case(GaussianMixture, flips, 426, options={"covariance": "tied"}),
-    "mixture, diagonal": Case(GaussianMixture, flips, 657, syncs=1, options={"covariance": "diag"}),
-    "mixture, spherical": Case(GaussianMixture, flips, 667, syncs=1, options={"covariance": "spherical"}),
+    "mixture, diagonal": Case(GaussianMixture, flips, 508, syncs=1, options={"covariance": "diag"}),
+    "mixture, spherical": Case(GaussianMixture, flips, 509, syncs=1, options={"covariance": "spherical"}),
     # Eigenvalues are waited for.
-    "mixture, low rank": Case(GaussianMixture, flips, 1052, syncs=3, options={"covariance": "low-rank", "rank": 2}, num_data=400),
+    "mixture, low rank": Case(GaussianMixture, flips, 913, syncs=3, options={"covariance": "low-rank", "rank": 2}, num_data=400),
     "mixture, low rank, noise shared": Case(
-        GaussianMixture, flips, 1071, syncs=3, options={"covariance": "low-rank", "rank": 2, "shared_noise": True}, num_data=400
+        GaussianMixture, flips, 932, syncs=3, options={"covariance": "low-rank", "rank": 2, "shared_noise": True}, num_data=400
     ),
-    "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 418, syncs=1, options={"covariance": "diag"}),
+    "mixture, exhaustive": Case(GaussianMixture, ExhaustiveSearch, 304, syncs=1, options={"covariance": "diag"}),
     "counts, mixture": Case(PoissonMixture, flips, 354, syncs=1, data=counts),
     # Where a step of the dictionary has to be shortened, that is waited for.
     "counts, maxima": Case(ExponentialFamilyMaximalCauses, flips, 630, data=counts, options={"family": "poisson"}),

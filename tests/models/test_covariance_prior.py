@@ -14,7 +14,6 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.models import GaussianMixture
 from pyro_truncated.models.covariance_prior import Prior
-from pyro_truncated.models.gaussians import Gaussians
 from tests.models.mixture import free_energies, full_population, objective
 
 D64 = torch.float64
@@ -50,18 +49,19 @@ def test_its_density_is_the_highest_over_all_units(kind: str) -> None:
         assert model.log_prior() == 0
         return
     unit = torch.linspace(-8, 4, 40_001, dtype=D64).exp()
-    nearest = {"diag": model.spread.diagonal(), "spherical": model.spread.diagonal().mean().expand(D)}
-    best = torch.diag(nearest[kind]) if kind in nearest else model.spread
+    spread = model.spread if model.spread.dim() == 2 else torch.diag(model.spread)
+    nearest = {"diag": model.spread, "spherical": model.spread.mean().expand(D)}
+    best = torch.diag(nearest[kind]) if kind in nearest else spread
 
     def highest(covariance: Tensor) -> Tensor:
-        trace = (covariance.inverse() @ model.spread).trace()
+        trace = (covariance.inverse() @ spread).trace()
         return (1.5 * (D * unit.log() - covariance.logdet() - unit * trace) + 0.5 * D * (unit.log() - unit)).max()
 
     expected = float(sum(highest(own) for own in matrices(spreads_of(model))) - K * highest(best))
     assert float(model.log_prior().detach()) == pytest.approx(expected, rel=1e-6)
     if "noise" not in kind and "low" not in kind:
-        at_the_data = Gaussians(model._kind, torch.ones(K), model.loc.detach(), model._kind.start(model.spread, K))
-        log_prob = Prior(torch.zeros((), dtype=D64), 3.0, model.spread).log_prob(at_the_data)
+        at_the_data = model._kind.start(spread, K)
+        log_prob = Prior(torch.zeros((), dtype=D64), 3.0, spread).log_prob(model._kind, at_the_data)
         torch.testing.assert_close(log_prob, torch.zeros(K, dtype=D64))
 
 
@@ -127,13 +127,21 @@ def test_components_of_few_data_are_no_narrower_than_the_data_allow() -> None:
 def test_mixtures_of_before_have_none() -> None:
     y = few_data()
     model = make("diag", y)
-    state = {name: value for name, value in model.state_dict().items() if name != "spread"}
+    state = {name: value for name, value in model.state_dict().items() if name not in ("spread", "pseudo")}
     other = GaussianMixture(D, K, covariance="diag", dtype=D64)
     other.load_state_dict(state)
     assert model.log_prior() < 0
     assert other.log_prior() == 0
+    without = make("diag", y, pseudo_data=0)
+    assert without.spread.numel() == without.pseudo.numel() == make("tied", y).spread.numel() == 0
+    assert model.spread.shape == (D,)
+    # From those with a prior to those without, and back.
+    without.load_state_dict(model.state_dict())
+    assert without.log_prior() == 0
+    model.load_state_dict(without.state_dict())
+    assert model.log_prior() == 0
     old = GaussianMixture(D, K, dtype=D64)
-    del old._buffers["spread"], old.__dict__["pseudo_data"]
+    del old._buffers["spread"], old._buffers["pseudo"], old.__dict__["pseudo_data"]
     found = pickle.loads(pickle.dumps(old))
     assert found.pseudo_data == 0.0
     assert found.initialize(y).log_prior() == 0

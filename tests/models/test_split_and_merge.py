@@ -91,14 +91,14 @@ def test_losses_of_two_that_become_one_are_those_of_the_free_energy(kind: str) -
     shares = population.weights()[:, population.states()[0, :, 0].argsort()]
     pairs = plan.pairs()
     assert len(pairs) >= 3
-    before = expected_log_joint(plan.components, y, shares) + PRIOR.log_prob(plan.components).sum()
+    before = expected_log_joint(plan.components, y, shares) + plan.components.log_prior(PRIOR).sum()
     merged, losses = plan.merged(pairs), plan.losses(pairs)
     for i, (one, other) in enumerate(pairs.tolist()):
         together = shares.clone()
         together[:, one] += together[:, other]
         together[:, other] = 0.0
         after = plan.components.with_others(pairs[i, :1], merged.of(torch.tensor([i])))
-        log_prior = PRIOR.log_prob(after).sum() - PRIOR.log_prob(after)[other]
+        log_prior = after.log_prior(PRIOR).sum() - after.log_prior(PRIOR)[other]
         torch.testing.assert_close(before - expected_log_joint(after, y, together) - log_prior, losses[i], rtol=1e-6, atol=1e-5)
         assert after.weights[one] == plan.components.weights[[one, other]].sum()
 
@@ -120,7 +120,7 @@ def test_gains_of_two_in_the_place_of_one_are_those_on_its_data(kind: str) -> No
         best = component.gather(1, shares.argmax(1, keepdim=True)).squeeze(1) == k
         share = shares[best].max(1).values
         ratio = (half[best, 2 * k : 2 * k + 2].logsumexp(1) - whole[best, k]).exp()
-        log_prior = PRIOR.log_prob(halves)[2 * k : 2 * k + 2].sum() - PRIOR.log_prob(plan.components)[k]
+        log_prior = halves.log_prior(PRIOR)[2 * k : 2 * k + 2].sum() - plan.components.log_prior(PRIOR)[k]
         torch.testing.assert_close(gains[k], (1 - share + share * ratio).log().sum() + log_prior)
 
 
