@@ -215,7 +215,7 @@ class Batch:
         number = self._num_draws(particles)
         if self.is_idle:
             _accumulate(-self.outside())
-            return -float(self.outside())
+            return -float(self.outside().detach())
         # With a conditional, the draws that score the states must be the ones that are differentiated.
         step = Batch._backward_by_blocks_ if self.scorer.conditional is None else Batch._backward_at_once_
         with torch.enable_grad(), ops.together():
