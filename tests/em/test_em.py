@@ -320,7 +320,7 @@ def test_best_start_of_a_small_space_takes_all_of_it():
 def test_online_em_of_one_component_converges_to_the_moments_of_all_data():
     # With steps 1 / (t + 1) the statistics are the mean over the minibatches: after each data point was in one, those of all data.
     y = torch.randn(60, 3, dtype=torch.float64) * 2 + torch.tensor([1.0, -5.0, 3.0], dtype=torch.float64)
-    model = GaussianMixture(3, 1, dtype=torch.float64).initialize(y)
+    model = GaussianMixture(3, 1, pseudo_data=0.0, dtype=torch.float64).initialize(y)
     guide = AutoTruncated(model, num_states=1)
     guide.refresh_(y)
     closed_form = ClosedForm(model, minibatch="online", step_size=lambda step: 1 / (step + 1))
