@@ -113,7 +113,8 @@ def denoise(
         noise: standard deviation of its noise, where learning starts, if it is known; default: estimated where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
-        side: side of a patch; default: by noise and dimensions, several for mixtures, in the last round by the image.
+        side: side of a patch; default: that of a model that is made already, else by noise and dimensions, several for mixtures, in the last
+            round by the image.
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
@@ -151,7 +152,7 @@ def denoise(
         mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, rounds, mixtures, is_known=noise is not None)
-    patches = Patches(shape, side or _side_for_model(image, level, shape), **options)
+    patches = Patches(shape, side or _side_of(model, shape, options["channels"]) or _side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
 
@@ -265,6 +266,15 @@ def _shows_which_sides(image: Tensor, noise: float) -> bool:
     """Whether an image says which sides of patches suit it: one of some size, with little noise and all entries."""
     is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
     return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
+
+
+def _side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
+    """The side of patches that a model has been made for, or None if no such patch fits into the image."""
+    entries = getattr(model, "num_observed", None)
+    if not isinstance(entries, int):
+        return None
+    side = round((entries / (channels or 1)) ** (1 / len(shape)))
+    return side if 0 < side <= min(shape) and side ** len(shape) * (channels or 1) == entries else None
 
 
 def _side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:

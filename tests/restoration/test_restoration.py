@@ -215,6 +215,15 @@ def test_any_model_of_patches_restores(make, passes):
     assert error(restored.image, truth) < error(damaged, truth)
 
 
+@pytest.mark.parametrize(("shape", "entries", "side"), [((9, 9), 16, 4), ((9, 8, 3), 27, 3), ((40,), 12, 12)])
+def test_a_model_that_is_made_already_says_the_side_of_its_patches(shape, entries, side):
+    damaged = torch.randn(shape, generator=generator(1))
+    restored = denoise(damaged, model=BinarySparseCoding(entries, 4), passes=1, num_states=3, progress=False)
+    assert set(restored.patches.size) == {side}
+    with pytest.raises(ValueError, match="num_observed=11"):  # no window of equal sides has eleven entries: the side is that of any model
+        denoise(damaged if len(shape) > 1 else damaged[:10], model=BinarySparseCoding(11, 4), passes=1, progress=False)
+
+
 def test_models_of_other_patches_and_without_reconstructions_are_refused():
     with pytest.raises(ValueError, match="patches of 16 entries"):
         denoise(picture(), model=BinarySparseCoding(9, 4), side=4)
