@@ -138,7 +138,7 @@ def reachable_bounds(
     if int(high.max()) >= HUGE and limit is None:
         raise ValueError(
             f"discrete latent site '{name}' ({family(node['fn'])}) has infinite support and no bound. "
-            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
+            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
     return low, high if limit is None else high.clamp(max=limit)
 
@@ -150,6 +150,6 @@ def _limited(node: Any, dependencies: Dependencies, limit: int | None) -> Bounds
         raise ValueError(
             f"the support of discrete latent site '{name}' ({family(node['fn'])}) depends on {sorted(dependencies.parents[name])}, which "
             "take too many joint values, or continuous ones, to find its largest value. "
-            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}})."
+            f"Give one: AutoTruncated(model, max_count={{'{name}': 20}}), or learn(model, y, max_count={{'{name}': 20}})."
         )
     return bounds_of(node["fn"])[0].min(), torch.tensor(limit)

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor
 
-from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import exchangeable_latents
@@ -17,7 +16,6 @@ from pyro_truncated.training.model_runs import Run, Settings, default_search, of
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start, start_of
-from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
@@ -65,9 +63,7 @@ def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: floa
         tolerance: least gain in free energy per data point.
         state: parameters, and medians of continuous latents beside, in which latents differ.
     """
-    guide = AutoTruncated(model, num_states=settings.num_states)
-    with spare_random_numbers():
-        guide.setup(y)
+    guide = settings.guide_for(model, y)
     learned = Medians(model, y, guide)
     groups = exchangeable_latents(learned, state)
     search = settings.search or default_search(model, guide.space, settings.num_states)

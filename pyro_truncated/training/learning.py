@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -73,6 +75,7 @@ def learn(
     temperature: float | None = None,
     tolerance: float | None = None,
     lr: float = 0.1,
+    max_count: int | Mapping[str, int] | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Any:
@@ -156,6 +159,8 @@ def learn(
             quarter of what the best two may differ by, however many starts there are.
         lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
             at the beginning (but at least .2), of all others as it is.
+        max_count: largest value of count sites, one number or by site name, where their support is infinite, as of a ``Poisson`` number of
+            animals of which some are seen; see :class:`~pyro_truncated.AutoTruncated`.
         generator: source of randomness of the starts; default: torch's global one.
         progress: whether to show a progress bar; default: if the output is a terminal.
 
@@ -170,7 +175,7 @@ def learn(
             starts, at most four tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
 
     Raises:
-        ValueError: if a number is out of range, or the search is for latents of another kind than the model's.
+        ValueError: if a number is out of range, a count has no bound, or the search is for latents of another kind than the model's.
         TypeError: if the search selects no latents for a Gibbs sampler, or is a second array of data.
     """
     steps, short_steps = check_counts(steps=steps, short_steps=short_steps)
@@ -180,10 +185,11 @@ def learn(
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
-    layout = None if isinstance(model, GibbsModel) else layout_of(model, y)
+    settings = Settings(search, num_states or 1, lr, max_count=max_count)
+    layout = None if isinstance(model, GibbsModel) else layout_of(model, y, settings)
     space = None if layout is None else layout.space
     num_states = num_states or _num_states(model, space)
-    settings = Settings(search, num_states, lr)
+    settings = dataclasses.replace(settings, num_states=num_states)
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
     number = _number_for_starts(model, y, space)

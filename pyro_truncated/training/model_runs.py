@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -51,12 +52,25 @@ class Settings:
         num_states: states per data point.
         lr: learning rate of gradient steps, see :func:`rate_of`.
         lrd: what it is multiplied by from step to step.
+        max_count: largest value of count sites without an upper end.
     """
 
     search: Search | None
     num_states: int
     lr: float = 0.1
     lrd: float = 1.0
+    max_count: int | Mapping[str, int] | None = None
+
+    def guide_of(self, model: Any) -> AutoTruncated:
+        """A truncated guide that has not seen its data yet."""
+        return AutoTruncated(model, num_states=self.num_states, max_count=self.max_count)
+
+    def guide_for(self, model: Any, y: Tensor) -> AutoTruncated:
+        """A truncated guide that knows the latents of its data."""
+        guide = self.guide_of(model)
+        with spare_random_numbers():
+            guide.setup(y)
+        return guide
 
     def slowing(self, steps: int) -> Settings:
         """The same with a learning rate that falls to a tenth in so many steps."""
@@ -84,7 +98,7 @@ class Run:
             self.guide: Any = GibbsGuide(model)
             elbo: Any = GibbsEM(search) if temperature is None else GibbsEM(search, settling=0, temperature=temperature)
         else:
-            self.guide, self.truncated, space = _guides(model, y, settings.num_states, temperature is not None)
+            self.guide, self.truncated, space = _guides(model, y, settings, temperature is not None)
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
@@ -157,35 +171,23 @@ class Run:
             self._driver.release()
 
 
-def _guides(model: Any, y: Tensor, num_states: int, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
+def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
     """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
-    truncated = _set_up(model, y, num_states)
+    truncated = settings.guide_for(model, y)
     layout = truncated.layout
     if not layout.other_latents:
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
     # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
     guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
-    truncated = AutoTruncated(model, num_states=num_states)
+    truncated = settings.guide_of(model)
     guide.append(truncated)
     return guide, truncated, layout.space
 
 
-def _set_up(model: Any, y: Tensor, num_states: int) -> AutoTruncated:
-    truncated = AutoTruncated(model, num_states=num_states)
-    with spare_random_numbers():
-        truncated.setup(y)
-    return truncated
-
-
-def layout_of(model: Any, y: Tensor) -> Layout:
+def layout_of(model: Any, y: Tensor, settings: Settings) -> Layout:
     """The discrete latents and the data plates of a model."""
-    return _set_up(model, y, 1).layout
-
-
-def space_of(model: Any, y: Tensor) -> StateSpace:
-    """The space of the discrete latents of a data point."""
-    return layout_of(model, y).space
+    return dataclasses.replace(settings, num_states=1).guide_for(model, y).layout
 
 
 def num_posteriors(layout: Layout, y: Tensor) -> float:

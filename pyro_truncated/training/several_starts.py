@@ -17,7 +17,7 @@ from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
-from pyro_truncated.training.model_runs import Settings, space_of
+from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.utils.progress import ProgressBar
 
@@ -74,7 +74,7 @@ class SeveralStarts:
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
-        self._settings = settings if is_full else settings.halved(space_of(model, y))
+        self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
         self._assembly: Assembly | None = None
         self._found: list[Start] = []
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pyro
 import torch
+from pyro.infer.autoguide import AutoGuide
 
 from pyro_truncated.diagnostics.arviz.chains import attributes_of, named_like, side_by_side
 from pyro_truncated.diagnostics.arviz.data_labels import without_labels
@@ -129,7 +130,7 @@ def to_arviz(
         that another guide draws has a prior that depends on the discrete ones.
 
     Raises:
-        TypeError: if the guide cannot be called, or ``training`` or ``checks`` are something else.
+        TypeError: if the guide cannot be called or is in the place of the model, or ``training`` or ``checks`` are something else.
         ValueError: if the model subsamples, latents have no distribution but their prior, the guide has several ``AutoTruncated`` parts,
             guides do not go together, or dims or coords do not fit.
     """
@@ -154,6 +155,9 @@ def to_arviz(
     models: list[Any] = list(model) if isinstance(model, list | tuple) else [model] * len(guides)
     if not guides or len(models) != len(guides) or (stores is not None and len(stores) != len(guides)):
         raise ValueError(f"there must be one guide, model and store each per chain; got {len(guides)} guides and {len(models)} models")
+    for one in models:
+        if isinstance(one, AutoGuide):
+            raise TypeError(f"the order is to_arviz(model, guide, *data); got a guide, {type(one).__name__}, in the place of the model")
     args, kwargs, labelled = without_labels(models[0], guides[0], args, kwargs)
     settings = Settings(
         num_samples, num_chains, num_predictive, conditional_log_likelihood, dims or {}, coords or {}, memory_budget, labelled

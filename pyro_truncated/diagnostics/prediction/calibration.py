@@ -89,13 +89,20 @@ def simulation_based_calibration(
     return Calibration({name: plain(torch.cat(values)) for name, values in collected.items()})
 
 
-def fit_populations(model: Callable[..., Any], *args: Any, num_states: int = 64, steps: int = 30, **kwargs: Any) -> AutoTruncated:
-    """A guide with populations found under the model as it is."""
-    probe = AutoTruncated(model, 1)
+def fit_populations(
+    model: Callable[..., Any],
+    *args: Any,
+    num_states: int = 64,
+    steps: int = 30,
+    max_count: int | Mapping[str, int] | None = None,
+    **kwargs: Any,
+) -> AutoTruncated:
+    """A guide with populations found under the model as it is; counts without an upper end need ``max_count``."""
+    probe = AutoTruncated(model, 1, max_count=max_count)
     probe.setup(*args, **kwargs)
     search = ExhaustiveSearch() if probe.space.size <= _ENUMERATED else EvolutionarySearch(crossover=True)
     steps = 1 if isinstance(search, ExhaustiveSearch) else steps
-    return AutoTruncated(model, min(num_states, probe.space.size)).infer(args, search, steps, **kwargs)
+    return AutoTruncated(model, min(num_states, probe.space.size), max_count=max_count).infer(args, search, steps, **kwargs)
 
 
 def _simulate(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], fit: Fit, num_draws: int) -> dict[str, Tensor]:

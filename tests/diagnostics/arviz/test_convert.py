@@ -392,6 +392,8 @@ def test_refuses_what_does_not_fit(model: Callable[..., None], data: Tensor) -> 
         to_arviz(model, guide, data, num_samples=1, training=[1.0])
     with pytest.raises(TypeError, match="checks must be what check_truncation returned; got dict"):
         to_arviz(model, guide, data, num_samples=1, checks={})
+    with pytest.raises(TypeError, match=r"the order is to_arviz\(model, guide, \*data\); got a guide, AutoTruncated,"):
+        to_arviz(guide, model, data)
     with pytest.raises(TypeError, match=r"guide must be a Pyro guide: .* got NoneType"):
         to_arviz(model, None, data)
     with pytest.raises(ValueError, match="of several guides each is one chain; got 4"):
