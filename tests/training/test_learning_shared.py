@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
-from pyro_truncated.training.model_runs import layout_of, num_posteriors
+from pyro_truncated.training.model_runs import Settings, layout_of, num_posteriors
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:
@@ -60,4 +60,4 @@ def test_number_of_posteriors(is_shared: bool, expected: int):
             on = pyro.sample("on", dist.Bernoulli(0.5)) if shared is None else shared
             pyro.sample("y", dist.Normal(on, 1.0), obs=y)
 
-    assert num_posteriors(layout_of(model, y), y) == expected
+    assert num_posteriors(layout_of(model, y, Settings(None, 1)), y) == expected
