@@ -29,14 +29,14 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
 def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
     """A short run in which only the parameters change: to those of the likeliest states, which stay as they are."""
     with forgetting_guides(model, y):
-        run = _run_from(model, y, dataclasses.replace(settings, search=_AsTheyAre(), num_states=1), member)
+        run = _run_from(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1), member)
         words, scorer = member.population.mode().unsqueeze(1), run.scorer(y)
         assert run.truncated is not None
         run.truncated.populations.store_(scorer.score(words), None, words)
         return start_of(run, model, y, trained(run, y, steps))
 
 
-class _AsTheyAre(Search):
+class AsTheyAre(Search):
     """Proposes nothing new."""
 
     def propose(self, batch: SearchBatch) -> Population:

@@ -34,8 +34,6 @@ from pyro_truncated.utils.progress import progress_bar
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
 # Starts of mixtures, and for each number that these hold: of fewer data they find optima that all data do not have.
 _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
-# Starts of latents that data points share, even if two of less agree: a single posterior has few optima, and bad ones are met twice.
-_FEWEST_OF_SHARED = 8
 # States per data point. Of 200 components 16 lost .0001 nats of free energy, eight .0007, four .006.
 _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
 # The part of the training at the end in which an evolutionary search nobody asked for gives way to full conditionals.
@@ -198,8 +196,7 @@ def learn(
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
     first_temperature, nearness = _defaults(model, space)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
-    fewest = _FEWEST_OF_SHARED if is_shared else 1
-    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), fewest)
+    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), is_shared)
     with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)

@@ -19,9 +19,11 @@ from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
+_FEWEST_OF_SHARED = 8
 # The best starts, which are kept with their states.
 _KEPT = 3
 # The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
@@ -42,7 +44,8 @@ class Plan:
         is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
             number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
             do not agree, however many there are.
-        fewest: starts that are made even if two of less agree.
+        is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
+            single posterior has few optima, and bad ones are met twice.
     """
 
     starts: int | None
@@ -51,7 +54,7 @@ class Plan:
     tolerance: float
     generator: torch.Generator | None
     is_of_gains: bool = False
-    fewest: int = 1
+    is_shared: bool = False
 
     def lead(self, number: int) -> float:
         """How far apart the best two of so many starts may be."""
@@ -112,7 +115,7 @@ class SeveralStarts:
         return f"no two of {number} starts reached the same free energy per data point ({ordered})"
 
     def _is_enough(self) -> bool:
-        if len(self.energies) < self._plan.fewest:
+        if self._plan.is_shared and len(self.energies) < _FEWEST_OF_SHARED:
             return False
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
@@ -151,6 +154,8 @@ class SeveralStarts:
         if can_complete(self._model):
             found = mended(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
+        if self._plan.is_shared:
+            found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
         self.energies.append(found.reached.free_energy)
         # What began near the best one and has ended above it did not come back.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance

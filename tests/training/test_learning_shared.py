@@ -11,7 +11,11 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Settings, layout_of, num_posteriors
+from pyro_truncated.training.starts import Start
+from pyro_truncated.training.waking import woken
 
 
 def graph(num_nodes: int, generator: torch.Generator) -> tuple[Callable[[Tensor], None], Tensor, Tensor]:
@@ -61,3 +65,42 @@ def test_number_of_posteriors(is_shared: bool, expected: int):
             pyro.sample("y", dist.Normal(on, 1.0), obs=y)
 
     assert num_posteriors(layout_of(model, y, Settings(None, 1)), y) == expected
+    assert num_posteriors(layout_of(model, y), y) == expected
+
+
+WEIGHT = torch.tensor([2.0, 0.0, -3.0, 0.0, 0.0, 1.5])
+
+
+def selection(x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
+    """Which predictors count, and by which weight."""
+
+    def model(y: Tensor) -> None:
+        learned = pyro.param("weight", weight.clone())
+        chosen = pyro.sample("chosen", dist.Bernoulli(torch.full((len(weight),), 0.2)).to_event(1))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Normal(((chosen * learned).unsqueeze(-2) * x).sum(-1), 0.5), obs=y)
+
+    return model
+
+
+def test_latents_that_no_state_has_on_are_woken():
+    """Weights of the wrong sign: to have any predictor on makes the data less likely, so that nothing is learned of its weight."""
+    pyro.set_rng_seed(3)
+    x = torch.randn(60, 6)
+    y = x @ WEIGHT + 0.5 * torch.randn(60)
+    model = selection(x, -WEIGHT)
+    off = Start(Reached(-1000.0), copies(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
+    found = woken(model, y, Settings(None, 8), off, tolerance=0.05, steps=30)
+    chosen = WEIGHT != 0
+    rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
+    truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
+    assert found.reached.free_energy >= float(truth) - 0.05  # other states, and chance beside the truth, add to it
+    torch.testing.assert_close(found.parameters["weight"][chosen], WEIGHT[chosen], atol=0.3, rtol=0.0)
+
+
+def test_nothing_is_woken_where_every_latent_is_on_somewhere():
+    pyro.set_rng_seed(4)
+    x = torch.randn(10, 6)
+    model, y = selection(x, WEIGHT), x @ WEIGHT
+    on = Start(Reached(0.0), copies(model, y), torch.eye(6, dtype=torch.uint8).unsqueeze(0))
+    assert woken(model, y, Settings(None, 6), on, tolerance=0.05, steps=1) is on

@@ -1,0 +1,109 @@
+"""Latents that data share and that no state has on: nothing teaches their parameters, so that they stay off, unless they are woken."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.exchanges import AsTheyAre
+from pyro_truncated.training.model_parameters import forgetting_guides, parameters_of, put_back
+from pyro_truncated.training.model_runs import Run, Settings, offer
+from pyro_truncated.training.resting import climbed, trained
+from pyro_truncated.training.starts import Start, start_of
+
+# At this temperature all states count alike.
+_HOT = 1e9
+# Probabilities, and gradients, that Adam takes for nothing.
+_NOTHING = 1e-8
+# The most latents that are woken at once, each in a state of its own, and how often, as far as likelihoods have no bound.
+_MOST, _ROUNDS = 512, 4
+
+
+def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
+    r"""A start in which binary latents that all data share, and that no state has on, have been on for a while; or itself.
+
+    Where each data point has a posterior, most latents are on somewhere, and their parameters are learned there. Of a single posterior a
+    latent may be off in all states of the population, because its parameters are wrong where the start began, and then nothing corrects
+    these. Here parameters are fitted to the likeliest state :math:`s` and, alike, to all states in which one such latent :math:`l` is on
+    beside,
+
+    .. math:: \max_\theta \; \log p(s, y \mid \theta) + \sum_l \log p(s + e_l, y \mid \theta),
+
+    so that each learns what it can explain of what the others leave. Then the states are searched and the model is trained as before, again
+    and again while the free energy rises.
+
+    Args:
+        model: the model, trained by gradients; left somewhere else.
+        y: its data.
+        settings: what all runs have in common.
+        start: has ended, with its states.
+        tolerance: gain in free energy per posterior that is worth another round.
+        steps: steps of each fit, and least number of those after it.
+    """
+    if start.states is None or start.beside:
+        return start
+    for _ in range(_ROUNDS):
+        asleep = _asleep(model, y, settings, start)
+        if not len(asleep):
+            break
+        _fit_awake(model, y, settings, start, asleep, steps)
+        child = _trained(model, y, settings, start, steps)
+        if not child.reached.free_energy > start.reached.free_energy + tolerance:
+            break
+        start = child
+    return start
+
+
+def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
+    """Binary latents that are on in no state that counts, if a step leaves parameters where they are; at most so many, drawn at random."""
+    assert start.states is not None
+    put_back(model, y, start.parameters)
+    with forgetting_guides(model, y):
+        run = Run(model, y, settings)
+        offer(run, y, start.states)
+        run.step(y)
+        assert run.truncated is not None
+        population = run.truncated.population()
+        is_off = (population.marginals().amax(0) < _NOTHING).cpu()
+        latents = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
+        is_taught = all(_have_moved(value, start.parameters[name]) for name, value in parameters_of(model, y).items())
+    return latents[:0] if is_taught else latents[torch.randperm(len(latents), device="cpu")[:_MOST].sort().values]
+
+
+def _have_moved(after: Tensor, before: Tensor) -> bool:
+    """Whether a first step of Adam, which is as long for all gradients that are not nothing, has moved all entries of a parameter."""
+    step = (after.detach() - before).abs()
+    return bool((step >= step.max() / 2).all())
+
+
+def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:
+    """Fits the parameters to the likeliest state of each posterior, and to those in which one of the latents is on beside."""
+    put_back(model, y, start.parameters)
+    with forgetting_guides(model, y):
+        run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1 + len(asleep)), lambda _: _HOT)
+        scorer, guide = run.scorer(y), run.truncated
+        assert guide is not None
+        assert start.states is not None
+        words = guide.space.pack(start.states)
+        likeliest = Population(guide.space, words, scorer.score(words)).mode()
+        states = guide.space.unpack(likeliest).unsqueeze(1).repeat(1, 1 + len(asleep), 1)
+        states[:, torch.arange(1, 1 + len(asleep)), asleep] = 1
+        words = guide.space.pack(states)
+        guide.populations.store_(scorer.score(words), None, words)
+        trained(run, y, steps)
+
+
+def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int) -> Start:
+    """A run from the parameters as they are, and from the states of a start, which are searched first."""
+    assert start.states is not None
+    with forgetting_guides(model, y):
+        run = Run(model, y, settings)
+        offer(run, y, start.states)
+        run.find_states(y)
+        reached = climbed(run, y, steps)
+        assert run.truncated is not None
+        return start_of(run, model, y, reached)._replace(states=run.truncated.population().states())
