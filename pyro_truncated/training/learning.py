@@ -115,7 +115,9 @@ def learn(
 
     Latents that data points share, such as the blocks of the nodes of a graph, have fewer posteriors than there are rows of data. What is
     said here of data points then is said of posteriors: free energies are of each (of all data, if there is one), starts see all rows, and
-    eight are made even if two of less agree, as one posterior has few optima, and starts meet bad ones twice.
+    eight are made even if two of less agree, as one posterior has few optima, and starts meet bad ones twice. Shared binary latents that
+    are on in no state, so that nothing has taught their parameters - predictors and their weights - are woken at the end of a start: these
+    are fitted to states with one of them each, and the start goes on, if that gains (not with continuous latents beside).
 
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
