@@ -48,6 +48,8 @@ _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
 _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 _DEFAULTS_NEAR_THE_END = 1.0, 0.05
+# Free energies of all data together that are the same: those of starts with one posterior, and one optimum, were up to .15 nats apart.
+_NEAR_OF_ALL = 0.5
 
 
 class DisagreeingStartsWarning(UserWarning):
@@ -154,7 +156,8 @@ def learn(
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
             near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
             equal do not part again.
-        tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05, but 0.01 for mixtures,
+        tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05 (at least half a nat of
+            all data together, as where these share one posterior), but 0.01 for mixtures,
             whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
             quarter of what the best two may differ by, however many starts there are.
         lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
@@ -193,10 +196,12 @@ def learn(
     if search is not None and space is not None and space.size > num_states:
         search.check_space(space)
     number = _number_for_starts(model, y, space)
-    is_shared = layout is not None and num_posteriors(layout, y) < total_rows(y)
+    posteriors = total_rows(y) if layout is None else num_posteriors(layout, y)
+    is_shared = posteriors < total_rows(y)
     is_all = is_shared or total_rows(y) <= number
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
     first_temperature, nearness = _defaults(model, space)
+    nearness = max(nearness, _NEAR_OF_ALL / posteriors)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
     plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), is_shared)
     with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:

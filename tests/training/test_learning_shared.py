@@ -65,7 +65,6 @@ def test_number_of_posteriors(is_shared: bool, expected: int):
             pyro.sample("y", dist.Normal(on, 1.0), obs=y)
 
     assert num_posteriors(layout_of(model, y, Settings(None, 1)), y) == expected
-    assert num_posteriors(layout_of(model, y), y) == expected
 
 
 WEIGHT = torch.tensor([2.0, 0.0, -3.0, 0.0, 0.0, 1.5])
