@@ -91,6 +91,7 @@ class LinearMixture(UniqueModule):
         this is a product of matrices. Up to three thousand components, or for fewer than ten data points per component, all are looked at.
         Of more only those in the twelve likeliest groups, and the neighbours of the best two: of ten thousand spherical components with
         known parameters the best one is missed for .1 % of the data points, and .8 % of the four best; of diagonal ones .5 % and 2 %.
+        In training, populations that hold some lead on, so that less is missed.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -109,8 +110,16 @@ class LinearMixture(UniqueModule):
             ValueError: if the data have another number of dimensions, or the number is below 1.
         """
         check_counts(num_states=num_states)
-        functions, num_states = self.linear_functions(check_data(y, self.num_observed)), min(num_states, self.num_components)
-        return torch.cat([functions.largest(self.linear_features(rows), num_states) for rows in y.split(_ROWS)])
+        return self.likeliest_beside(check_data(y, self.num_observed), min(num_states, self.num_components))
+
+    def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
+        """The same where populations may hold likely components already, of which the neighbours are looked at, too."""
+        functions, rows = self.linear_functions(y), y.split(_ROWS)
+        if known is None or functions.are_few:
+            return torch.cat([functions.largest(self.linear_features(some), num_states) for some in rows])
+        held = known.states(torch.int64)[..., 0].split(_ROWS)
+        parts = zip(rows, held, strict=True)
+        return torch.cat([functions.largest(self.linear_features(some), num_states, own) for some, own in parts])
 
     def default_search(self, num_states: int) -> Search:
         """The search of :func:`pyro_truncated.learn` where none is named: the likeliest components, at every step.
@@ -135,8 +144,9 @@ class LinearMixture(UniqueModule):
 class LikeliestComponents(Search):
     """Proposes the likeliest components of every data point, see :meth:`LinearMixture.likeliest_components`.
 
-    One step finds what such steps can find: populations need not be likely beforehand, and nothing is learned of the data. Of more than
-    three thousand components that is not all: some that are likely are in groups that no step looks at.
+    Populations need not be likely beforehand, and nothing is learned of the data. Of more than three thousand components not all likely
+    ones are found at once: some are in groups that are not looked at. There, populations that hold the best component of the likeliest
+    four groups lead on to its neighbours, and fewer groups are looked at, so that later steps miss less, in less time.
 
     Args:
         model: the mixture, whose data are called ``y``.
@@ -160,10 +170,11 @@ class LikeliestComponents(Search):
         self.check_space(batch.space)
         if _SITE not in batch.observations:
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
-        likeliest = self.model.likeliest_components(batch.observations[_SITE], self.num_states)
+        number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
+        likeliest = self.model.likeliest_beside(check_data(y, self.model.num_observed), number, batch.population)
         return batch.scored(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """The populations after one step, to which further ones would add nothing."""
+        """The populations after one step, to which further ones would add little."""
         found: Population = super().improve(batch, min(steps, 1))
         return found

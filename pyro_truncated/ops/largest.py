@@ -46,7 +46,15 @@ def largest_of_groups(
     return found
 
 
-def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+def walked(
+    features: Tensor,
+    coefficients: Tensor,
+    neighbours: Tensor,
+    value: Tensor,
+    index: Tensor,
+    depth: int,
+    also: Tensor | None = None,
+) -> Tensor:
     """Looks at the neighbours of the best functions, and of what is among the best then, until all of theirs have been looked at.
 
     Args:
@@ -56,13 +64,14 @@ def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Te
         value: the largest functions known, ``(N, S)``, the largest first.
         index: which functions these are; different ones.
         depth: how many of the best ones' neighbours are looked at; of at most ``S`` functions in all.
+        also: functions to look at before, different ones, ``(N, A)``.
 
     Returns:
         The numbers of the largest functions now known, ``(N, S)``, the largest first.
     """
     features, coefficients = _computed(features, coefficients)
-    depth = min(depth, index.shape[1])
-    found: Tensor = backend("largest", features).walked(features, coefficients, neighbours, value.to(features), index, depth)
+    depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also
+    found: Tensor = backend("largest", features).walked(features, coefficients, neighbours, value.to(features), index, depth, also)
     return found
 
 

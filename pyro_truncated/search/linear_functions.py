@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.component_sums import as_integers, check_below
 from pyro_truncated.ops.largest import largest_of_all, largest_of_groups, walked
 from pyro_truncated.utils.counts import check_count
 
@@ -15,6 +16,8 @@ from pyro_truncated.utils.counts import check_count
 _FEW, _ROWS_PER_FUNCTION = 3000, 10
 # Of the rest: the groups that are looked at, the neighbours of the best functions then, and of how many.
 _LOOKED_AT, _NEIGHBOURS, _DEPTH = 12, 32, 2
+# The groups that are looked at first where large functions are known.
+_FIRST = 4
 # Neighbours are looked for in more groups: once, for all data.
 _LOOKED_AT_FOR_NEIGHBOURS = 60
 _ROWS = 2**14
@@ -42,6 +45,9 @@ class LinearFunctions:
         group: asked for when it is needed: a group of similar functions for each, ``(K,)``, numbered from 0, none empty.
         num_data: of how many data points the largest functions will be looked for.
 
+    Attributes:
+        are_few: whether all are looked at, so that it is no use to know large ones.
+
     Raises:
         ValueError: if there are no functions, coefficients and features have different shapes, or the number of data points is negative.
     """
@@ -53,23 +59,47 @@ class LinearFunctions:
         num_data = check_count("num_data", num_data, least=0)
         self.coefficients, self.features = coefficients, features
         self._find_group = group
-        self._are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
+        self.are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
 
-    def largest(self, features: Tensor, number: int) -> Tensor:
+    def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
         """The ``number`` largest functions of each of some features ``(N, F)``, largest first, ``(N, number)``.
+
+        Args:
+            features: of the data points, ``(N, F)``.
+            number: how many functions.
+            known: functions that may be large, different ones, ``(N, A)``. Where the best one of four groups is among them no more groups
+                are looked at.
 
         Raises:
             ValueError: if features have another shape, there are not as many functions, or groups that are asked for are not numbers
-                ``(K,)`` from 0 of which none is left out.
+                ``(K,)`` from 0 of which none is left out; or for known functions that do not exist, or not of each data point.
         """
         if features.dim() != 2 or features.shape[1] != self.coefficients.shape[1]:
             raise ValueError(f"features must have shape (N, {self.coefficients.shape[1]}); got {tuple(features.shape)}")
         if check_count("number", number) > len(self.coefficients):
             raise ValueError(f"number must be at most {len(self.coefficients)}, as there are functions; got {number}")
-        if self._are_few or not self._are_apart(number):
+        known = None if known is None else self._checked(known, features)
+        if self.are_few or not self._are_apart(number):
             return largest_of_all(features, self.coefficients, number)[1]
-        value, index = self._of_groups(features, number, _LOOKED_AT)
-        return walked(features, self.coefficients, self._neighbours, value, index, _DEPTH)
+        if known is None or self._sizes.sort().values[:_FIRST].sum() < number:
+            value, index = self._of_groups(features, number, _LOOKED_AT)
+        else:
+            value, index = self._of_fewer_groups(features, number, known)
+        return walked(features, self.coefficients, self._neighbours, value, index, _DEPTH, known)
+
+    def _checked(self, known: Tensor, features: Tensor) -> Tensor:
+        if known.dim() != 2 or len(known) != len(features):
+            raise ValueError(f"known must have shape ({len(features)}, A); got {tuple(known.shape)}")
+        known = as_integers(known)
+        check_below(known, len(self.coefficients))
+        return known
+
+    def _of_fewer_groups(self, features: Tensor, number: int, known: Tensor) -> tuple[Tensor, Tensor]:
+        """The largest of the first groups; of all that are looked at where what is known lacks the best of these."""
+        value, index = self._of_groups(features, number, _FIRST)
+        lacking = (known != index[:, :1]).all(1).nonzero()[:, 0]
+        value[lacking], index[lacking] = self._of_groups(features[lacking], number, _LOOKED_AT)
+        return value, index
 
     def _are_apart(self, number: int) -> bool:
         """Whether the groups that are looked at leave most functions out, and have as many as are asked for."""

@@ -135,12 +135,28 @@ def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
     assert found.sort(1).values.diff().min() > 0
 
 
+@pytest.mark.usefixtures("few_are_many")
+def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
+    y, _, _ = clusters(1500, 4)
+    places, x = y[:1500], y[1500:]
+    coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+    features, own = torch.cat([torch.ones(len(x), 1, dtype=D64), x], 1), torch.cat([torch.ones(1500, 1, dtype=D64), places], 1)
+    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x))
+    expected = (features @ coefficients.mT).topk(3)
+    assert functions.largest(features, 3, expected.indices).equal(expected.indices)
+    unlikely = (-features @ coefficients.mT).topk(3).indices
+    assert functions.largest(features, 3, unlikely).equal(functions.largest(features, 3))
+    for known in (unlikely[:9], unlikely[0], unlikely + 1500, -unlikely, unlikely.double()):
+        with pytest.raises(ValueError, match=r"known|component"):
+            functions.largest(features, 3, known)
+
+
 def test_more_than_three_thousand_components_are_searched_in_groups() -> None:
     generator = torch.Generator().manual_seed(0)
     model = GaussianMixture(2, 3100, covariance="spherical")
     model.loc, model.scale = 20 * torch.randn(3100, 2, generator=generator), torch.ones(3100)
     y = model.loc[torch.randint(3100, (31_000,), generator=generator)] + torch.randn(31_000, 2, generator=generator)
-    assert not model.linear_functions(y)._are_few
+    assert not model.linear_functions(y).are_few
     found, distance = model.likeliest_components(y, 2)[:1000], torch.cdist(y[:1000], model.loc)
     nearest = distance.topk(2, largest=False)
     assert float((found == nearest.indices).double().mean()) > 0.98

@@ -53,6 +53,10 @@ def test_a_walk_ends_where_no_neighbour_of_the_best_is_better() -> None:
     stayed = walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1)
     assert found.tolist() == [[9, 10, 8, 11, 7]]
     assert torch.equal(stayed, start)
+    also = torch.tensor([[12, 4, 19]])
+    assert walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1, also).tolist() == [
+        [12, 5, 4, 3, 2]
+    ]
 
 
 @pytest.mark.usefixtures("kind")

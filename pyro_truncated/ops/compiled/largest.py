@@ -44,10 +44,10 @@ def largest_of_groups(
     return torch.from_numpy(value), torch.from_numpy(index)
 
 
-def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.largest.walked`."""
     found, best = index.clone().numpy(), value.clone().numpy()
-    arrays = (tensor.detach().contiguous().numpy() for tensor in (features, coefficients, neighbours))
+    arrays = (tensor.detach().contiguous().numpy() for tensor in (features, coefficients, neighbours, also))
     _walk(*arrays, depth, best, found)
     return torch.from_numpy(found)
 
@@ -161,8 +161,22 @@ def _product(features, coefficients):
     return total
 
 
+@njit(cache=True, nogil=True)
+def _look_at(others, features, coefficients, best, index):
+    """Enters those functions that are above the least of the best ones, and not there yet."""
+    number = len(best)
+    for other in others:
+        x = _product(features, coefficients[other])
+        if _is_above(x, best[number - 1]):
+            is_there = False
+            for t in range(number):
+                is_there |= index[t] == other
+            if not is_there:
+                _insert(x, other, best, index)
+
+
 @parallel_kernel(cost=64)
-def _walk(features, coefficients, neighbours, depth, value, index):
+def _walk(features, coefficients, neighbours, also, depth, value, index):
     num_rows, number = index.shape
     num_blocks = min(num_rows, _BLOCKS)
     for block in prange(num_blocks):
@@ -170,6 +184,7 @@ def _walk(features, coefficients, neighbours, depth, value, index):
         done = np.empty(number, np.int64)
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
             best, found, own = value[n], index[n], features[n]
+            _look_at(also[n], own, coefficients, best, found)
             done[:] = -1
             count = 0
             s = 0
@@ -183,13 +198,5 @@ def _walk(features, coefficients, neighbours, depth, value, index):
                     continue
                 done[count] = k
                 count += 1
-                for j in range(neighbours.shape[1]):
-                    other = neighbours[k, j]
-                    x = _product(own, coefficients[other])
-                    if _is_above(x, best[number - 1]):
-                        is_there = False
-                        for t in range(number):
-                            is_there |= found[t] == other
-                        if not is_there:
-                            _insert(x, other, best, found)
+                _look_at(neighbours[k], own, coefficients, best, found)
                 s = 0

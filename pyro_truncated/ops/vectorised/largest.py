@@ -38,28 +38,32 @@ def largest_of_groups(
     return torch.cat(values), torch.cat(indices)
 
 
-def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int) -> Tensor:
+def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.largest.walked`."""
-    number, width = index.shape[1], neighbours.shape[1] * features.shape[1]
+    width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
     step = max(1, _BLOCK // max(1, width))
-    blocks = zip(features.split(step), value.split(step), index.split(step), strict=True)
-    return torch.cat([_walked(some, coefficients, neighbours, best, found, depth, number) for some, best, found in blocks])
+    blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
+    return torch.cat([_walked(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks])
 
 
-def _walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, number: int) -> Tensor:
+def _walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor) -> Tensor:
+    best, found = _looked_at(also, features, coefficients, best, found)
     done = torch.full_like(found, -1)
-    for visit in range(number):
+    for visit in range(found.shape[1]):
         is_open = (found[:, :depth, None] != done[:, None, :]).all(2)
         # Where none is left the best one is looked at again, which changes nothing.
         k = found.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
         done[:, visit] = torch.where(is_open.any(1), k[:, 0], -1)
-        others = neighbours[k[:, 0]]
-        products = (coefficients[others] * features.unsqueeze(1)).sum(2)
-        is_there = (others[:, :, None] == found[:, None, :]).any(2)
-        both = torch.cat([best, products.masked_fill(is_there, -math.inf)], 1)
-        best, place = both.topk(number)
-        found = torch.cat([found, others], 1).gather(1, place)
+        best, found = _looked_at(neighbours[k[:, 0]], features, coefficients, best, found)
     return found
+
+
+def _looked_at(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
+    """The best ones among these and other functions ``(N, W)``."""
+    products = (coefficients[others] * features.unsqueeze(1)).sum(2)
+    is_there = (others[:, :, None] == found[:, None, :]).any(2)
+    best, place = torch.cat([best, products.masked_fill(is_there, -math.inf)], 1).topk(best.shape[1])
+    return best, torch.cat([found, others], 1).gather(1, place)
 
 
 def _blocks(features: Tensor, width: int) -> tuple[Tensor, ...]:
