@@ -6,6 +6,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
 # found 5 to 50 of them on 1000 data points, on 2000 to 6000 88 to 100.
@@ -93,8 +94,8 @@ def learn(
     value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until
     two of them have reached the same free energy, which chance hardly does in a bad optimum; the best one is then trained on all data.
     Some differences do not count: those of the hundredth of the data points at either end, in which a search has missed a state that it
-    found in the other start; half a nat per parameter of latents that are spare, because the data support fewer, which is what these gain
-    from noise; and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
+    found in the other start; what latents gain from noise that are spare, because the data support fewer (with gradients half a nat per
+    parameter); and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
 
     Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.model_kinds.ResizableModel`:
     sparse coding, noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are
@@ -102,6 +103,8 @@ def learn(
     :func:`~pyro_truncated.training.redundancy.losses_without`). In the end the best of the starts takes over from the next two what it has
     missed: latents that are not on for the same data points, where they raise the free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`). Of a hundred latents one that is missing would not show otherwise.
+    Spare latents fit noise, in each start another way: with closed-form M-steps starts are compared without them, and the training begins
+    with them as they were. Of more than 256 binary latents starts have as many as asked for, and there are two of them.
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
@@ -149,7 +152,7 @@ def learn(
             than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
         steps: training steps on all data after the best start; the most of them for mixtures and for models that start near the end.
-        starts: the most starts; default: 8, but 16 where they exchange latents.
+        starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary ones.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
             learning rate falls.
@@ -165,11 +168,12 @@ def learn(
         max_count: largest value of count sites, one number or by site name, where their support is infinite, as of a ``Poisson`` number of
             animals of which some are seen; see :class:`~pyro_truncated.AutoTruncated`.
         generator: source of randomness of the starts; default: torch's global one.
-        progress: whether to show a progress bar; default: if the output is a terminal.
+        progress: whether to show a progress bar, which counts steps of starts, too; default: if the output is a terminal.
 
     Returns:
         The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
-        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange.
+        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange,
+        and without spare latents where M-steps are in closed form.
 
     Warns:
         DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only those that
@@ -204,7 +208,8 @@ def learn(
     nearness = max(nearness, _NEAR_OF_ALL / posteriors)
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
     plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), is_shared)
-    with undriven(model), progress_bar(progress, total=(starts or 8) * short_steps + steps) as bar:
+    with undriven(model), progress_bar(progress, unit="step") as bar:
+        settings = dataclasses.replace(settings, watch=partial(_show, bar))
         found = SeveralStarts(model, part, settings, plan)
         found.make(bar)
         doubts = found.doubts()
@@ -223,8 +228,6 @@ def learn(
             if len(values) == steps - steps // _LOOKS_CLOSELY:
                 run.look_closely()
             values.append(run.step(y))
-            bar.set_postfix(free_energy=f"{values[-1]:.2f}", refresh=False)
-            bar.update()
         run.end()
     if doubts is not None:
         _warn(doubts)
@@ -279,6 +282,11 @@ def _little(model: Any, space: StateSpace | None, noise: float) -> float:
     if starts_near_the_end(model):
         return noise * _LITTLE
     return _LITTLE_OF_MIXTURES if is_mixture(model, space) else -math.inf
+
+
+def _show(bar: ProgressBar, free_energy: float) -> None:
+    bar.set_postfix(free_energy=f"{free_energy:.2f}", refresh=False)
+    bar.update()
 
 
 def _warn(doubts: str) -> None:

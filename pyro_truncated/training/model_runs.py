@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
@@ -53,6 +53,7 @@ class Settings:
         lr: learning rate of gradient steps, see :func:`rate_of`.
         lrd: what it is multiplied by from step to step.
         max_count: largest value of count sites without an upper end.
+        watch: is told the free energy per data point after every step.
     """
 
     search: Search | None
@@ -60,6 +61,7 @@ class Settings:
     lr: float = 0.1
     lrd: float = 1.0
     max_count: int | Mapping[str, int] | None = None
+    watch: Callable[[float], None] = lambda free_energy: None
 
     def guide_of(self, model: Any) -> AutoTruncated:
         """A truncated guide that has not seen its data yet."""
@@ -90,6 +92,7 @@ class Run:
     def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
         self.truncated: AutoTruncated | None = None
         self._driver = ClosedForm(model) if isinstance(model, (ClosedFormModel, GibbsModel)) else None
+        self._watch = settings.watch
         self._is_search_ours = settings.search is None
         if settings.search is not None:
             settings.search.forget()
@@ -143,7 +146,9 @@ class Run:
         """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
         self.relocations.before_step()
         loss = float(self._svi.step(y))
-        return -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
+        value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
+        self._watch(value)
+        return value
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""

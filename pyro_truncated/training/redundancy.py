@@ -12,8 +12,12 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.moves import Moves, moves_of
 from pyro_truncated.states.population import Population
 
+# The part of the data points that have a latent above which another one is said to stand in for it.
+_OFTEN = 0.1
+# States whose differences are counted at a time.
+_AT_A_TIME = 2**16
 
-@torch.no_grad()
+
 def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
     r"""What the best states of the data points would lose if a latent had to stay off, at zero, as far as ``depth`` others make up for it.
 
@@ -31,6 +35,21 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
     Returns:
         The losses in nats, ``(H,)`` in float64.
     """
+    return losses_and_stand_ins(population, log_joint, depth)[0]
+
+
+@torch.no_grad()
+def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
+    """The losses of :func:`losses_without`, and for how much of each latent each other one makes up.
+
+    Args:
+        population: populations of a batch of data points.
+        log_joint: scores their states.
+        depth: number of latents that may replace one.
+
+    Returns:
+        Losses ``(H,)``, and the part ``(H, H)`` of the data points with latent ``h`` in which latent ``j`` changes once ``h`` is off.
+    """
     space = population.space
     words, top = population.mode(), population.log_joint.amax(-1).double()
     row, latent = (space.unpack(words) > 0).nonzero().unbind(1)
@@ -46,7 +65,29 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
         may_rise = may_rise[rises]
         reached[may_rise], states[may_rise] = best[rises], improved[rises]
     losses = torch.zeros(space.num_latents, dtype=torch.float64, device=words.device)
-    return losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
+    losses.index_add_(0, latent, (top[row] - reached).clamp(min=0.0))
+    changed = torch.zeros(space.num_latents, space.num_latents, device=words.device)
+    for some in torch.arange(len(row), device=words.device).split(_AT_A_TIME):
+        differs = space.unpack(states[some]) != space.unpack(words[row[some]])
+        changed.index_add_(0, latent[some], differs.to(changed.dtype))
+    return losses, (changed / changed.diagonal().clamp(min=1.0).unsqueeze(1)).fill_diagonal_(0.0)
+
+
+def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
+    """Positions of latents that are missed least, at most so many and at least one, none of which stands in for another one of them.
+
+    Of two that share a component each is missed little, and both together much.
+
+    Args:
+        losses: what the data would lose without each latent, ``(H,)``.
+        stand_ins: the part of the data points of each latent in which each other one makes up for it, ``(H, H)``.
+        number: how many are asked for.
+    """
+    linked, chosen = ((stand_ins > _OFTEN) | (stand_ins.mT > _OFTEN)).cpu(), [int(losses.argmin())]
+    for latent in losses.argsort().tolist()[1:]:
+        if len(chosen) < number and not bool(linked[latent, chosen].any()):
+            chosen.append(latent)
+    return torch.tensor(chosen, device=losses.device)
 
 
 def losses_without_values(population: Population, latent: int, num_values: int) -> Tensor:

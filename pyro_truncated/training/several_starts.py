@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.completion import can_complete, completed, mended
+from pyro_truncated.training.completion import can_complete, completed
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
-from pyro_truncated.training.model_kinds import starts_near_the_end
+from pyro_truncated.training.growth import are_many, grown_start
+from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
@@ -24,6 +26,8 @@ from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
 _FEWEST_OF_SHARED = 8
+# Of so many latents a start costs as much as the training.
+_MOST_OF_MANY = 2
 # The best starts, which are kept with their states.
 _KEPT = 3
 # The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
@@ -78,6 +82,7 @@ class SeveralStarts:
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
         self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
+        self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self._assembly: Assembly | None = None
         self._found: list[Start] = []
 
@@ -85,13 +90,18 @@ class SeveralStarts:
         """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""
         number = 0
         while number < self._most():
-            bar.set_description(f"start {number + 1}")
+            bar.set_description_str(f"start {number + 1}")
             self._begin(number)
-            self._end(number, start(self._model, self._y, self._settings, self._plan.temperature, self._plan.steps, self._plan.generator))
-            bar.update(self._plan.steps)
+            self._end(number, self._start())
             if self._is_enough():
                 return
             number += 1
+
+    def _start(self) -> Start:
+        plan = self._plan
+        if self._is_resized:
+            return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
+        return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator)
 
     def complete(self) -> None:
         """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
@@ -99,7 +109,11 @@ class SeveralStarts:
             self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
     def _most(self) -> int:
-        return self._plan.starts or (_MOST if self._assembly is None else _MOST_THAT_EXCHANGE)
+        if self._plan.starts is not None:
+            return self._plan.starts
+        if self._is_resized and are_many(self._model, self._y, self._settings):
+            return _MOST_OF_MANY
+        return _MOST if self._assembly is None else _MOST_THAT_EXCHANGE
 
     def doubts(self) -> str | None:
         """Why the best start may be a local optimum, if it may."""
@@ -110,9 +124,10 @@ class SeveralStarts:
             lonely = self._assembly.num_lonely
             return f"{lonely} latents of the best of {number} starts were found by fewer than two of them" if lonely else None
         ordered = ", ".join(f"{value:.2f}" for value in sorted(self.energies, reverse=True))
+        unit = "per posterior" if self._plan.is_shared else "per data point"
         if self._plan.is_of_gains:
-            return f"{number} starts reached different free energies per data point ({ordered}), and another one may reach more"
-        return f"no two of {number} starts reached the same free energy per data point ({ordered})"
+            return f"{number} starts reached different free energies {unit} ({ordered}), and another one may reach more"
+        return f"no two of {number} starts reached the same free energy {unit} ({ordered})"
 
     def _is_enough(self) -> bool:
         if self._plan.is_shared and len(self.energies) < _FEWEST_OF_SHARED:
@@ -152,7 +167,6 @@ class SeveralStarts:
 
     def _end(self, number: int, found: Start) -> None:
         if can_complete(self._model):
-            found = mended(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         if self._plan.is_shared:
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)

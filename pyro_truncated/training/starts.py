@@ -1,28 +1,19 @@
-"""Short runs from different starts: with more latents first and fewer later, where the model can be resized."""
+"""Short runs from different starts."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import pyro
 import torch
 from torch import Tensor
 
-from pyro_truncated.distributed.shards import total_rows
-from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.medians import Medians
-from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides, tensors_of
-from pyro_truncated.training.model_runs import Run, Settings, offer
-from pyro_truncated.training.redundancy import gained_from_noise, losses_without
-from pyro_truncated.training.resting import nearly_rested, rested, started, trained
+from pyro_truncated.training.model_kinds import starts_near_the_end
+from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides
+from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.resting import nearly_rested, started
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.own_store import empty_store
-
-# Chosen on bars of other seeds than those of the tables.
-_GROWTH = 2
-_SETTLING = 3
 
 
 class Start(NamedTuple):
@@ -45,24 +36,21 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
     """A short run from where the model says that one may start, by ``initialize``, or from where it is.
 
     Args:
-        model: the model; one that can be resized stays as it is, others are left where the run ends.
+        model: the model; left where the run ends.
         y: data.
         settings: what all runs have in common.
         temperature: as a function of the step.
         steps: steps of training.
         generator: source of randomness.
     """
-    if isinstance(model, ResizableModel) and not isinstance(model, GibbsModel):
-        with empty_store():
-            return _grown_and_shrunk(model, y, settings, temperature, steps, generator)
     if draws_starts(model):
         model.initialize(y, generator)
     with forgetting_guides(model, y):
         run = Run(model, y, settings, temperature)
         if starts_near_the_end(model):
-            return Start(nearly_rested(run, y, steps), copies(model, y), _states(run))
+            return Start(nearly_rested(run, y, steps), copies(model, y), states_of(run))
         reached = started(run, model, y, temperature, steps)
-    return start_of(run, model, y, reached)._replace(states=None if run.truncated is None else _states(run))
+    return start_of(run, model, y, reached)._replace(states=None if run.truncated is None else states_of(run))
 
 
 def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:
@@ -74,45 +62,7 @@ def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:
     )
 
 
-def _grown_and_shrunk(
-    model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None
-) -> Start:
-    """Trains a model of more latents, and takes away those that it misses least."""
-    number = model.num_latents
-    model = model.with_latents(torch.arange(number).repeat(_GROWTH)).initialize(y, generator)
-    run = Run(model, y, settings, temperature)
-    reached = trained(run, y, steps)
-    while model.num_latents > number:
-        fewer = max(number, model.num_latents - max(1, (model.num_latents - number) // 3))
-        # Those that are missed most, in the order in which the model has them.
-        kept = _losses(run, y).topk(fewer).indices.sort().values
-        states = _states(run)[..., kept]
-        model = model.with_latents(kept)
-        # In the names of the parameters of this one, a module of Pyro's own has those of the larger one.
-        pyro.clear_param_store()
-        before, run = run, Run(model, y, settings)
-        run.take_over(before.beside, y)
-        offer(run, y, states)
-        reached = trained(run, y, _SETTLING) if model.num_latents > number else rested(run, y, steps)
-    return start_of(run, model, y, reached._replace(noise=_gained_from_noise(model, run, y)))._replace(states=_states(run))
-
-
-def _gained_from_noise(model: Any, run: Run, y: Tensor) -> float:
-    if model.num_latents == 1:
-        return 0.0
-    fewer = model.with_latents(torch.arange(model.num_latents - 1))
-    return gained_from_noise(_losses(run, y), _num_parameters(model, y) - _num_parameters(fewer, y), total_rows(y))
-
-
-def _num_parameters(model: Any, y: Tensor) -> int:
-    return sum(value.numel() for value in tensors_of(model, y).values())
-
-
-def _states(run: Run) -> Tensor:
+def states_of(run: Run) -> Tensor:
+    """The states of the populations of a run, ``(N, S, L)``."""
     assert run.truncated is not None
     return run.truncated.population().states()
-
-
-def _losses(run: Run, y: Tensor) -> Tensor:
-    assert run.truncated is not None
-    return losses_without(run.truncated.population(), run.scorer(y))

@@ -12,7 +12,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, OcclusiveComponents
+from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
@@ -45,6 +45,15 @@ def test_starts_see_fifty_data_points_per_latent(monkeypatch, model, number):
     with pytest.raises(InterruptedError):
         learn(model, torch.randn(3000, 16, generator=generator()), progress=False)
     assert seen == [number]
+
+
+def test_of_very_many_latents_there_are_two_starts_of_no_more_of_them(monkeypatch):
+    sizes = []
+    step = Run.step
+    monkeypatch.setattr(Run, "step", lambda run, y: sizes.append(run.truncated.space.num_latents) or step(run, y))
+    y = (torch.rand(20, 16, generator=generator()) < 0.3).float()
+    guide = learn(NoisyOr(16, 260), y, steps=1, short_steps=2, num_states=4, tolerance=1e6, progress=False)
+    assert (len(guide.starts), set(sizes)) == (2, {260})
 
 
 def bars_at_truth(search=None):
