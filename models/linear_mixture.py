@@ -171,7 +171,8 @@ class LikeliestComponents(Search):
         if _SITE not in batch.observations:
             raise ValueError(f"LikeliestComponents found no observed site {_SITE!r}; the model has {list(batch.observations)}")
         number, y = min(self.num_states, self.model.num_components), batch.observations[_SITE]
-        likeliest = self.model.likeliest_beside(check_data(y, self.model.num_observed), number, batch.population)
+        known = None if batch.is_new else batch.population
+        likeliest = self.model.likeliest_beside(check_data(y, self.model.num_observed), number, known)
         return batch.scored(batch.space.pack(likeliest.unsqueeze(-1)))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.backend import backend
 from pyro_truncated.utils.budget import rows_per_block
 
 # Blocks this long keep a matrix busy; longer ones hold more padding.
@@ -46,7 +47,8 @@ class Grouped:
     @classmethod
     def of(cls, group: Tensor, num_groups: int) -> Grouped:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
-        order, size = group.argsort(), group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
+        size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
+        order: Tensor = backend("grouped", group).order_of(group, num_groups)
         length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
         count = (size + length - 1) // length
         last_block = count.cumsum(0)

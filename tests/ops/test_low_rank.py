@@ -29,6 +29,7 @@ def covariances(factor: Tensor, scale: Tensor) -> Tensor:
     return factor @ factor.mT + scale.square().expand(K)[:, None, None] * torch.eye(D, dtype=D64)
 
 
+@pytest.mark.usefixtures("kind")
 @pytest.mark.parametrize(("num_entries", "num_groups"), [(0, 3), (1, 1), (7, 3), (1000, 3), (1000, 700)])
 def test_blocks_hold_every_entry_once_with_its_group(num_entries: int, num_groups: int) -> None:
     group = torch.randint(num_groups, (num_entries,), generator=torch.Generator().manual_seed(0))

@@ -12,6 +12,7 @@ from numba import prange
 from torch import Tensor
 
 from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.grouped import rows_of_groups
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 _BLOCK, _FEWEST_ROWS = 2**18, 64
@@ -34,8 +35,8 @@ def largest_of_groups(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`."""
     value, index = _none(features, number)
-    members, first = _sorted(group.reshape(-1, 1).numpy(), num_groups)
-    rows, start = _sorted(asked.numpy(), num_groups)
+    members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
+    rows, start = rows_of_groups(asked.numpy(), num_groups)
     ordered = coefficients[torch.from_numpy(members)]
     for g in np.flatnonzero((np.diff(start) > 0) & (np.diff(first) > 0)):
         some, own = rows[start[g] : start[g + 1]], slice(first[g], first[g + 1])
@@ -68,25 +69,6 @@ def _enter_products(
         some = features[start : start + step]
         products = torch.mm(some, across, out=memory[: len(some)])
         _enter(products.numpy(), rows[start : start + step], names, value, index)
-
-
-@njit(cache=True, nogil=True)
-def _sorted(group, num_groups):
-    """The rows that are in each group ``(N, L)``, one group after the other, and where each begins, ``(G + 1,)``."""
-    num_rows, most = group.shape
-    start = np.zeros(num_groups + 1, np.int64)
-    for n in range(num_rows):
-        for i in range(most):
-            start[group[n, i] + 1] += 1
-    for g in range(num_groups):
-        start[g + 1] += start[g]
-    free, rows = start[:-1].copy(), np.empty(num_rows * most, np.int64)
-    for n in range(num_rows):
-        for i in range(most):
-            g = group[n, i]
-            rows[free[g]] = n
-            free[g] += 1
-    return rows, start
 
 
 @njit(cache=True, nogil=True)
