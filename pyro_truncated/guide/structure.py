@@ -12,6 +12,7 @@ import pyro.poutine as poutine
 import torch
 
 from pyro_truncated.distributed.shards import Portion, portion_of
+from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.dependencies import Dependencies
@@ -32,9 +33,10 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
         ValueError: if the model hides latents, or what Pyro's parameter store holds under its names belongs to others.
     """
     refuse_shadowed(call.model, conditional)
-    refuse_hidden_latents(call)
-    with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
-        return call.trace()
+    with naming_earlier_parameters(call):
+        refuse_hidden_latents(call)
+        with naming_empty_plates(), poutine.block(), torch.no_grad(), ShadowWatch():
+            return call.trace()
 
 
 def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> Layout:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
+import pyro
 import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
@@ -183,11 +185,19 @@ def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -
     if not layout.other_latents:
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
+    # Guides of earlier calls keep what they have learned, and this one begins anew.
+    guide._pyro_name = _free_name(type(guide).__name__)
     # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
     guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
     truncated = settings.guide_of(model)
     guide.append(truncated)
     return guide, truncated, layout.space
+
+
+def _free_name(kind: str) -> str:
+    """A name for a module under which Pyro's store holds nothing yet."""
+    taken = {name.partition(".")[0] for name in pyro.get_param_store()}
+    return next(name for number in itertools.count(1) if (name := kind if number == 1 else f"{kind}_{number}") not in taken)
 
 
 def layout_of(model: Any, y: Tensor, settings: Settings) -> Layout:

@@ -1,0 +1,52 @@
+"""Parameters of an earlier model, which a function that calls its own the same finds in Pyro's store in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pyro
+import pyro.poutine as poutine
+import torch
+
+from pyro_truncated.program.call import Call
+from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.own_store import empty_store
+
+
+@contextmanager
+def naming_earlier_parameters(call: Call) -> Iterator[None]:
+    """Says so where a model fails for the shapes of parameters that were in Pyro's store before, and runs without these.
+
+    Raises:
+        ValueError: naming the parameters, from the error that the model ended with.
+    """
+    try:
+        yield
+    except Exception as error:
+        if others := _of_other_shapes(call):
+            reason = str(error).partition("\n")[0]  # Pyro adds the shapes of all sites
+            raise ValueError(
+                f"the model fails ({reason}), as Pyro's parameter store holds parameters of an earlier model under the same names: "
+                f"{', '.join(others)}. If that one is no longer needed, call pyro.clear_param_store() before making the guide; else give "
+                'each its names, or run each under "with pyro.get_param_store().scope(state):".'
+            ) from error
+        raise
+
+
+def _of_other_shapes(call: Call) -> list[str]:
+    """Parameters that would have other shapes if the store were empty; none if the model does not run then either."""
+    held = {name: value.shape for name, value in pyro.get_param_store().items()}
+    if not held:
+        return []
+    try:
+        with empty_store(), poutine.block(), torch.no_grad(), spare_random_numbers():
+            call.trace()
+            wanted = {name: value.shape for name, value in pyro.get_param_store().items()}
+    except Exception:
+        return []
+    return [
+        f"'{name}' of shape {tuple(held[name])} in the place of {tuple(shape)}"
+        for name, shape in wanted.items()
+        if held.get(name, shape) != shape
+    ]
