@@ -6,19 +6,17 @@ import itertools
 from collections.abc import Sequence
 
 import pyro
-import pyro.distributions as dist
 import torch
 from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
-from pyro_truncated.distributions import checked_later
+from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.models.binary_causes import activation, check_data
 from pyro_truncated.models.dictionary import data_scale
 
 _SCALE_FLOOR = 1e-3
-_Normal = checked_later(dist.Normal)
 
 
 class BinaryVAE(UniqueModule):
@@ -28,6 +26,8 @@ class BinaryVAE(UniqueModule):
 
     The network :math:`f` works in units of the data, about their mean: :meth:`initialize` sets :math:`c` and :math:`u`, so that training on
     data in volts and in microvolts is the same run. Until then they are 0 and 1.
+
+    Missing entries of the data are NaN.
 
     No encoder, no relaxation of the latents and no sampling noise: the network is trained through the truncated posterior, whose
     states a search finds. The prior and the noise are learned, too::
@@ -88,7 +88,8 @@ class BinaryVAE(UniqueModule):
         size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
-            return pyro.sample("y", _Normal(self.center + self.unit * decoder(states), scale).to_event(1), obs=selected_rows(y, index))
+            loc = self.center + self.unit * decoder(states)
+            return pyro.sample("y", NormalOrMissing(loc, scale).to_event(1), obs=selected_rows(y, index))
 
     @names_arguments
     @torch.no_grad()
@@ -100,7 +101,7 @@ class BinaryVAE(UniqueModule):
         have the rest to share.
 
         Args:
-            y: data ``(N, D)``.
+            y: data ``(N, D)``, NaN where missing; a dimension that is never observed gets the mean of the others.
 
         Returns:
             The model itself.
@@ -108,15 +109,16 @@ class BinaryVAE(UniqueModule):
         Raises:
             ValueError: for data that training refuses, in its words: those outside the likelihood's support, by name and data point.
         """
-        check_observable(self, check_data(y, self.num_observed), constraints.real)
+        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
         layers = [layer for layer in self.decoder.modules() if isinstance(layer, torch.nn.Linear)]
         if layers and layers[-1].bias is not None and layers[-1].out_features == self.num_observed:
             nothing = self.decoder(torch.zeros(1, self.num_latents, dtype=self.prior.dtype, device=self.prior.device))
             layers[-1].bias.sub_(nothing.squeeze(0))
         rows = y.double()
-        deviation = rows.var(0, correction=0).mean().sqrt()
-        unit = deviation.maximum(_SCALE_FLOOR * data_scale(rows.square().sum(), torch.tensor(float(y.numel()))))
-        self.center.copy_(rows.mean(0))
+        seen, center = rows[~rows.isnan()], rows.nanmean(0)  # NaN for dimensions that are never observed
+        deviation = (rows - center).square().nanmean(0).nanmean().sqrt()
+        unit = deviation.maximum(_SCALE_FLOOR * data_scale(seen.square().sum(), torch.tensor(float(seen.numel()))))
+        self.center.copy_(torch.where(center.isnan(), center.nanmean(), center))
         self.unit.copy_(unit)
         self.scale = unit.to(self.scale)
         self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))

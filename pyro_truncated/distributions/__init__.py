@@ -14,6 +14,7 @@ from pyro_truncated.distributions.max_family import BernoulliMaximum, Exponentia
 from pyro_truncated.distributions.max_slabs import MaximumSlabs, PiecewiseGaussian
 from pyro_truncated.distributions.max_superposition import MaximumSuperposition
 from pyro_truncated.distributions.noisy_or import NoisyOrSuperposition
+from pyro_truncated.distributions.normal_or_missing import NormalOrMissing
 from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.ops.component_sums import sums_of_components
@@ -40,6 +41,7 @@ __all__ = [
     "MaximumSlabs",
     "MaximumSuperposition",
     "NoisyOrSuperposition",
+    "NormalOrMissing",
     "OccludedScene",
     "PiecewiseGaussian",
     "PoissonMaximum",

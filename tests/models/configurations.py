@@ -155,8 +155,7 @@ CONFIGURATIONS: dict[str, Configuration] = {
         takes_missing=False, has_units=False,
     ),
     "BinaryVAE": Configuration(
-        lambda dtype: library.BinaryVAE(D, H, hidden=(4,), dtype=dtype), bad=math.nan, is_closed_form=False, takes_missing=False,
-        has_units=False,
+        lambda dtype: library.BinaryVAE(D, H, hidden=(4,), dtype=dtype), is_closed_form=False, has_units=False,
     ),
 }  # fmt: skip
 CLOSED_FORM = [name for name, configuration in CONFIGURATIONS.items() if configuration.is_closed_form]

@@ -45,13 +45,15 @@ def log_evidence(model: BinaryVAE, y: Tensor) -> Tensor:
     for state in itertools.product([0.0, 1.0], repeat=NUM_LATENTS):
         s = torch.tensor(state).double()
         prior = dist.Bernoulli(model.prior).log_prob(s).sum()
-        terms.append(prior + dist.Normal(model.mean(s), model.scale).log_prob(y).sum(-1))
+        terms.append(prior + dist.Normal(model.mean(s), model.scale).log_prob(y.nan_to_num()).mul(~y.isnan()).sum(-1))
     return torch.stack(terms).logsumexp(0).sum()
 
 
-def test_bound_and_gradients_of_all_states_are_those_of_the_evidence_under_a_network_of_ones_own() -> None:
+@pytest.mark.parametrize("share_missing", [0.0, 0.4])
+def test_bound_and_gradients_of_all_states_are_those_of_the_evidence_under_a_network_of_ones_own(share_missing: float) -> None:
     model = make_model(Bilinear())
     y = generate(model, NUM_DATA)
+    y[torch.rand(y.shape) < share_missing] = torch.nan
     exact = log_evidence(model, y)
     torch.testing.assert_close(full_population(model, y).free_energy().sum(), exact.detach(), rtol=1e-10, atol=0)
     parameters = [*model.decoder.parameters(), model.prior_unconstrained, model.scale_unconstrained]
@@ -124,3 +126,19 @@ def test_float32_and_linear_networks() -> None:
     guide = AutoTruncated(model, num_states=4)
     SVI(model, guide, Adam({}), Truncated_ELBO(EvolutionarySearch(2, 2, 1))).step(y)
     assert model.reconstruct(guide.population()).dtype == torch.float32
+
+
+def test_what_is_missing_is_filled_in_and_starts_do_not_depend_on_it() -> None:
+    """Two states make the data, so that what is missing follows from what is seen."""
+    truth = 3.0 * torch.randint(2, (60, 1)).double() * torch.tensor([1.0, -1.0, 2.0, 1.0]).double() + 5.0
+    y = truth + 0.1 * torch.randn(60, 4).double()
+    hidden = torch.rand(y.shape) < 0.3
+    y[hidden] = torch.nan
+    model = BinaryVAE(4, 1, hidden=(), dtype=torch.float64).initialize(y)
+    torch.testing.assert_close(model.center, y.nanmean(0))
+    guide = AutoTruncated(model, num_states=2)
+    svi = SVI(model, guide, Adam({"lr": 0.05}), Truncated_ELBO(ExhaustiveSearch()))
+    for _ in range(200):
+        svi.step(y)
+    some = ~hidden.all(1)
+    assert (model.reconstruct(guide.population(), y) - truth)[some][hidden[some]].abs().max() < 0.5

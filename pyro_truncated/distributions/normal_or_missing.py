@@ -1,0 +1,48 @@
+"""Normal observations some of which may be missing."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pyro.distributions as dist
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributions.checked_later import checked_later
+from pyro_truncated.utils.missing import or_missing
+
+_Normal: Any = checked_later(dist.Normal)
+_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+class NormalOrMissing(_Normal):  # type: ignore[misc]
+    r"""A normal distribution of entries some of which have not been observed: those that are NaN count for nothing.
+
+    .. math:: \log p(y) = [y \text{ is observed}] \, \log \mathcal N(y; \mu, \sigma^2).
+
+    Shapes and parameters are those of :class:`~pyro.distributions.Normal`. Draws have no missing entries.
+
+    Example:
+        >>> NormalOrMissing(torch.zeros(2), 1.0).log_prob(torch.tensor([0.0, torch.nan]))
+        tensor([-0.9189,  0.0000])
+
+    Args:
+        loc: means.
+        scale: standard deviations.
+
+    Raises:
+        ValueError: for parameters of a normal distribution that are none, and values that are infinite.
+    """
+
+    support = or_missing(constraints.real)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Log densities, zero where the value is missing."""
+        if self._validate_args:
+            self._validate_sample(value)
+        is_missing = value.isnan()
+        # The mean in its place keeps NaN out of gradients, too.
+        residual = (value.masked_fill(is_missing, 0.0) - self.loc).masked_fill(is_missing, 0.0) / self.scale
+        log_density: Tensor = -0.5 * residual.square() - self.scale.log() - _HALF_LOG_TWO_PI
+        return log_density.masked_fill(is_missing, 0.0)
