@@ -13,7 +13,8 @@ from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.search import LinearFunctions, SearchBatch
 
 _SITE = "y"
-_ROWS = 2**14
+# Data points whose features exist at a time; where most components are not looked at more of them, as each group is a call of its own.
+_ROWS, _MOST_ROWS, _FEATURES = 2**14, 2**16, 2**21
 # Equal weights differ by rounding.
 _EQUAL = 1e-5
 
@@ -114,10 +115,12 @@ class LinearMixture(UniqueModule):
 
     def likeliest_beside(self, y: Tensor, num_states: int, known: Population | None = None) -> Tensor:
         """The same where populations may hold likely components already, of which the neighbours are looked at, too."""
-        functions, rows = self.linear_functions(y), y.split(_ROWS)
+        functions = self.linear_functions(y)
+        number = _ROWS if functions.are_few else max(_ROWS, min(_MOST_ROWS, _FEATURES // functions.coefficients.shape[1]))
+        rows = y.split(number)
         if known is None or functions.are_few:
             return torch.cat([functions.largest(self.linear_features(some), num_states) for some in rows])
-        held = known.states(torch.int64)[..., 0].split(_ROWS)
+        held = known.states(torch.int64)[..., 0].split(number)
         parts = zip(rows, held, strict=True)
         return torch.cat([functions.largest(self.linear_features(some), num_states, own) for some, own in parts])
 
