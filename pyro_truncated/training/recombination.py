@@ -30,6 +30,9 @@ _SHARED, _COUNTERPART = 0.9, 0.5
 _MOST_DIFFERENT = 0.25
 # The part of the data points that have a latent which have another one, too, if it is on only beside that.
 _BESIDE = 0.9
+# The same of a latent whose vector points away from that of the other one, as differences from it do: the cosine is below that. Of a cause
+# that is much weaker than the other one their difference alone shows enough in many data points.
+_OFTEN_BESIDE, _AWAY = 0.4, -0.5
 # How many such latents are looked at.
 _MOST_BESIDE = 10
 # The part of the data points above which a latent may be on where its cause is missing.
@@ -147,7 +150,8 @@ class Recombination:
         """A model in which a latent that is on only beside another one takes over what they show together; itself if none gains by that.
 
         Two similar causes end in such a code often: one latent is on for either, and their difference beside it for the second one; of
-        both together nothing is known. Starts that share it agree.
+        both together nothing is known. Starts that share it agree. A latent that points away from another one, as differences from it do,
+        is tried where it is on beside that in two of five data points.
         """
         if self._latents.num_values:
             return member
@@ -186,13 +190,14 @@ class Recombination:
         return member._replace(population=dataclasses.replace(member.population, words=member.population.space.pack(states)))
 
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:
-        """Pairs of latents of which the second is on only where the first is, those that are on most often first."""
+        """Pairs of latents of which the second is on only where the first is, or often and points away from it; the first kind first."""
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
-        is_beside = (together > _BESIDE * number) & (number < number.unsqueeze(1)) & (number > len(share) * _ROUNDING)
-        pairs = is_beside.nonzero()
-        often = number[pairs[:, 1]].argsort(descending=True)[:_MOST_BESIDE]
-        return [(one, two) for one, two in pairs[often].tolist()]
+        is_only = together > _BESIDE * number
+        is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self._latents.cosines(member.parameters) < _AWAY))
+        pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * _ROUNDING)).nonzero()
+        rank = number[pairs[:, 1]] + len(share) * is_only[pairs[:, 0], pairs[:, 1]]
+        return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
         """How far the mean free energy of the data points that have each latent is below that of all data points, ``(H,)``."""
