@@ -7,25 +7,23 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, Population, device_of, names_arguments, some_rows, takes_arrays
 from pyro_truncated.distributions import LinearSuperposition
-from pyro_truncated.models.binary_causes import check_data
+from pyro_truncated.models.binary_causes import check_data, first_prior
+from pyro_truncated.models.dictionary import shared_part
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.sparse_coding import SparseCoding
-from pyro_truncated.search import AutomaticSearch, CombinedFlips
+from pyro_truncated.search import CombinedFlips
 
 # Elements that are on less often than this part of what they are on average are hardly used.
 _HARDLY = 0.02
 # Data points among which those are drawn that elements start from again, and the states and steps by which these are explained.
 _LOOKED_AT, _STATES, _STEPS = 1000, 16, 5
-# The part of a data point that one of many elements starts with: a whole one would explain that data point, and no other one. They are many
-# where flips are combined, with which this was measured.
-_START = 0.3
 
 
 class BinarySparseCoding(LinearDictionary, SparseCoding):
     r"""Binary sparse coding, :math:`s_h \sim \mathrm{Bernoulli}(\pi_h)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries. Of more than 256 elements each
-    starts from three tenths of a random data point, fewer from whole ones.
+    Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries. Elements start from that part of
+    a random data point that others share with it, see :func:`.shared_part`: a whole one may explain that data point, and no other one.
 
     Example:
         >>> bars = linear_bars(200, 4, mean_active=2.0)
@@ -78,9 +76,14 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
         return self.scale, self.bias
 
     def _first_dictionary(self, y: Tensor, generator: torch.Generator | None) -> tuple[Tensor, Tensor]:
-        """Elements near random data points, or of more than 256 near three tenths of these; and the deviation of the noise."""
+        """What random data points share with others; and the deviation of the noise."""
         weight, deviation = super()._first_dictionary(y, generator)
-        return (_START * weight if self.num_latents > AutomaticSearch.MANY else weight), deviation
+        above = y if self.bias is None else y - self.bias
+        return self._shared(weight, above), deviation
+
+    def _shared(self, weight: Tensor, rows: Tensor) -> Tensor:
+        """Elements cut down to the part that as many data points share as have an element on at first."""
+        return weight * shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
 
     @torch.no_grad()
     @takes_arrays
@@ -99,7 +102,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
     @torch.no_grad()
     @takes_arrays
     def restart_unused(self, y: Tensor, generator: torch.Generator | None = None) -> int:
-        r"""Gives elements that are hardly ever on another start: three tenths of what a badly explained data point has left.
+        r"""Gives elements that are hardly ever on another start: what a badly explained data point has left, and others share with it.
 
         Of many elements that start from data points some are too much like these, and of no use to any other one; EM leaves them as they
         are. How often an element is on, in the mean over the data, is what the last M-step of :class:`~pyro_truncated.ClosedForm` had;
@@ -132,7 +135,7 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
             left = (rows - self.reconstruct(guide.population(), rows)).nan_to_num()
             power = left.double().square().sum(1).to(device_of(generator))
             chosen = torch.multinomial(power + power.mean() * torch.finfo(power.dtype).eps, len(unused), generator=generator)
-            self.weight = self.weight.index_copy(1, unused, _START * left[chosen.to(left.device)].mT)
+            self.weight = self.weight.index_copy(1, unused, self._shared(left[chosen.to(left.device)].mT, left))
         return len(unused)
 
     @torch.no_grad()

@@ -18,6 +18,7 @@ _VARIANCE_FLOOR = 1e-6
 _SCALE_FLOOR = 1e-3
 _MAX_HALVINGS = 10
 _ROUNDING = 1e-12
+_LOOKED_AT, _LEAST_PART = 1000, 0.1
 
 _Errors = Callable[[Tensor, Tensor | slice], Tensor]
 _Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -56,6 +57,30 @@ def first_dictionary(y: Tensor, num_latents: int, generator: torch.Generator | N
     unit = data_scale(seen.square().sum(), torch.tensor(float(seen.numel())))
     deviation = seen.std(correction=0).maximum(_SCALE_FLOOR * unit)
     return perturbed_rows(y, num_latents, deviation, generator).mT, deviation, WEIGHT_FLOOR * unit
+
+
+def shared_part(elements: Tensor, rows: Tensor, share: float) -> Tensor:
+    r"""The part of every element that data points have in them.
+
+    Of an element :math:`w` a data point :math:`y_n` has :math:`w^\top y_n / |w|^2` in it, by least squares. Where all have less than one
+    half, the whole element explains none of them. The part is the mean over those that have most of it, but for the first one: that may
+    be the data point that the element was made from.
+
+    Args:
+        elements: ``(D, H)``.
+        rows: data points, ``(N, D)``, of which a thousand are looked at; entries that are missing (NaN) are left out.
+        share: the share of the data points that the mean is over.
+
+    Returns:
+        Between a tenth and one, ``(H,)``.
+    """
+    rows = rows[:: -(-len(rows) // _LOOKED_AT)].to(elements)
+    number = min(max(1, round(share * len(rows))), len(rows) - 1)
+    if not number:
+        return elements.new_ones(elements.shape[1])
+    squares = (~rows.isnan()).to(elements) @ elements.square()
+    parts = (rows.nan_to_num() @ elements) / squares.clamp(min=torch.finfo(squares.dtype).tiny)
+    return parts.topk(number + 1, 0).values[1:].mean(0).clamp(_LEAST_PART, 1.0)
 
 
 def best_scale(errors: Tensor, squares: Tensor, observed: Tensor) -> Tensor:

@@ -59,10 +59,10 @@ class SparseCoding(SuperposedCauses):
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         r"""Starts from the data.
 
-        Dictionary elements are random data points (their magnitudes, where elements must be positive), :math:`\sigma^2` is the data's
-        variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start with mean 1 and variance 1/2. An offset starts as the
-        lower quartile of every dimension; then the elements are what random data points add to it, and the variance is that within
-        dimensions.
+        Dictionary elements are random data points (their magnitudes, where elements must be positive; what others share with them, in
+        :class:`BinarySparseCoding`), :math:`\sigma^2` is the data's variance, and :math:`\pi = 2 / H`. Slabs, where a model has them, start
+        with mean 1 and variance 1/2. An offset starts as the lower quartile of every dimension; then the elements are what random data
+        points add to it, and the variance is that within dimensions.
 
         Args:
             y: data ``(N, D)``.

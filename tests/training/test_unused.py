@@ -10,6 +10,7 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, Truncated_ELBO, fit
 from pyro_truncated.callbacks import RestartUnused
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
+from pyro_truncated.models.dictionary import shared_part
 
 WEIGHT = 3 * torch.eye(8).repeat_interleave(2, 0)
 
@@ -48,12 +49,23 @@ def test_nothing_is_unused_before_the_first_step_or_where_everything_is_on() -> 
     assert torch.equal(model.weight, before)
 
 
-def test_more_than_256_elements_start_from_parts_of_data_points() -> None:
-    y = torch.randn(400, 3)
-    few, many = (BinarySparseCoding(3, number).initialize(y, torch.Generator().manual_seed(0)) for number in (256, 257))
-    above = y[torch.randperm(400, generator=torch.Generator().manual_seed(0))[:256]] - few.bias
-    torch.testing.assert_close(few.weight.mT, above, atol=0.1, rtol=0)
-    torch.testing.assert_close(many.weight[:, :256].mT, 0.3 * above, atol=0.1, rtol=0)
+def test_elements_start_from_what_data_points_share() -> None:
+    """Of sums of one of many templates and a part of their own, the template: others have it in them by least squares."""
+    template, own = torch.arange(400) % 8, 4 * torch.nn.functional.one_hot(torch.arange(400), 400).float()
+    y = torch.cat([3 * torch.eye(8)[template], own], 1)
+    model = BinarySparseCoding(408, 16, offset=False).initialize(y)
+    length = model.weight.detach().norm(dim=0)
+    # Those of the same template have 9 / 25 of it in them; the mean is over the eighth that has most, in which an element is on at first.
+    torch.testing.assert_close(length, torch.full((16,), 5 * 9 / 25), atol=0.1, rtol=0)
+
+
+def test_the_shared_part_leaves_out_what_is_missing_and_has_bounds() -> None:
+    rows = torch.tensor([[2.0, 0.0], [1.0, 0.0], [torch.nan, 5.0]])
+    element = torch.tensor([[2.0], [0.0]])
+    torch.testing.assert_close(shared_part(element, rows, 1 / 3), torch.tensor([0.5]))
+    assert shared_part(element, 4 * rows, 1 / 3) == 1.0
+    assert shared_part(torch.tensor([[0.0], [-1.0]]), rows, 2 / 3) == pytest.approx(0.1)
+    assert shared_part(element, rows[:1], 0.5) == 1.0
 
 
 @pytest.mark.parametrize("is_released", [True, False])
