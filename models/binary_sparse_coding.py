@@ -83,7 +83,8 @@ class BinarySparseCoding(LinearDictionary, SparseCoding):
 
     def _shared(self, weight: Tensor, rows: Tensor) -> Tensor:
         """Elements cut down to the part that as many data points share as have an element on at first."""
-        return weight * shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
+        part: Tensor = shared_part(weight, rows, float(first_prior(self.num_latents, is_shared=True)))
+        return weight * part
 
     @torch.no_grad()
     @takes_arrays
