@@ -19,7 +19,7 @@ from pyro_truncated.models import BinarySparseCoding, GaussianMixture, PoissonMi
 from pyro_truncated.training import several_starts
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.model_kinds import is_mixture
-from pyro_truncated.training.model_runs import space_of
+from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start
 
 
@@ -108,4 +108,4 @@ def test_a_single_cause_is_no_mixture() -> None:
     """No lead over other starts that grows with their number, and no early end."""
     y = torch.rand(20, 4).round()
     for model, expected in ((GaussianMixture(4, 2), True), (PoissonMixture(4, 2), True), (BinarySparseCoding(4, 1), False)):
-        assert is_mixture(model, space_of(model, y)) == expected
+        assert is_mixture(model, layout_of(model, y, Settings(None, 1)).space) == expected
