@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.models import GaussianMixture, seeding
 from pyro_truncated.models.seeding import grouped, scattered_rows, spread_rows
 from pyro_truncated.search import LinearFunctions, linear_functions
@@ -135,7 +137,14 @@ def test_of_very_many_components_few_likeliest_ones_are_missed() -> None:
     assert found.sort(1).values.diff().min() > 0
 
 
-@pytest.mark.usefixtures("few_are_many")
+@pytest.fixture(params=["compiled", "vectorised"])
+def kind(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Both implementations of the largest of linear functions."""
+    with ops.use(request.param):
+        yield request.param
+
+
+@pytest.mark.usefixtures("few_are_many", "kind")
 def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     y, _, _ = clusters(1500, 4)
     places, x = y[:1500], y[1500:]
@@ -144,6 +153,8 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x))
     expected = (features @ coefficients.mT).topk(3)
     assert functions.largest(features, 3, expected.indices).equal(expected.indices)
+    # Of few data points none may lack the best one, so that nothing is left to be looked for.
+    assert functions.largest(features[:3], 3, expected.indices[:3]).equal(expected.indices[:3])
     unlikely = (-features @ coefficients.mT).topk(3).indices
     assert functions.largest(features, 3, unlikely).equal(functions.largest(features, 3))
     for known in (unlikely[:9], unlikely[0], unlikely + 1500, -unlikely, unlikely.double()):

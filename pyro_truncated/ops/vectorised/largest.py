@@ -32,7 +32,7 @@ def largest_of_groups(
         times = torch.bincount(own.flatten(), minlength=num_groups).tolist()
         for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(sizes), strict=True):
             table[those, : len(who)] = some[rows] @ coefficients[who].mT
-        best = table.view(len(some), -1).topk(number)
+        best = table.view(len(some), looked_at * width).topk(number)
         values.append(best.values)
         indices.append(members[starts[own.gather(1, best.indices // width)] + best.indices % width])
     return torch.cat(values), torch.cat(indices)
