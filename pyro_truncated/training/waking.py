@@ -77,7 +77,7 @@ def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
 def _have_moved(after: Tensor, before: Tensor) -> bool:
     """Whether a first step of Adam, which is as long for all gradients that are not nothing, has moved all entries of a parameter."""
     step = (after.detach() - before).abs()
-    return bool((step >= step.max() / 2).all())
+    return bool((step.max() > 0) & (step >= step.max() / 2).all())
 
 
 def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:

@@ -82,19 +82,23 @@ def selection(x: Tensor, weight: Tensor) -> Callable[[Tensor], None]:
     return model
 
 
-def test_latents_that_no_state_has_on_are_woken():
-    """Weights of the wrong sign: to have any predictor on makes the data less likely, so that nothing is learned of its weight."""
+@pytest.mark.parametrize("weight", [WEIGHT, torch.tensor([2.0, 1.5, -3.0, 1.0, 2.5, 1.5])])
+def test_latents_that_no_state_has_on_are_woken(weight: Tensor):
+    """Weights of the wrong sign: to have any predictor on makes the data less likely, so that nothing is learned of its weight.
+
+    Of weights of which none is zero no gradient is anything but zero.
+    """
     pyro.set_rng_seed(3)
     x = torch.randn(60, 6)
-    y = x @ WEIGHT + 0.5 * torch.randn(60)
-    model = selection(x, -WEIGHT)
+    y = x @ weight + 0.5 * torch.randn(60)
+    model = selection(x, -weight)
     off = Start(Reached(-1000.0), copies(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
     found = woken(model, y, Settings(None, 8), off, tolerance=0.05, steps=30)
-    chosen = WEIGHT != 0
+    chosen = weight != 0
     rest = y - x[:, chosen] @ torch.linalg.lstsq(x[:, chosen], y.unsqueeze(-1)).solution.squeeze(-1)
     truth = dist.Normal(0.0, 0.5).log_prob(rest).sum() + dist.Bernoulli(0.2).log_prob(chosen.float()).sum()
     assert found.reached.free_energy >= float(truth) - 0.05  # other states, and chance beside the truth, add to it
-    torch.testing.assert_close(found.parameters["weight"][chosen], WEIGHT[chosen], atol=0.3, rtol=0.0)
+    torch.testing.assert_close(found.parameters["weight"][chosen], weight[chosen], atol=0.3, rtol=0.0)
 
 
 def test_nothing_is_woken_where_every_latent_is_on_somewhere():
