@@ -13,7 +13,7 @@ from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.completion import can_complete, mended
-from pyro_truncated.training.model_parameters import copies, tensors_of
+from pyro_truncated.training.model_parameters import copies, put_back, tensors_of
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, offer
 from pyro_truncated.training.redundancy import gained_from_noise, is_spare, least_missed, losses_and_stand_ins
 from pyro_truncated.training.resting import rested
@@ -78,8 +78,7 @@ class _Shrinking:
     def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature) -> None:
         self.model, self.run = model, Run(model, y, settings, temperature)
         self._y, self._settings = y, settings
-        fewer = model.with_latents(torch.arange(model.num_latents - 1))
-        self.num_parameters = _num_parameters(model, y) - _num_parameters(fewer, y)
+        self.num_parameters = _num_parameters_of_one(model, y)
 
     def start(self, reached: Reached) -> Start:
         """What has been learned, with its states."""
@@ -116,6 +115,8 @@ class _Shrinking:
         kept = torch.ones(self.model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
         states = states_of(self.run)[..., kept]
         self.model = self.model.with_latents(kept)
+        if len(kept) > 1:  # one that is left alone has what it had beside another one
+            self.num_parameters = _num_parameters_of_one(self.model, self._y)
         # In the names of the parameters of this one, a module of Pyro's own has those of the larger one.
         pyro.clear_param_store()
         before, self.run = self.run, Run(self.model, self._y, self._settings)
@@ -126,12 +127,13 @@ class _Shrinking:
 
 
 def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) -> Start:
-    """What a model of the latents ``kept`` has learned, with the others of ``asked`` beside them, which are off."""
+    """What a model of the latents ``kept`` has learned, with the others of ``asked`` beside them, which are off; it is left there."""
     assert found.states is not None
     assert asked.states is not None
     number = asked.states.shape[-1]
     place = torch.zeros(number, dtype=torch.long).index_copy(0, kept, torch.arange(len(kept)))
     spare = torch.ones(number, dtype=torch.bool).index_fill(0, kept, False).nonzero().squeeze(1)
+    put_back(model, y, found.parameters)
     parameters = copies(model.with_latents(place), y)
     for name, value in parameters.items():
         # Sizes differ along axes of latents; along two of them lies what is of pairs, such as covariances, and is left as it is.
@@ -142,6 +144,11 @@ def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) 
     states = torch.zeros_like(asked.states[:, :1]).repeat(1, found.states.shape[1], 1)
     states[..., kept] = found.states
     return found._replace(parameters=parameters, states=states)
+
+
+def _num_parameters_of_one(model: Any, y: Tensor) -> int:
+    """How many parameters a model of one latent less would not have: covariances are of pairs, and fewer where there are fewer latents."""
+    return _num_parameters(model, y) - _num_parameters(model.with_latents(torch.arange(model.num_latents - 1)), y)
 
 
 def _num_parameters(model: Any, y: Tensor) -> int:

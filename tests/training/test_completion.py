@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import pyro
+import pytest
 import torch
 from torch import Tensor
 
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
-from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
+from pyro_truncated.training import growth
 from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.recombination import Recombination
 from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start
 
@@ -72,3 +75,32 @@ def test_starts_that_have_found_the_same_exchange_nothing() -> None:
     assert combine(y, best, other) is max(best, other, key=lambda start: start.reached.free_energy)
     assert can_complete(BinarySparseCoding(16, 8))
     assert not can_complete(lambda y: None)
+
+
+def test_a_start_has_the_parameters_that_it_has_reached_after_changes_that_gained_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is tried is put into the model, from which the parameters of all latents are made."""
+    y, filled = linear_bars(100, 3, mean_active=1.5, generator=torch.Generator().manual_seed(0)).data, []
+    of_all = growth._filled_up
+
+    def watched(model: BinarySparseCoding, y: Tensor, found: Start, asked: Start, kept: Tensor) -> Start:
+        filled.append((kept, found.parameters, of_all(model, y, found, asked, kept).parameters))
+        return of_all(model, y, found, asked, kept)
+
+    monkeypatch.setattr(growth, "_filled_up", watched)
+    monkeypatch.setattr(Recombination, "_only_beside", lambda *_: [(0, 1)])
+    pyro.set_rng_seed(0)
+    growth.grown_start(BinarySparseCoding(9, 10), y, Settings(None, 16), lambda _: 1.0, 10, None, 0.05)
+    ((kept, found, of_all_latents),) = filled
+    assert len(kept) < 10
+    torch.testing.assert_close(of_all_latents["weight_unconstrained"][:, kept], found["weight_unconstrained"], rtol=0, atol=0)
+
+
+def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left() -> None:
+    """Each of 4 latents has weights to 9 pixels, a probability, a mean, and is in 4 + 3 entries of the factor of covariances; of 2 in 3."""
+    y = torch.randn(20, 9, generator=torch.Generator().manual_seed(0))
+    shrinking = growth._Shrinking(SpikeSlabSparseCoding(9, 4, covariance="full"), y, Settings(None, 4), lambda _: 1.0)
+    assert shrinking.num_parameters == 9 + 1 + 1 + 7
+    shrinking._lose(torch.tensor([1, 3]))
+    assert shrinking.num_parameters == 9 + 1 + 1 + 3
+    shrinking._lose(torch.tensor([0]))
+    assert shrinking.num_parameters == 9 + 1 + 1 + 3
