@@ -25,7 +25,10 @@ from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
-_FEWEST_OF_SHARED = 8
+# Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, and of small mixtures.
+_FEWEST_OF_SOME = 8
+# Values of the data times components of these: learning from eight starts took .7 to 5.1 CPU seconds in up to twenty dimensions.
+_MOST_OF_SMALL_MIXTURES = 50_000
 # Of so many latents a start costs as much as the training.
 _MOST_OF_MANY = 2
 # The best starts, which are kept with their states.
@@ -47,7 +50,8 @@ class Plan:
         generator: source of randomness.
         is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
             number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
-            do not agree, however many there are.
+            do not agree, however many there are. Of small mixtures, where the values of the data times the components are at most 50 000,
+            eight are made even if two of less agree.
         is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
             single posterior has few optima, and bad ones are met twice.
     """
@@ -82,6 +86,8 @@ class SeveralStarts:
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
         self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
+        is_small = plan.is_of_gains and y.numel() * layout_of(model, y, settings).space.size <= _MOST_OF_SMALL_MIXTURES
+        self._fewest = _FEWEST_OF_SOME if plan.is_shared or is_small else 1
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self._assembly: Assembly | None = None
         self._found: list[Start] = []
@@ -130,7 +136,7 @@ class SeveralStarts:
         return f"no two of {number} starts reached the same free energy {unit} ({ordered})"
 
     def _is_enough(self) -> bool:
-        if self._plan.is_shared and len(self.energies) < _FEWEST_OF_SHARED:
+        if len(self.energies) < self._fewest:
             return False
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 

@@ -59,6 +59,7 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
     """Half the tolerance is what the last start may have gained on average over all orders: the lead of the best over their number."""
     heights = [1.0, 1.9, 2.0, 1.7, 1.2]
     y = torch.randn(20, 1)
+    monkeypatch.setattr(several_starts, "_MOST_OF_SMALL_MIXTURES", 0)
     for tolerance, number, is_sure in ((0.95, 2, True), (0.07, 3, True), (0.051, 4, True), (0.045, 5, True), (0.035, 5, False)):
         left = iter(heights)
 
@@ -70,6 +71,17 @@ def test_starts_of_a_mixture_end_when_another_one_promises_little(monkeypatch: p
         with warns:
             guide = learn(GaussianMixture(1, 2), y, starts=5, tolerance=tolerance, steps=1, progress=False)
         assert guide.starts == heights[:number]
+
+
+@pytest.mark.parametrize(("rows", "starts", "number"), [(1250, None, 8), (1250, 3, 3), (1251, None, 2)])
+def test_a_small_mixture_has_eight_starts_even_if_two_agree(
+    monkeypatch: pytest.MonkeyPatch, rows: int, starts: int | None, number: int
+) -> None:
+    """Small: values of the data times components are at most 50 000."""
+    y = torch.randn(rows, 10)
+    monkeypatch.setattr(several_starts, "start", lambda model, *_: Start(Reached(0.0), several_starts.copies(model, y), None))
+    guide = learn(GaussianMixture(10, 4, covariance="spherical"), y, starts=starts, steps=1, progress=False)
+    assert len(guide.starts) == number
 
 
 @pytest.mark.parametrize(("others", "is_sure"), [(-0.039, True), (-0.041, False), (-0.2, False)])
