@@ -183,13 +183,15 @@ def learn(
             starts, at most four tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
 
     Raises:
-        ValueError: if a number is out of range, a count has no bound, or the search is for latents of another kind than the model's.
+        ValueError: if a number is out of range, a count has no bound, a Gibbs sampler gets one, or the search is for other latents.
         TypeError: if the search selects no latents for a Gibbs sampler, or is a second array of data.
     """
     steps, short_steps = check_counts(steps=steps, short_steps=short_steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
     starts = None if starts is None else check_count("starts", starts)
     _check_search(model, search)
+    if max_count is not None and isinstance(model, GibbsModel):
+        raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)

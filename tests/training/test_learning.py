@@ -247,6 +247,8 @@ def test_gibbs_sampling_learns_with_a_search_that_selects():
         learn(MaxSpikeSlabSparseCoding(9, 6), y, object(), **QUICK)
     with pytest.raises(TypeError, match="takes them side by side"):
         learn(MaxSpikeSlabSparseCoding(9, 6), y, y, **QUICK)
+    with pytest.raises(ValueError, match="max_count bounds count sites"):
+        learn(MaxSpikeSlabSparseCoding(9, 6), y, max_count=3, **QUICK)
 
 
 def mixture(y):
