@@ -14,6 +14,7 @@ from pyro_truncated.training.model_parameters import forgetting_guides, paramete
 from pyro_truncated.training.model_runs import Run, Settings, offer
 from pyro_truncated.training.resting import climbed, trained
 from pyro_truncated.training.starts import Start, start_of
+from pyro_truncated.utils.budget import rows_per_block
 
 # At this temperature all states count alike.
 _HOT = 1e9
@@ -21,6 +22,8 @@ _HOT = 1e9
 _NOTHING = 1e-8
 # The most latents that are woken at once, each in a state of its own, and how often, as far as likelihoods have no bound.
 _MOST, _ROUNDS = 512, 4
+# What these states of all posteriors may take; of more posteriors fewer latents are woken at once.
+_BYTES = 2**28
 
 
 def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
@@ -59,7 +62,7 @@ def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: fl
 
 
 def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
-    """Binary latents that are on in no state that counts, if a step leaves parameters where they are; at most so many, drawn at random."""
+    """Binary latents that are on in no state that counts, if a step leaves parameters where they are; of too many some, drawn at random."""
     assert start.states is not None
     put_back(model, y, start.parameters)
     with forgetting_guides(model, y):
@@ -71,7 +74,10 @@ def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
         is_off = (population.marginals().amax(0) < _NOTHING).cpu()
         latents = (is_off & (population.space.cardinality.cpu() == 2)).nonzero().squeeze(1)
         is_taught = all(_have_moved(value, start.parameters[name]) for name, value in parameters_of(model, y).items())
-    return latents[:0] if is_taught else latents[torch.randperm(len(latents), device="cpu")[:_MOST].sort().values]
+    if is_taught:
+        return latents[:0]
+    most = min(_MOST, rows_per_block(start.states[:, 0].numel() * start.states.element_size(), _BYTES))
+    return latents if len(latents) <= most else latents[torch.randperm(len(latents), device="cpu")[:most].sort().values]
 
 
 def _have_moved(after: Tensor, before: Tensor) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import Truncated_ELBO, learn
+from pyro_truncated.training import waking
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Settings, layout_of, num_posteriors
@@ -107,3 +108,17 @@ def test_nothing_is_woken_where_every_latent_is_on_somewhere():
     model, y = selection(x, WEIGHT), x @ WEIGHT
     on = Start(Reached(0.0), copies(model, y), torch.eye(6, dtype=torch.uint8).unsqueeze(0))
     assert woken(model, y, Settings(None, 6), on, tolerance=0.05, steps=1) is on
+
+
+def test_the_states_of_what_is_woken_at_once_have_a_bound(monkeypatch: pytest.MonkeyPatch):
+    """Six bytes are a state of six latents."""
+    pyro.set_rng_seed(5)
+    x = torch.randn(10, 6)
+    model, y = selection(x, -WEIGHT), x @ WEIGHT
+    off = Start(Reached(0.0), copies(model, y), torch.zeros(1, 1, 6, dtype=torch.uint8))
+    every = waking._asleep(model, y, Settings(None, 1), off)
+    assert len(every) == 6
+    monkeypatch.setattr(waking, "_BYTES", 17)
+    some = waking._asleep(model, y, Settings(None, 1), off)
+    assert len(some) == 2
+    assert some[0] < some[1]
