@@ -182,6 +182,7 @@ class CorrelatedSlabs:
 
     def of_latents(self, scale: Tensor, index: Tensor) -> Tensor:
         """See :class:`SlabPrior`. Copies of a latent are independent of everything but the first of them is not."""
+        index = index.to(scale.device)
         covariance = (scale @ scale.mT)[index][:, index]
         is_first = (index.unsqueeze(-1) == index).int().argmax(-1) == torch.arange(len(index), device=index.device)
         keeps = is_first.unsqueeze(-1) & is_first | torch.eye(len(index), dtype=torch.bool, device=index.device)

@@ -14,8 +14,10 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
 from pyro_truncated.models import SpikeSlabSparseCoding
+from pyro_truncated.models.slab_priors import CorrelatedSlabs
 from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
+from tests.pretended_device import PretendedDevice, here, there
 
 D64 = torch.float64
 NUM_OBSERVED = 7
@@ -200,3 +202,11 @@ def test_wrong_inputs_are_refused() -> None:
         CorrelatedSlabSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), 1.0, 0.0, torch.ones(3))
     with pytest.raises(ValueError, match="slab_scale_tril"):
         CorrelatedSlabSuperposition(torch.zeros(2, 3), torch.zeros(5, 3), 1.0, 0.0, -torch.eye(3))
+
+
+def test_latents_on_a_device_are_chosen_by_positions_on_the_host() -> None:
+    scale, index = torch.randn(4, 4, dtype=D64).tril(), torch.tensor([2, 0, 2])
+    expected = CorrelatedSlabs().of_latents(scale, index)
+    with PretendedDevice():
+        found = CorrelatedSlabs().of_latents(there(scale), index)
+    torch.testing.assert_close(here(found), expected)
