@@ -27,7 +27,7 @@ from pyro_truncated.utils.progress import ProgressBar
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
 # Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, and of small mixtures.
 _FEWEST_OF_SOME = 8
-# Values of the data times components of these: learning from eight starts took .7 to 5.1 CPU seconds in up to twenty dimensions.
+# Values of the data times components of these: learning from eight starts took .9 to 5.1 CPU seconds in up to twenty dimensions.
 _MOST_OF_SMALL_MIXTURES = 50_000
 # Of so many latents a start costs as much as the training.
 _MOST_OF_MANY = 2
