@@ -19,6 +19,8 @@ from pyro_truncated.training.starts import Start
 
 # Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
 _GAIN = 0.1
+# The part of the latents of one of two starts that the other one may have missed, if both have found the same: what differs is exchanged.
+_MOST_MISSED = 0.1
 
 
 def can_complete(model: Any) -> bool:
@@ -53,6 +55,25 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
         return best
     found = _rested(model, y, settings, member, steps)
     return found if found.reached.free_energy > best.reached.free_energy else best
+
+
+def have_found_the_same(model: Any, y: Tensor, settings: Settings, one: Start, other: Start) -> bool:
+    """Whether nine of ten latents of each of two starts are on for the same data points in the other one.
+
+    Of few data points, or without most latents, free energies of starts that have found nothing alike are close to each other.
+
+    Args:
+        model: the model; its parameters are not used.
+        y: its data.
+        settings: what all runs have in common.
+        one: has ended; without its states, or if latents cannot change places, nothing is known of it, and this is true.
+        other: another one.
+    """
+    recombinations = recombinations_of(model, y, settings, 0.0, one.parameters)
+    if not recombinations or one.states is None or other.states is None:
+        return True
+    first = recombinations[0].known(one.parameters, one.states)
+    return recombinations[0].share_most(first, recombinations[0].known(other.parameters, other.states), _MOST_MISSED)
 
 
 def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:

@@ -209,6 +209,14 @@ class Recombination:
         correlation, partner = self._matched(one, other)
         return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > _SHARED
 
+    def share_most(self, one: Member, other: Member, most_apart: float) -> bool:
+        """Whether no larger part of the latents that are on for some data points is without a partner in the other model, either way."""
+        return all(float((~shared & varies).sum()) <= most_apart * float(varies.sum()) for shared, varies in self._both_ways(one, other))
+
+    def _both_ways(self, one: Member, other: Member) -> list[tuple[Tensor, Tensor]]:
+        pairs = (one, other), (other, one)
+        return [(self.are_shared(*pair), self._marginals(pair[0]).std(0, correction=0) > _ROUNDING) for pair in pairs]
+
     def are_spare(self, member: Member) -> Tensor:
         """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
         return is_spare(self._losses(member).cpu(), self._latents.num_parameters(member.parameters), self._guide.layout.num_data)

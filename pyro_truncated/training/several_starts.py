@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, have_agreed
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.completion import can_complete, completed
+from pyro_truncated.training.completion import can_complete, completed, have_found_the_same
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
 from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
@@ -133,6 +133,8 @@ class SeveralStarts:
         unit = "per posterior" if self._plan.is_shared else "per data point"
         if self._plan.is_of_gains:
             return f"{number} starts reached different free energies {unit} ({ordered}), and another one may reach more"
+        if self._are_equal():
+            return f"no two of {number} starts that reached the same free energy {unit} ({ordered}) found the same latents"
         return f"no two of {number} starts reached the same free energy {unit} ({ordered})"
 
     def _is_enough(self) -> bool:
@@ -141,6 +143,14 @@ class SeveralStarts:
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
     def _have_agreed(self) -> bool:
+        """Whether two starts have reached the same free energy, and none has reached more; with closed-form steps by the same latents."""
+        if not self._found:
+            return self._are_equal()
+        best, *others = self._found
+        near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
+        return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
+
+    def _are_equal(self) -> bool:
         """Whether two starts that began apart have reached the same free energy, and none has reached more."""
         most, lead = max((one.free_energy for one in self._apart), default=-math.inf), self._plan.lead(len(self._apart))
         return have_agreed(self._apart, lead) and self.best.reached.free_energy <= most + lead

@@ -9,13 +9,15 @@ from torch import Tensor
 
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars
 from pyro_truncated.models import BinarySparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.training import growth
+from pyro_truncated.training import cooling, growth, several_starts
 from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.recombination import Recombination
 from pyro_truncated.training.resting import rested
+from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.starts import Start
+from pyro_truncated.utils.progress import progress_bar
 
 SETTINGS = Settings(None, 32)
 
@@ -104,3 +106,25 @@ def test_what_a_latent_is_asked_for_is_counted_among_the_latents_that_are_left()
     assert shrinking.num_parameters == 9 + 1 + 1 + 3
     shrinking._lose(torch.tensor([0]))
     assert shrinking.num_parameters == 9 + 1 + 1 + 3
+
+
+@pytest.mark.parametrize(
+    ("are_alike", "number", "doubts"), [(True, 2, None), (False, 3, "no two of 3 starts that reached the same free energy")]
+)
+def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_latents(
+    monkeypatch: pytest.MonkeyPatch, are_alike: bool, number: int, doubts: str | None
+) -> None:
+    y, truth = linear_bars(100, 4, mean_active=2.0, noise=1.0).data, 10 * bar_components(4)
+    start = start_that_knows(truth, y)
+    # On for other data points: what explains these as well by chance is something else.
+    starts = iter(
+        [start, start_that_knows(truth.flip(1), y)]
+        if are_alike
+        else [start._replace(states=start.states.roll(shift, 0)) for shift in range(3)]
+    )
+    monkeypatch.setattr(several_starts, "grown_start", lambda *args: next(starts))
+    found = SeveralStarts(BinarySparseCoding(16, 8), y, SETTINGS, Plan(3, 2, cooling(1.0, 2), 0.05, None))
+    found.make(progress_bar(False))
+    assert len(found.energies) == number
+    said = found.doubts()
+    assert said is None if doubts is None else said is not None and said.startswith(doubts)
