@@ -219,13 +219,14 @@ def learn(
         doubts = found.doubts()
         found.complete()
         put_back(model, part, found.best.parameters)
-        bar.total, bar.desc = bar.n + steps, "training"
-        run = Run(model, y, settings.slowing(steps))
+        bar.total, run = bar.n + steps, Run(model, y, settings.slowing(steps))
         run.take_over(found.best.beside, y)
         if found.best.states is not None and is_all:
             offer(run, y, own_rows(found.best.states, y))
         else:
+            bar.set_description_str("finding states")
             run.find_states(y)
+        bar.set_description_str("training")
         little = _little(model, space, found.best.reached.noise)
         values: list[float] = []
         while len(values) < steps and not is_at_the_end(run, values, little):

@@ -12,6 +12,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, DisagreeingStartsWarning, EvolutionarySearch, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars
+from pyro_truncated.guide.batch import Batch
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding, NoisyOr, OcclusiveComponents
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
@@ -79,6 +80,24 @@ def test_training_begins_with_good_states(search):
     assert optimum - 0.1 < found <= optimum + 1e-9
     unsearched = bars_at_truth(search)[2].step(y)
     assert unsearched < optimum - 1.0
+
+
+def test_states_are_looked_for_as_long_as_that_raises_the_free_energy(monkeypatch):
+    torch.manual_seed(0)
+    _, y, run = bars_at_truth()
+    rounds, search = [], Batch.search_
+
+    def searched(batch, *arguments):
+        found = search(batch, *arguments)
+        rounds.append(found.free_energy().mean())
+        return found
+
+    monkeypatch.setattr(Batch, "search_", searched)
+    run.find_states(y)
+    gains = torch.stack(rounds).diff()
+    assert 1 <= len(gains) < 9
+    assert (gains[:-1] >= 0.01).all()
+    assert gains[-1] < 0.01
 
 
 def test_a_search_that_was_asked_for_stays():
