@@ -104,8 +104,8 @@ def learn(
     missed: latents that are not on for the same data points, where they raise the free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`). Of a hundred latents one that is missing would not show otherwise.
     Spare latents fit noise, in each start another way: with closed-form M-steps starts are compared without them, and the training begins
-    with them as they were. Such starts agree if, besides, nine of ten latents of each are on for the same data points in the other one (a
-    correlation above .9). Of more than 256 binary latents starts have as many as asked for, and there are two of them.
+    with them as they were. Unless a tolerance is given, they agree if, besides, nine of ten latents of each are on for the same data points
+    in the other one (a correlation above .9). Of more than 256 binary latents starts have as many as asked for, and there are two of them.
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
@@ -209,9 +209,9 @@ def learn(
     is_all = is_shared or total_rows(y) <= number
     part = some_rows(y, total_rows(y)) if is_all else drawn_rows(y, number, generator)
     first_temperature, nearness = _defaults(model, space)
-    nearness = max(nearness, _NEAR_OF_ALL / posteriors)
+    nearness = max(nearness, _NEAR_OF_ALL / posteriors) if tolerance is None else tolerance
     falling = cooling(first_temperature if temperature is None else temperature, short_steps)
-    plan = Plan(starts, short_steps, falling, nearness if tolerance is None else tolerance, generator, is_mixture(model, space), is_shared)
+    plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None)
     with undriven(model), progress_bar(progress, unit="step") as bar:
         settings = dataclasses.replace(settings, watch=partial(_show, bar))
         found = SeveralStarts(model, part, settings, plan)

@@ -54,6 +54,7 @@ class Plan:
             eight are made even if two of less agree.
         is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
             single posterior has few optima, and bad ones are met twice.
+        are_compared: whether starts with closed-form M-steps agree only if they have found the same latents, too.
     """
 
     starts: int | None
@@ -63,6 +64,7 @@ class Plan:
     generator: torch.Generator | None
     is_of_gains: bool = False
     is_shared: bool = False
+    are_compared: bool = False
 
     def lead(self, number: int) -> float:
         """How far apart the best two of so many starts may be."""
@@ -144,7 +146,7 @@ class SeveralStarts:
 
     def _have_agreed(self) -> bool:
         """Whether two starts have reached the same free energy, and none has reached more; with closed-form steps by the same latents."""
-        if not self._found:
+        if not self._found or not self._plan.are_compared:
             return self._are_equal()
         best, *others = self._found
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]

@@ -123,7 +123,7 @@ def test_starts_of_equal_free_energies_agree_where_they_have_found_the_same_late
         else [start._replace(states=start.states.roll(shift, 0)) for shift in range(3)]
     )
     monkeypatch.setattr(several_starts, "grown_start", lambda *args: next(starts))
-    found = SeveralStarts(BinarySparseCoding(16, 8), y, SETTINGS, Plan(3, 2, cooling(1.0, 2), 0.05, None))
+    found = SeveralStarts(BinarySparseCoding(16, 8), y, SETTINGS, Plan(3, 2, cooling(1.0, 2), 0.05, None, are_compared=True))
     found.make(progress_bar(False))
     assert len(found.energies) == number
     said = found.doubts()
