@@ -227,8 +227,7 @@ def learn(
             bar.set_description_str("finding states")
             run.find_states(y)
         bar.set_description_str("training")
-        little = _little(model, space, found.best.reached.noise)
-        values: list[float] = []
+        little, values = _little(model, space, found.best.reached.noise), list[float]()
         while len(values) < steps and not is_at_the_end(run, values, little):
             if len(values) == steps - steps // _LOOKS_CLOSELY:
                 run.look_closely()
