@@ -103,9 +103,8 @@ def learn(
     :func:`~pyro_truncated.training.redundancy.losses_without`). In the end the best of the starts takes over from the next two what it has
     missed: latents that are not on for the same data points, where they raise the free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`). Of a hundred latents one that is missing would not show otherwise.
-    Spare latents fit noise, in each start another way: with closed-form M-steps starts are compared without them, and the training begins
-    with them as they were. Unless a tolerance is given, they agree if, besides, nine of ten latents of each are on for the same data points
-    in the other one (a correlation above .9). Of more than 256 binary latents starts have as many as asked for, and there are two of them.
+    Spare latents fit noise: with closed-form M-steps starts are compared without them, and, unless a tolerance is given, agree only if nine
+    of ten latents of each are on for the same data points (correlations above .9). More than 256 binary ones start as asked for, twice.
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
