@@ -50,6 +50,8 @@ def grown_start(
     """
     with empty_store():
         is_many = are_many(model, y, settings)
+        # It has run, and in the names of its parameters the larger one has others.
+        pyro.clear_param_store()
         larger = model.with_latents(torch.arange(model.num_latents).repeat(1 if is_many else _GROWTH)).initialize(y, generator)
         shrinking = _Shrinking(larger, y, settings, temperature)
         shrinking.take(steps)
