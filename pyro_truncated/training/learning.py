@@ -104,7 +104,7 @@ def learn(
     missed: latents that are not on for the same data points, where they raise the free energy (see
     :class:`~pyro_truncated.training.recombination.Recombination`). Of a hundred latents one that is missing would not show otherwise.
     Spare latents fit noise: with closed-form M-steps starts are compared without them, and, unless a tolerance is given, agree only if nine
-    of ten latents of each are on for the same data points (correlations above .9). More than 256 binary ones start as asked for, twice.
+    of ten latents of each are on for the same data points (correlations above .9). More than 256 binary latents have two starts, no larger.
 
     Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
     :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which

@@ -308,7 +308,7 @@ def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     with warnings.catch_warnings(action="error", category=DisagreeingStartsWarning):
         guide = learn(model, bars.data, starts=2, steps=2, num_states=32, tolerance=0.02, progress=False)
     assert matched_bars(model.weight, bars.components) == 8
-    assert guide.starts[0] == pytest.approx(guide.starts[1], abs=1e-3)
+    assert guide.starts[0] == pytest.approx(guide.starts[1], abs=2e-3)  # a tenth of the tolerance; with spare latents more than all of it
 
 
 def test_steps_of_starts_are_shown(capsys):
