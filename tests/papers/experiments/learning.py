@@ -170,6 +170,7 @@ def table(results: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Makes the runs that the output file lacks, and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--first", type=int, default=FIRST_SEED, help="the first seed")
     parser.add_argument("--seeds", type=int, default=20)
     parser.add_argument("--compared", type=int, default=1, help="seeds for the other two methods")
     parser.add_argument("--variants", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
@@ -177,8 +178,8 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     before = {(r["variant"], r["method"], r["seed"]) for r in done(args.output)}
-    jobs = [(name, "learn", FIRST_SEED + k) for k in range(args.seeds) for name in args.variants]
-    jobs += [(name, method, FIRST_SEED + k) for k in range(args.compared) for name in args.variants for method in ("plain", "recipe")]
+    jobs = [(name, "learn", args.first + k) for k in range(args.seeds) for name in args.variants]
+    jobs += [(name, method, args.first + k) for k in range(args.compared) for name in args.variants for method in ("plain", "recipe")]
     with args.output.open("a") as file:
         for job in jobs:
             if job not in before:
