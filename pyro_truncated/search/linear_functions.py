@@ -96,9 +96,15 @@ class LinearFunctions:
 
     def _of_fewer_groups(self, features: Tensor, number: int, known: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of the first groups; of all that are looked at where what is known lacks the best of these."""
-        value, index = self._of_groups(features, number, _FIRST)
+        asked = self._asked(features, _LOOKED_AT)
+        value, index = self._of_these(features, asked[:, :_FIRST], number)
         lacking = (known != index[:, :1]).all(1).nonzero()[:, 0]
-        value[lacking], index[lacking] = self._of_groups(features[lacking], number, _LOOKED_AT)
+        more, others = self._of_these(features[lacking], asked[lacking, _FIRST:], number)
+        value[lacking], place = torch.cat([value[lacking], more], 1).topk(number)
+        index[lacking] = torch.cat([index[lacking], others], 1).gather(1, place)
+        # Where fewer are above minus infinity, both parts may have been filled up with the same ones.
+        few = lacking[value[lacking, -1] == -torch.inf]
+        value[few], index[few] = self._of_these(features[few], asked[few], number)
         return value, index
 
     def _are_apart(self, number: int) -> bool:
@@ -108,9 +114,14 @@ class LinearFunctions:
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
 
     def _of_groups(self, features: Tensor, number: int, looked_at: int) -> tuple[Tensor, Tensor]:
-        num_groups = len(self._sizes)
-        asked = largest_of_all(features, self._mean, min(looked_at, num_groups))[1]
-        return largest_of_groups(features, self.coefficients, self._group, num_groups, asked, number)
+        return self._of_these(features, self._asked(features, looked_at), number)
+
+    def _asked(self, features: Tensor, looked_at: int) -> Tensor:
+        """The groups to look at, those that are largest on average first."""
+        return largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
+
+    def _of_these(self, features: Tensor, asked: Tensor, number: int) -> tuple[Tensor, Tensor]:
+        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number)
 
     @functools.cached_property
     def _group(self) -> Tensor:

@@ -157,6 +157,9 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     assert functions.largest(features[:3], 3, expected.indices[:3]).equal(expected.indices[:3])
     unlikely = (-features @ coefficients.mT).topk(3).indices
     assert functions.largest(features, 3, unlikely).equal(functions.largest(features, 3))
+    # Where all but two are impossible those that are found are still different ones.
+    coefficients[2:, 0] = -torch.inf
+    assert functions.largest(features, 3, unlikely).sort(1).values.diff().min() > 0
     for known in (unlikely[:9], unlikely[0], unlikely + 1500, -unlikely, unlikely.double()):
         with pytest.raises(ValueError, match=r"known|component"):
             functions.largest(features, 3, known)

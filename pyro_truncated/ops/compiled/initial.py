@@ -24,24 +24,30 @@ def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_state
     return out
 
 
+_BLOCKS = 16
 # A Poisson number with a mean of at most 2 exceeds this with probability below 1e-20.
 MOST_CHANGES = 24
 
 
 @njit(cache=True, nogil=True)
-def _fill_subset(choices, first, last, state, out):
-    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``, in order if all of them fit."""
+def _fill_subset(choices, first, last, order, state, out):
+    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``, in order if all of them fit.
+
+    ``order`` counts from zero, here as before: what is shuffled of it is put back.
+    """
     num_choices, num_words = choices.shape
-    order = np.empty(num_choices, np.int64)
-    for i in range(num_choices):
-        order[i] = i
-    for i in range(last - first):
-        if last - first < num_choices:
+    number = last - first
+    other = np.arange(number)
+    for i in range(number):
+        if number < num_choices:
             state += STEP
-            j = i + below(state, num_choices - i)
-            order[i], order[j] = order[j], order[i]
+            other[i] = i + below(state, num_choices - i)
+            order[i], order[other[i]] = order[other[i]], order[i]
         for w in range(num_words):
             out[first + i, w] = choices[order[i], w]
+    for i in range(number):
+        order[i] = i
+        order[other[i]] = other[i]
     return state
 
 
@@ -99,15 +105,15 @@ def _fill_sparse(fields, first, state, out):
 
 
 @njit(cache=True, nogil=True)
-def _fill(singletons, others, fields, state, out):
+def _fill(singletons, others, fields, order, state, out):
     """The states of one data point."""
     num_states, num_words = out.shape
     num_singletons = min(len(singletons), num_states - 1)
     for w in range(num_words):
         out[0, w] = 0
-    state = _fill_subset(singletons, 1, 1 + num_singletons, state, out)
+    state = _fill_subset(singletons, 1, 1 + num_singletons, order, state, out)
     if len(others) > 0:
-        _fill_subset(others, 1 + num_singletons, num_states, state, out)
+        _fill_subset(others, 1 + num_singletons, num_states, order, state, out)
     elif 1 + num_singletons < num_states:
         _fill_sparse(fields, 1 + num_singletons, state, out)
 
@@ -115,5 +121,8 @@ def _fill(singletons, others, fields, state, out):
 @parallel_kernel(cost=4)
 def _initial_states(singletons, others, fields, rows, seed, out):
     """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
-    for n in prange(len(out)):
-        _fill(singletons, others, fields, stream(seed, rows[n]), out[n])
+    num_blocks = min(len(out), _BLOCKS)
+    for block in prange(num_blocks):
+        order = np.arange(max(len(singletons), len(others)))
+        for n in range(len(out) * block // num_blocks, len(out) * (block + 1) // num_blocks):
+            _fill(singletons, others, fields, order, stream(seed, rows[n]), out[n])
