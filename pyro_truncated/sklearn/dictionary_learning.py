@@ -64,7 +64,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         ridge: strength of a normal prior of the dictionary, see :class:`~pyro_truncated.models.SpikeSlabSparseCoding`; default: ten
             times the squared share of the data that is missing, so none for complete data. Not for ``"bernoulli"``.
         n_states: states kept per data point.
-        max_iter: training steps on all data after the best start, which itself takes as many, but at most 60.
+        max_iter: the most training steps on all data after the best start, which itself takes as many, but at most 60. They end once
+            five raise the lower bound per data point by no more than .001 nats, but with a ridge all are taken.
         n_init: the most starts; training ends sooner with a start on which two agree.
         verbose: whether to show a progress bar.
         random_state: seed, ``RandomState``, or ``None`` for NumPy's global one; the only source of randomness.
@@ -118,8 +119,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         rows = self._rows(X, reset=True)
         with apart(self.random_state) as generator:
             model = self._make(rows)
-            starts = self._learn(model, rows, generator)
-        self.model_, self.starts_, self.n_iter_ = model, starts, int(self.max_iter)
+            starts, steps = self._learn(model, rows, generator)
+        self.model_, self.starts_, self.n_iter_ = model, starts, steps
         self._online: ClosedForm | None = None
         return self
 
@@ -252,8 +253,8 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
             raise ValueError(f"ridge must be a finite number of at least 0; got {self.ridge}")
         return float(self.ridge)
 
-    def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> list[float]:
-        """Trains the model; what each start reached."""
+    def _learn(self, model: Any, rows: Tensor, generator: torch.Generator) -> tuple[list[float], int]:
+        """Trains the model; what each start reached, and how many steps followed."""
         counts = ("max_iter", "n_init", "n_states")
         max_iter, n_init, n_states = check_counts(**{name: getattr(self, name) for name in counts})
         short, progress, ridge = min(max_iter, _SHORT), None if self.verbose else False, self._ridge(rows)
@@ -261,13 +262,14 @@ class SparseCoding(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstima
         guide = learn(
             model, rows, num_states=n_states, steps=steps, short_steps=short, starts=n_init, generator=generator, progress=progress
         )
-        starts: list[float] = guide.starts
+        taken: int = guide.steps
         if ridge:
             # From the first step on, it would take away elements that are hardly used yet.
             model.ridge = ridge
             svi = SVI(model, guide, ClosedForm(model), Truncated_ELBO(EvolutionarySearch(crossover=True)))
             fit(svi, rows, steps=max_iter, progress=progress)
-        return starts
+            taken = max_iter
+        return list(guide.starts), taken
 
     def _step(self, driver: ClosedForm, rows: Tensor) -> None:
         rows = rows.to(self.model_.weight.dtype)

@@ -22,7 +22,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
-from pyro_truncated.training.resting import is_at_the_end
+from pyro_truncated.training.resting import finished
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
@@ -37,12 +37,10 @@ _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
 _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
 # States per data point. Of 200 components 16 lost .0001 nats of free energy, eight .0007, four .006.
 _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
-# The part of the training at the end in which an evolutionary search nobody asked for gives way to full conditionals.
-_LOOKS_CLOSELY = 10
 # Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
 _LITTLE = 0.5
-# That of mixtures with M-steps of their own: where five steps raise the free energy per data point by so little, and nothing moves.
-_LITTLE_OF_MIXTURES = 0.001
+# That of other closed-form M-steps: where five steps raise the free energy per data point by so little, and nothing moves.
+_LITTLE_OF_ALL = 0.001
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
@@ -93,6 +91,7 @@ def learn(
     EM finds the local optimum that its start leads to. Here short runs on a part of the data (50 data points for each latent, or for each
     value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until
     two of them have reached the same free energy, which chance hardly does in a bad optimum; the best one is then trained on all data.
+    With closed-form M-steps that ends once five steps raise the free energy per data point by no more than .001 and nothing moves.
     Some differences do not count: those of the hundredth of the data points at either end, in which a search has missed a state that it
     found in the other start; what latents gain from noise that are spare, because the data support fewer (with gradients half a nat per
     parameter); and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
@@ -127,11 +126,10 @@ def learn(
     Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
     (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
     M-steps and a search of its own (``default_search``) use 10 000 data points, or more: two for each number that the mixture holds. They
-    end once nothing moves and five steps raise the free energy per data point by no more than .005, the training on all data once by no
-    more than .001. There are no more starts once the best one leads by no more than half the tolerance times their number, and by no more
-    than four tolerances: what the last of some starts has gained, in the mean over all orders, is the lead of the best divided by their
-    number. Of small mixtures, where the values of the data times the components are at most 50 000, eight are made even so: two of three
-    components on few rows agree in bad optima.
+    end once nothing moves and five steps raise the free energy per data point by no more than .005. There are no more starts once the best
+    one leads by no more than half the tolerance times their number, and by no more than four tolerances: what the last of some starts has
+    gained, in the mean over all orders, is the lead of the best divided by their number. Of small mixtures, where the values of the data
+    times the components are at most 50 000, eight are made even so: two of three components on few rows agree in bad optima.
 
     Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
     ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
@@ -152,7 +150,8 @@ def learn(
             population holds all states, evolutionary with crossover for latents most of which are binary (unless all of more
             than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
-        steps: training steps on all data after the best start; the most of them for mixtures and for models that start near the end.
+        steps: training steps on all data after the best start; with closed-form M-steps the most of them, by gradients and by Gibbs
+            sampling all of them.
         starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary ones.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
@@ -174,7 +173,7 @@ def learn(
     Returns:
         The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
         is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange,
-        and without spare latents where M-steps are in closed form.
+        and without spare latents where M-steps are in closed form; ``steps`` is the number of training steps on all data.
 
     Warns:
         DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only those that
@@ -226,12 +225,7 @@ def learn(
             bar.set_description_str("finding states")
             run.find_states(y)
         bar.set_description_str("training")
-        little, values = _little(model, space, found.best.reached.noise), list[float]()
-        while len(values) < steps and not is_at_the_end(run, values, little):
-            if len(values) == steps - steps // _LOOKS_CLOSELY:
-                run.look_closely()
-            values.append(run.step(y))
-        run.end()
+        run.guide.steps = finished(run, y, steps, _little(model, run, found.best.reached.noise))
     if doubts is not None:
         _warn(doubts)
     run.guide.starts = found.energies
@@ -280,11 +274,12 @@ def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
     return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS
 
 
-def _little(model: Any, space: StateSpace | None, noise: float) -> float:
+def _little(model: Any, run: Run, noise: float) -> float:
     """By how little five steps must raise the free energy for the training to end before all steps are taken."""
     if starts_near_the_end(model):
         return noise * _LITTLE
-    return _LITTLE_OF_MIXTURES if is_mixture(model, space) else -math.inf
+    # Draws make the free energy noisy, of chains and of continuous latents beside.
+    return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
 
 
 def _show(bar: ProgressBar, free_energy: float) -> None:

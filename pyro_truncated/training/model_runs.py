@@ -160,10 +160,12 @@ class Run:
             for group in optimizer.param_groups:
                 group["lrd"] = _LAST_RATE ** (1 / steps)
 
-    def look_closely(self) -> None:
-        """Searches by full conditionals from now on, not by an evolution nobody asked for: they miss fewer states, and cost more."""
-        if self._is_search_ours and isinstance(self._elbo.search, EvolutionarySearch):
+    def look_closely(self) -> bool:
+        """Searches by full conditionals from now on, not by an evolution nobody asked for, and says so: they miss less, and cost more."""
+        is_evolving = self._is_search_ours and isinstance(self._elbo.search, EvolutionarySearch)
+        if is_evolving:
             self._elbo.search = ConditionalSearch()
+        return is_evolving
 
     def find_states(self, y: Tensor) -> None:
         """Searches under the model as it is: from the first states of data that nobody has looked at it would learn what is wrong.

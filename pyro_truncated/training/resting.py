@@ -18,6 +18,8 @@ _RESTING, _AT_REST = 5, 0.01
 _NEARLY_AT_REST = 0.003
 # The same for starts of mixtures.
 _MIXTURES_AT_REST = 0.005
+# The part of the training on all data at the end in which an evolutionary search nobody asked for gives way to full conditionals.
+_LOOKS_CLOSELY = 10
 # By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
 # Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
@@ -41,8 +43,8 @@ class Steps(Protocol):
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
 
-    def look_closely(self) -> None:
-        """Searches more thoroughly from here on."""
+    def look_closely(self) -> bool:
+        """Searches more thoroughly from here on, if that may be; whether it does."""
 
     def end(self) -> None:
         """Makes the guide that of the parameters after the last step."""
@@ -103,14 +105,28 @@ def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
 
 def settled_down(run: Steps, y: Tensor, most: int) -> Reached:
     """Takes steps of a mixture until five of them raise the free energy by little and no component moves any more."""
-    values = [run.step(y)]
-    while len(values) < most and not is_at_the_end(run, values, _MIXTURES_AT_REST):
-        values.append(run.step(y))
+    values = _until_the_end(run, y, most, _MIXTURES_AT_REST)
     run.end()
     return _reached(run, values)
 
 
-def is_at_the_end(run: Steps, values: list[float], little: float) -> bool:
+def finished(run: Steps, y: Tensor, most: int, little: float) -> int:
+    """Trains on all data until five steps raise the free energy by no more, by a thorough search in the end; the number of steps."""
+    values = _until_the_end(run, y, most - most // _LOOKS_CLOSELY, little)
+    if run.look_closely() or not _is_at_the_end(run, values, little):
+        values += _until_the_end(run, y, most - len(values), little)
+    run.end()
+    return len(values)
+
+
+def _until_the_end(run: Steps, y: Tensor, most: int, little: float) -> list[float]:
+    values: list[float] = []
+    while len(values) < most and not _is_at_the_end(run, values, little):
+        values.append(run.step(y))
+    return values
+
+
+def _is_at_the_end(run: Steps, values: list[float], little: float) -> bool:
     """Whether five steps have raised the free energy by no more than that, and no component moves."""
     if not are_at_rest(values, little):
         return False

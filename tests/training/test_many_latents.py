@@ -18,7 +18,8 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training import cooling, learn, learning
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.training.resting import are_at_rest, climbed, rested
+from pyro_truncated.training.relocation import Relocations
+from pyro_truncated.training.resting import are_at_rest, climbed, finished, rested
 from tests.training.started_models import StartedAtRows
 
 
@@ -165,22 +166,22 @@ def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population(
     assert Settings(None, 64).halved(StateSpace([2] * 6)).num_states == 64
 
 
-def test_training_ends_with_a_closer_look(monkeypatch):
+@pytest.mark.parametrize(
+    ("rises", "expected"),
+    [
+        (20, ["step"] * 18 + ["look"] + ["step"] * 2),  # it never rests
+        (3, ["step"] * 9 + ["look"] + ["step"] * 6),  # five steps from the last rise on raise nothing, and five more when it looks closely
+    ],
+)
+def test_training_ends_at_rest_and_with_a_closer_look(rises, expected):
     done = []
-
-    class Watched(Run):
-        def step(self, y):
-            done.append("step")
-            return super().step(y)
-
-        def look_closely(self):
-            done.append("look")
-            super().look_closely()
-
-    monkeypatch.setattr(learning, "Run", Watched)
-    y = linear_bars(100, 3, mean_active=2.0, generator=generator()).data
-    learn(BinarySparseCoding(9, 6), y, starts=1, short_steps=2, steps=20, num_states=8, progress=False)
-    assert done == ["step"] * 18 + ["look"] + ["step"] * 2
+    values = [float(min(step, rises)) for step in range(20)]
+    run = run_of(values)
+    take, run.relocations = run.step, Relocations(None, None, None)
+    run.step = lambda y: done.append("step") or take(y)
+    run.look_closely = lambda: done.append("look") or True
+    finished(run, None, 20, 0.001)
+    assert done == expected
 
 
 def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
