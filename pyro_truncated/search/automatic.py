@@ -20,10 +20,11 @@ class AutomaticSearch(Search):
     """Chooses the search by the space it meets, and says so in one line.
 
     Spaces that have not more states than a step of the :class:`ConditionalSearch` scores are searched exhaustively
-    (:class:`ExhaustiveSearch`), others by the conditional search. Of more than 256 binary latents its changes at random hit few that
-    matter: sums of causes that are independent a priori, observed under :class:`~pyro_truncated.distributions.LinearSuperposition`, are
-    searched by :class:`CombinedFlips` then, other models by both, because flips of single latents lead nowhere where neighbours agree, as
-    in sticky chains. Populations that hold the whole space are left as they are, as by every search.
+    (:class:`ExhaustiveSearch`), others by the conditional search. Of many binary latents its changes at random hit few that matter, and
+    :class:`CombinedFlips` help: in sums of causes that are independent a priori, observed under
+    :class:`~pyro_truncated.distributions.LinearSuperposition`, of more than 64 both are used, of more than 256 the flips alone; in other
+    models of more than 256 both, because flips of single latents lead nowhere where neighbours agree, as in sticky chains. Populations
+    that hold the whole space are left as they are, as by every search.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -35,9 +36,10 @@ class AutomaticSearch(Search):
 
     Attributes:
         chosen: the search in use, ``None`` before it has met a population.
-        MANY: the number of binary latents above which their flips are combined.
+        SEVERAL, MANY: the numbers of binary latents above which their flips are combined, in sums of causes and in other models.
     """
 
+    SEVERAL: ClassVar[int] = 64
     MANY: ClassVar[int] = 256
 
     @names_arguments
@@ -65,13 +67,14 @@ class AutomaticSearch(Search):
 
     def _choose(self, batch: SearchBatch) -> Search:
         space, size = batch.space, self._conditional.candidates_of(batch.population.num_states)
-        how = "by full conditionals (ConditionalSearch)"
+        how, by_flips = "by full conditionals (ConditionalSearch)", "by the most promising flips of the best one (CombinedFlips)"
         self.chosen = self._conditional
         if space.size <= size:
             self.chosen, how = ExhaustiveSearch(), "exhaustively"
-        elif is_of_many(space):
-            flips, by_flips = CombinedFlips(), "by the most promising flips of the best one (CombinedFlips)"
-            self.chosen, how = (flips, by_flips) if batch.is_linear else (self._conditional + flips, f"{how} and {by_flips}")
+        elif is_of_many(space) and batch.is_linear:
+            self.chosen, how = CombinedFlips(), by_flips
+        elif is_of_many(space) or (space.is_binary and space.num_latents > self.SEVERAL and batch.is_linear):
+            self.chosen, how = self._conditional + CombinedFlips(), f"{how} and {by_flips}"
         if not batch.population.is_complete:
             note_once(f"no search is named: the {space.readable_size} states of a data point are searched {how}")
         return self.chosen

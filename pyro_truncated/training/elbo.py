@@ -71,7 +71,7 @@ class Truncated_ELBO(Described, ELBO):
 
     Args:
         search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`, which scores all states of small spaces and
-            searches others by their full conditionals, those of more than 256 binary latents by flips too. It says in one line
+            searches others by their full conditionals, those of many binary latents by flips too. It says in one line
             what it chose, and so does the ``repr`` of this object.
         search_steps: search steps before each evaluation.
         search_every: evaluations per round of search (1: before each).

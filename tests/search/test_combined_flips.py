@@ -59,7 +59,8 @@ def test_of_many_latents_that_do_not_interact_each_step_puts_so_many_right() -> 
 
 
 def test_many_binary_latents_are_searched_by_flips_where_no_search_is_named() -> None:
-    names = {(256, True): "ConditionalSearch", (257, True): "CombinedFlips", (257, False): "CombinedSearch"}
+    names = {(64, True): "ConditionalSearch", (65, True): "CombinedSearch", (257, True): "CombinedFlips"}
+    names |= {(256, False): "ConditionalSearch", (257, False): "CombinedSearch"}
     for (number, is_linear), name in names.items():
         search = AutomaticSearch()
         search.step(dataclasses.replace(_batch(torch.randn(2, number, dtype=torch.float64)), is_linear=is_linear))

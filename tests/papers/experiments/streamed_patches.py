@@ -69,14 +69,16 @@ def data(folder: Path, num_data: int) -> tuple[Path, Tensor, Whitening]:
     return file, saved.pop("held_out"), Whitening(**saved)
 
 
-def train(folder: Path, num_data: int, num_latents: int, passes: int, num_states: int, is_restarting: bool) -> tuple[Any, Training]:
+def train(
+    folder: Path, num_data: int, num_latents: int, passes: int, num_states: int, is_restarting: bool, rounds: int
+) -> tuple[Any, Training]:
     """Online EM; goes on from a checkpoint."""
     pyro.clear_param_store()
     pyro.set_rng_seed(0)
     y = distributed.shard(np.load(folder / f"patches-{num_data}.npy", mmap_mode="r"))
     model = BinarySparseCoding(SIDE**2, num_latents, offset=False).initialize(y)
     guide = AutoTruncated(model, num_states=num_states, store=folder / f"populations-{num_latents}")
-    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), Truncated_ELBO())
+    svi = SVI(model, guide, ClosedForm(model, minibatch="online"), Truncated_ELBO(CombinedFlips(rounds=rounds) if rounds else None))
     steps = passes * -(-num_data // MINIBATCH)
     restarts = [RestartUnused(y, every=EVERY, until=steps - LAST)] if is_restarting else []
     training = fit(
@@ -117,12 +119,13 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=4)
     parser.add_argument("--num-states", type=int, default=24)
     parser.add_argument("--restart", action="store_true", help="fields that are hardly ever on")
+    parser.add_argument("--rounds", type=int, default=0, help="of combined flips; default: no search is named")
     args = parser.parse_args()
     args.folder.mkdir(parents=True, exist_ok=True)
     _, held_out, _ = data(args.folder, args.num_data)
     for number in args.num_latents:
-        model, training = train(args.folder, args.num_data, number, args.passes, args.num_states, args.restart)
-        found = {"num_data": args.num_data, "num_states": args.num_states, "restart": args.restart}
+        model, training = train(args.folder, args.num_data, number, args.passes, args.num_states, args.restart, args.rounds)
+        found = {"num_data": args.num_data, "num_states": args.num_states, "restart": args.restart, "rounds": args.rounds}
         found |= summary(model, training, held_out, args.num_data)
         with (args.folder / "results.jsonl").open("a") as stream:
             stream.write(json.dumps(found) + "\n")
