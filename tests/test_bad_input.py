@@ -25,7 +25,7 @@ def step(model, *args, num_states=2, search=SEARCH, **options):
         ({"num_states": True}, ValueError, "num_states must be a positive integer; got True"),
         ({"num_states": 8.0}, ValueError, "num_states must be a positive integer; got 8.0"),
         ({"memory_budget": "1GB"}, ValueError, "memory_budget .* must be an integer of at least 1048576; got '1GB'"),
-        ({"conditional": 3}, TypeError, "conditional must be callable; got 3"),
+        ({"conditional": 3}, TypeError, "conditional must be callable or None; got 3"),
     ],
 )
 def test_options_of_the_guide(options, error, message):
@@ -34,8 +34,29 @@ def test_options_of_the_guide(options, error, message):
 
 
 def test_a_model_is_callable():
-    with pytest.raises(TypeError, match="model must be callable; got 3"):
-        AutoTruncated(3)
+    with pytest.raises(TypeError, match=r"model must be callable; got float32 of shape \(9, 2\)"):
+        AutoTruncated(torch.zeros(9, 2))
+
+
+@pytest.mark.parametrize("shapes", [((4, 3), (4,)), ((3,), (4, 2))])
+def test_batches_outside_of_plates_are_named(shapes):
+    def model():
+        for name, shape in zip("sy", shapes, strict=True):
+            pyro.sample(name, dist.Bernoulli(torch.full(shape, 0.5)).to_event(1), obs=torch.zeros(shape) if name == "y" else None)
+
+    with pytest.raises(
+        ValueError, match=r"site '[sy]' \(Bernoulli\) has batch shape \(4,\), dimension -1 of which lies in no plate.*\.to_event\(1\)"
+    ):
+        AutoTruncated(model)()
+
+
+def test_a_model_without_discrete_latents_hears_which_it_has():
+    def model():
+        signs = dist.TransformedDistribution(dist.Bernoulli(0.5), dist.transforms.AffineTransform(-1.0, 2.0))
+        pyro.sample("y", dist.Normal(pyro.sample("s", signs), 1.0), obs=torch.zeros(()))
+
+    with pytest.raises(ValueError, match=r"Its latents are: 's' \(TransformedDistribution\)"):
+        AutoTruncated(model)()
 
 
 @pytest.mark.parametrize("bound", [-1, 0, 2.5, True, "x", {"n": 0}])
@@ -73,6 +94,8 @@ def test_searches_are_searches():
     guide = AutoTruncated(case.model, 2)
     with pytest.raises(TypeError, match=r"search must be a pyro_truncated search.*EvolutionarySearch"):
         guide.infer(case.args, EvolutionarySearch)
+    with pytest.raises(TypeError, match=r"search must be a pyro_truncated search.*got a Tensor"):
+        guide.infer(EvolutionarySearch(), *case.args)
     with pytest.raises(TypeError, match="only searches add up; got 3"):
         SEARCH + 3
 

@@ -23,7 +23,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.base import Search
+from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.prefixes import TakesPrefixed
@@ -176,9 +176,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def posterior(self, *args: Any, **kwargs: Any) -> Population:
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
         call = Call(self.model, args, kwargs)
-        recorded = recorded_values(self) if self.is_set_up else {}
         with torch.no_grad():
-            return self.batch(call, recorded or self.other_values(call)).rescored()
+            return self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call)).rescored()
 
     def rescored(self, log_joint: LogJoint) -> Population:
         """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
@@ -216,7 +215,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             idata = to_arviz(model, new, y_new)
 
         Args:
-            data: the model's positional arguments: one tensor, or a tuple of them. The model must take all data points at once.
+            data: the model's positional arguments, one tensor or a tuple: the model must take all data points at once.
             search: fills the populations.
             steps: number of search steps.
             num_states: states per data point; default: as in this guide.
@@ -224,9 +223,10 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             **kwargs: the model's keyword arguments.
 
         Raises:
-            ValueError: if the model subsamples, or a latent of the new data could only be drawn from the prior: no guide in the list covers
-                it, or one that has parameters for each data point it was trained on.
+            TypeError: if ``search`` is none.
+            ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
+        check_search(search)
         call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
         steps = check_count("steps", steps)
         guide = AutoTruncated(self.model, self.num_states if num_states is None else num_states, init=init, **self.options)

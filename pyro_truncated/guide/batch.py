@@ -16,7 +16,7 @@ from pyro_truncated.distributed.batches import current_batch
 from pyro_truncated.guide.plates import refuse_other_size
 from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.program.log_joint import LogJoint
-from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.base import Search, SearchBatch, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.budget import memory_budget
 
@@ -128,8 +128,7 @@ class Batch:
         Raises:
             TypeError: if ``search`` is none.
         """
-        if not isinstance(search, Search):
-            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {search!r}")
+        check_search(search)
         store, observations = self.populations, self.scorer.observations()
         store.seen.is_new |= is_new
         store.begin_(self.indices)

@@ -24,6 +24,7 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import check_choice, scoring_for
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import free_plate_dims, spare_random_numbers
 
@@ -52,9 +53,7 @@ class WholeModelGuide(AutoGuide):
         create_plates: Callable[..., Any] | None,
         memory_budget: int | None,
     ) -> None:
-        for name, function in (("model", model), ("conditional", conditional or model)):
-            if not callable(function):
-                raise TypeError(f"{name} must be callable; got {function!r}")
+        check_kinds(WholeModelGuide.__init__, model=model, conditional=conditional)
         memory_budget = None if memory_budget is None else check_count("memory_budget (in bytes)", memory_budget, 2**20)
         check_choice(vectorize)
         super().__init__(model, create_plates=create_plates)  # type: ignore[no-untyped-call]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -30,6 +30,24 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
                 f"{frame.size} of {frame.full_size} members, so that its sites change. Iterate over all, or vectorise it: "
                 f"`with pyro.plate('{frame.name}', ...):` instead of `for i in pyro.plate('{frame.name}', ...):`."
             )
+
+
+def refuse_unplated(nodes: Iterable[Mapping[str, Any]]) -> None:
+    """Checks that all batch dimensions of sample sites are those of plates.
+
+    Raises:
+        ValueError: naming a site and the dimension that is not.
+    """
+    for node in nodes:
+        shape = tuple(node["fn"].batch_shape)
+        plated = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
+        for dim in range(-1, -len(shape) - 1, -1):
+            if shape[dim] > 1 and dim not in plated:
+                raise ValueError(
+                    f"site '{node['name']}' ({family(node['fn'])}) has batch shape {shape}, dimension {dim} of which lies in no plate. "
+                    f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent, data points for "
+                    f"example; if they belong together, write .to_event({-dim})"
+                )
 
 
 def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tensor) -> DiscreteSite:

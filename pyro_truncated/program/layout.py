@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence
+from pyro_truncated.program.discovery import discrete_site, reachable_bounds, refuse_partial_sequence, refuse_unplated
 from pyro_truncated.program.nesting import nesting_with_room, room_for_events
-from pyro_truncated.program.sites import DiscreteSite, is_delta, latent_nodes, sample_nodes, trim
+from pyro_truncated.program.sites import DiscreteSite, family, is_delta, latent_nodes, sample_nodes, trim
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
 
@@ -49,7 +49,8 @@ class Layout:
 
     Raises:
         ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
-            continuous latents or on too many others, or a bound is none.
+            continuous latents or on too many others, or a bound is none, or the batch of a site
+            lies outside of plates.
         NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
             or a site whose entries depend on each other by its support (multinomial counts).
     """
@@ -63,10 +64,12 @@ class Layout:
     ) -> None:
         nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
         if not nodes:
+            others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
             raise ValueError(
                 "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
-                "this call, show the guide one in which it does not, first: guide.setup(*args)"
+                f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
             )
+        refuse_unplated(sample_nodes(trace).values())
         for node in nodes:
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])

@@ -126,7 +126,7 @@ def is_delta(node: Mapping[str, Any]) -> bool:
 
 
 def family(fn: Any) -> str:
-    """Name of a distribution without its wrappers."""
-    while hasattr(fn, "base_dist"):
+    """Name of a distribution without its wrappers; of a transformed one its own, not that of what is transformed."""
+    while hasattr(fn, "base_dist") and not hasattr(fn, "transforms"):
         fn = fn.base_dist
     return type(fn).__name__

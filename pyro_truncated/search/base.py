@@ -173,6 +173,17 @@ class Search(Described, Stateful, abc.ABC):
         return CombinedSearch((self, other))
 
 
+def check_search(search: object) -> None:
+    """Refuses what is no search.
+
+    Raises:
+        TypeError: saying what it is.
+    """
+    if not isinstance(search, Search):
+        given = repr(search) if isinstance(search, type) else f"a {type(search).__name__}"
+        raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {given}")
+
+
 def forget(part: object) -> None:
     """Lets a part of a search, such as an affinity, forget what it has learned of data, if it has a method ``forget``."""
     getattr(part, "forget", lambda: None)()

@@ -22,7 +22,7 @@ from pyro_truncated.ops import together
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.probe import AllObservedError
 from pyro_truncated.search.automatic import AutomaticSearch
-from pyro_truncated.search.base import Search
+from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.beside_others import BesideOthers, pyros_own
 from pyro_truncated.training.em_step import EMStep
@@ -88,8 +88,7 @@ class Truncated_ELBO(Described, ELBO):
         self, search: Search | None = None, *, search_steps: int = 1, search_every: int = 1, temperature: Temperature = 1.0, **kwargs: Any
     ) -> None:
         search = AutomaticSearch() if search is None else search
-        if not isinstance(search, Search):
-            raise TypeError(f"search must be a pyro_truncated search, such as EvolutionarySearch(); got {type(search).__name__}")
+        check_search(search)
         search_steps, search_every = check_counts(search_steps=search_steps, search_every=search_every)
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.search = search

@@ -219,3 +219,14 @@ def test_other_latents_are_refused(name: str) -> None:
         other = Population(space, space.enumerate().expand(N, -1, -1), torch.zeros(N, space.size))
         with pytest.raises(ValueError, match=f"must be one of {H} binary latents"):
             CASES[name][0](p).statistics(other, y)
+
+
+@pytest.mark.parametrize("levels", [None, torch.tensor([0.0, 1.0])])
+def test_what_is_constant_has_no_variance_under_weights_in_float32(levels: Tensor | None) -> None:
+    # One latent of three is on in every state: their number has the variance 1' (A - t t' / N) 1 = 0.
+    space = StateSpace([2] * 3)
+    states = space.pack(torch.eye(3, dtype=torch.int64)).expand(50, 3, 1)
+    population = Population(space, states, 3 * torch.randn(50, 3))
+    statistics = LinearSuperposition.statistics(population, torch.zeros(50, 1), levels=levels)
+    variance = statistics["pairs"].sum() - statistics["trials"].sum() ** 2 / 50
+    assert abs(float(variance)) < 1e-11

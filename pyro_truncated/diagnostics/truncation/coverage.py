@@ -13,6 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import AutomaticSearch, Search, SearchBatch
+from pyro_truncated.search.base import check_search
 from pyro_truncated.search.moves import Moves
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.utils.budget import rows_per_block
@@ -160,12 +161,11 @@ def population_growth(guide: Any, *args: Any, search: Search | None = None, step
         The free energies; in float64, on the CPU.
     """
     steps = check_count("steps", steps)
-    if search is not None and not isinstance(search, Search):
-        raise TypeError(f"search must be a Search; got {type(search).__name__}")
+    search = AutomaticSearch() if search is None else search
+    check_search(search)
     # Before the model draws as many numbers as it has data points.
     random = ops.Stream(ops.draw_seed())
     part, log_joint, population = scored_populations(guide, args, kwargs)
-    search = search or AutomaticSearch()
     observations = log_joint.observations()
     size = min(2 * population.num_states, population.space.size)
     searched, doubled = [], []
