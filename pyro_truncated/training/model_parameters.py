@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Parameters may start near zero, from where steps in their own unit would be too small.
+# Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
 _LEAST_SIZE = 0.2
 
 
@@ -68,15 +68,24 @@ def draws_starts(model: Any) -> bool:
     return initialize is not None and len(inspect.signature(initialize).parameters) > 1
 
 
-def rate_of(lr: float, lrd: float, name: str) -> dict[str, float]:
-    """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number."""
+def least_size(y: Tensor) -> float:
+    """The size at which a parameter that is smaller is taken to be: a fifth, or a fifth of the largest value of the data below one."""
+    low, high = y.nan_to_num().aminmax()
+    return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
+
+
+def rate_of(lr: float, lrd: float, least: float, name: str) -> dict[str, float]:
+    """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number.
+
+    The unit of one that is zero is not known: it is taken to be of size one fifth.
+    """
     store = pyro.get_param_store()
     # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
     value: Any = store[next(key for key in store if normalize_param_name(key) == name)]
     free = _unconstrained(value)
     # Others move on logarithmic scales or alike, which know no units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
-    return {"lr": lr * max(_LEAST_SIZE, size), "lrd": lrd}
+    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd}
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel
-from pyro_truncated.training.model_parameters import rate_of
+from pyro_truncated.training.model_parameters import least_size, rate_of
 from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
@@ -109,7 +109,8 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        self._svi = SVI(model, self.guide, self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd))), elbo)
+        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd, least_size(y))))
+        self._svi = SVI(model, self.guide, optim, elbo)
 
     @property
     def is_by_gradients(self) -> bool:

@@ -30,7 +30,7 @@ from pyro_truncated.models import (
 from pyro_truncated.search import LearnedFlips, NeighbourSearch, Singletons, SurrogateSearch
 from pyro_truncated.training import DisagreeingStartsWarning, cooling, learn, several_starts
 from pyro_truncated.training.agreement import Reached
-from pyro_truncated.training.model_parameters import copies, rate_of
+from pyro_truncated.training.model_parameters import copies, least_size, rate_of
 from pyro_truncated.training.redundancy import gained_from_noise, least_missed, losses_and_stand_ins, losses_without
 from pyro_truncated.training.starts import Start
 from tests.training.started_models import StartedAtRows
@@ -397,9 +397,13 @@ def own(y, rates=(0.5, 0.5, 0.5)):
 
 def test_steps_of_gradients_are_in_the_unit_of_what_they_change():
     own(torch.zeros(2))
-    rates = {name: rate_of(0.1, 0.9, f"own.{name}") for name in ("loc", "zero", "scale")}
+    pyro.param("own.small", torch.full((2,), 1e-6))
+    rates = {name: rate_of(0.1, 0.9, least_size(torch.ones(2)), f"own.{name}") for name in ("loc", "zero", "scale", "small")}
     # Near zero a fifth, and as it is where the parameter is moved by its logarithm.
-    assert {name: rate["lr"] for name, rate in rates.items()} == pytest.approx({"loc": 5.0, "zero": 0.02, "scale": 0.1})
+    assert {name: rate["lr"] for name, rate in rates.items()} == pytest.approx({"loc": 5.0, "zero": 0.02, "scale": 0.1, "small": 0.02})
+    # Where data are small, small parameters may be as large as they should be.
+    small = {name: rate_of(0.1, 0.9, least_size(torch.tensor([-1e-6, torch.nan])), f"own.{name}")["lr"] for name in ("small", "zero")}
+    assert small == pytest.approx({"small": 1e-7, "zero": 0.02}, rel=1e-6)
     assert all(rate["lrd"] == 0.9 for rate in rates.values())
 
 
