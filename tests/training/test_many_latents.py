@@ -170,7 +170,7 @@ def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population(
     ("rises", "expected"),
     [
         (20, ["step"] * 18 + ["look"] + ["step"] * 2),  # it never rests
-        (3, ["step"] * 9 + ["look"] + ["step"] * 6),  # five steps from the last rise on raise nothing, and five more when it looks closely
+        (3, ["step"] * 9 + ["look"] + ["step"] * 2),  # five steps from the last rise on raise nothing, and one when it looks closely
     ],
 )
 def test_training_ends_at_rest_and_with_a_closer_look(rises, expected):
