@@ -62,6 +62,7 @@ class DisagreeingStartsWarning(UserWarning):
 
 
 @names_arguments
+@torch.inference_mode(False)
 def learn(
     model: Any,
     y: Tensor,

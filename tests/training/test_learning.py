@@ -300,6 +300,13 @@ def test_continuous_latents_get_a_guide_of_their_own(caplog):
     assert set(guide(y)) >= {"loc", "z"}
 
 
+def test_parameters_learned_in_inference_mode_can_be_trained_on():
+    model, y = BinarySparseCoding(4, 2), torch.randn(10, 4)
+    with torch.inference_mode():
+        learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
+    learn(model, y, starts=1, short_steps=2, steps=2, progress=False)
+
+
 @pytest.mark.slow
 def test_starts_are_compared_without_what_spare_latents_make_of_noise():
     bars = linear_bars(300, 4, mean_active=1.5, generator=generator(1))
