@@ -116,7 +116,7 @@ def learn(
     the data points is turned off there and on elsewhere, and parameters are fitted to such states, if that gains. Where a start adds
     nothing, a spare latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises.
     Spare ones need not be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models
-    without ``initialize`` have half the states.
+    without ``initialize`` have half the states. Networks, most of whose weights belong to no latent, exchange states of latents instead.
 
     Latents that data points share, such as the blocks of the nodes of a graph, have fewer posteriors than there are rows of data. What is
     said here of data points then is said of posteriors: free energies are of each (of all data, if there is one), starts see all rows, and
@@ -153,7 +153,7 @@ def learn(
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
         steps: training steps on all data after the best start; with closed-form M-steps the most of them, by gradients and by Gibbs
             sampling all of them.
-        starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary ones.
+        starts: the most starts; default: 8, but 16 where they exchange latents, 5 where states, and 2 of more than 256 binary latents.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
             learning rate falls.

@@ -56,6 +56,7 @@ class Settings:
         num_states: states per data point.
         lr: learning rate of gradient steps, see :func:`rate_of`.
         lrd: what it is multiplied by from step to step.
+        clip: largest entry of a gradient, which is summed over the data: what is larger counts as so large.
         max_count: largest value of count sites without an upper end.
         watch: is told the free energy per data point after every step.
     """
@@ -64,6 +65,7 @@ class Settings:
     num_states: int
     lr: float = 0.1
     lrd: float = 1.0
+    clip: float = 10.0
     max_count: int | Mapping[str, int] | None = None
     watch: Callable[[float], None] = lambda free_energy: None
 
@@ -109,7 +111,7 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd, least_size(y))))
+        optim = self._driver or optimizer_of(settings, y)
         self._svi = SVI(model, self.guide, optim, elbo)
 
     @property
@@ -190,6 +192,12 @@ class Run:
         """Leaves the model to whoever trains it next."""
         if self._driver is not None:
             self._driver.release()
+
+
+def optimizer_of(settings: Settings, y: Tensor) -> Any:
+    """Gradient steps in the units of the parameters."""
+    rate = partial(rate_of, settings.lr, settings.lrd, least_size(y))
+    return ClippedAdam(cast("Any", lambda name: {**rate(name), "clip_norm": settings.clip}))
 
 
 def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
