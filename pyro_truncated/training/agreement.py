@@ -15,6 +15,8 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
 _UNUSUAL = 0.01
+# By how many tolerances free energies of data points differ where two runs have found something else.
+_UNLIKE = 3.0
 _STANDARD_ERRORS = 3.0
 # So few values say nothing of how they hang together. Of more of them a cubic takes out what they rise by, and how they bend: that is no
 # noise, but its residuals from a line would hang together as such do. Correlations beyond the last are hardly told from a rise.
@@ -80,16 +82,31 @@ def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
     return abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
 
 
+def are_alike(one: Reached, other: Reached, tolerance: float) -> bool:
+    """Whether two runs explain the same data points equally well, as in one optimum they do, whatever their latents are called.
+
+    The free energies of data points differ by a standard deviation of at most three tolerances then, without the hundredth at either end.
+    In one optimum, reached by gradients, they differed by .02 to .05, in others, whose means were equal to .05, by .3 to 2.
+    """
+    if one.each is None or other.each is None:
+        return True
+    return float(_usual(one.each - other.each).std(correction=0)) <= _UNLIKE * tolerance
+
+
+def _usual(differences: Tensor) -> Tensor:
+    ordered = differences.sort().values
+    number = int(_UNUSUAL * len(ordered))
+    return ordered[number : len(ordered) - number]
+
+
 def _difference(one: Reached, other: Reached) -> float:
     """How much the free energies per data point differ, without the hundredth of the data points at either end of the differences."""
     whole = one.free_energy - other.free_energy
     if one.each is None or other.each is None:
         return whole
-    differences = (one.each - other.each).sort().values
-    number = int(_UNUSUAL * len(differences))
-    usual = differences[number : len(differences) - number]
+    differences = one.each - other.each
     # What does not belong to any data point counts in full.
-    return whole + float(usual.mean() - differences.mean())
+    return whole + float(_usual(differences).mean() - differences.mean())
 
 
 @torch.no_grad()

@@ -116,7 +116,9 @@ def learn(
     the data points is turned off there and on elsewhere, and parameters are fitted to such states, if that gains. Where a start adds
     nothing, a spare latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises.
     Spare ones need not be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models
-    without ``initialize`` have half the states. Networks, most of whose weights belong to no latent, exchange states of latents instead.
+    without ``initialize`` have half the states. By gradients, unless a tolerance is given, two starts agree only if they explain the same
+    data points: free energies of these differ by a standard deviation of at most three tolerances. Networks, most of whose weights
+    belong to no latent, exchange states of latents instead.
 
     Latents that data points share, such as the blocks of the nodes of a graph, have fewer posteriors than there are rows of data. What is
     said here of data points then is said of posteriors: free energies are of each (of all data, if there is one), starts see all rows, and

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached, have_agreed
+from pyro_truncated.training.agreement import Reached, are_alike, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed, have_found_the_same
 from pyro_truncated.training.exchanged_states import ExchangedStates, can_exchange_states
@@ -56,7 +56,8 @@ class Plan:
             eight are made even if two of less agree.
         is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
             single posterior has few optima, and bad ones are met twice.
-        are_compared: whether starts with closed-form M-steps agree only if they have found the same latents, too.
+        are_compared: whether starts agree only if they have found the same latents, too: with closed-form M-steps, on for the same data
+            points; by gradients, with free energies of the same data points (see :func:`are_alike`).
     """
 
     starts: int | None
@@ -93,6 +94,7 @@ class SeveralStarts:
         is_small = plan.is_of_gains and y.numel() * layout_of(model, y, settings).space.size <= _MOST_OF_SMALL_MIXTURES
         self._fewest = _FEWEST_OF_SOME if plan.is_shared or is_small else 1
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
+        self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
         self._assembly: Assembly | None = None
         self._states: ExchangedStates | None = None
         self._whole: list[Start] = []
@@ -154,17 +156,22 @@ class SeveralStarts:
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
     def _have_agreed(self) -> bool:
-        """Whether two starts have reached the same free energy, and none has reached more; with closed-form steps by the same latents."""
+        """Whether two starts have reached the same free energy, by the same latents, and none has reached more."""
         if not self._found or not self._plan.are_compared:
-            return self._are_equal()
+            return self._are_equal(self._plan.are_compared and self._are_by_gradients)
         best, *others = self._found
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
         return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
 
-    def _are_equal(self) -> bool:
-        """Whether two starts that began apart have reached the same free energy, and none has reached more."""
-        most, lead = max((one.free_energy for one in self._apart), default=-math.inf), self._plan.lead(len(self._apart))
-        return have_agreed(self._apart, lead) and self.best.reached.free_energy <= most + lead
+    def _are_equal(self, must_be_alike: bool = False) -> bool:
+        """Whether two starts that began apart have reached the same free energy, with that of the same data points, and none more."""
+        if not self._apart:
+            return False
+        best, *others = sorted(self._apart, key=lambda one: one.free_energy, reverse=True)
+        lead = self._plan.lead(len(self._apart))
+        near = [other for other in others if have_agreed([best, other], lead)]
+        is_met = any(not must_be_alike or are_alike(best, other, self._plan.tolerance) for other in near)
+        return is_met and self.best.reached.free_energy <= best.free_energy + lead
 
     def _begin(self, number: int) -> None:
         """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""

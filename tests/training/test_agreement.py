@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_truncated import GPSelect, learn
+from pyro_truncated import GPSelect, cooling, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached, have_agreed, reached_on_a_curve, reached_on_average
+from pyro_truncated.training.agreement import Reached, are_alike, have_agreed, reached_on_a_curve, reached_on_average
+from pyro_truncated.training.model_parameters import copies
+from pyro_truncated.training.model_runs import Settings
+from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.starts import Start
+from pyro_truncated.utils.progress import progress_bar
 
 
 def start(each: torch.Tensor, **fields: float) -> Reached:
@@ -47,6 +53,32 @@ def test_the_best_two_count_even_where_the_second_is_better_in_most_data_points(
     assert not have_agreed([one, other], 0.05)
     # Worse ones do not matter, and neither does it in which order the starts came.
     assert have_agreed([start(EACH - 5.0), one, start(EACH - 0.01)], 0.05)
+
+
+def causes(y: torch.Tensor) -> None:
+    """Causes whose probabilities are known, so that none may take another one's place."""
+    weight = pyro.param("weight", lambda: torch.randn(2, 2))
+    with pyro.plate("data", len(y)):
+        s = pyro.sample("s", dist.Bernoulli(torch.tensor([0.1, 0.4])).to_event(1))
+        pyro.sample("y", dist.Normal(s @ weight, 1.0).to_event(1), obs=y)
+
+
+@pytest.mark.parametrize(
+    ("one", "number", "are_compared"), [(EACH + 0.2 * NOISE, 3, True), (EACH.roll(1), 4, True), (EACH.roll(1), 3, False)]
+)
+def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(
+    monkeypatch: pytest.MonkeyPatch, one: torch.Tensor, number: int, are_compared: bool
+) -> None:
+    assert have_agreed([start(EACH), start(one)], 0.05)
+    assert are_alike(start(EACH), start(one), 0.05) == (number == 3 and are_compared)
+    # The second and the fourth begin where the best one has ended, and do not count.
+    starts = iter([start(EACH), start(EACH), start(one), start(EACH)])
+    monkeypatch.setattr(several_starts, "start", lambda model, y, *rest: Start(next(starts), copies(model, y), None))
+    plan = Plan(4, 2, cooling(1.0, 2), 0.05, None, are_compared=are_compared)
+    found = SeveralStarts(causes, torch.randn(8, 2), Settings(None, 4, 0.1), plan)
+    found.make(progress_bar(False))
+    assert len(found.energies) == number
+    assert (found.doubts() is None) == (number == 3)
 
 
 def test_what_belongs_to_no_data_point_counts_in_full() -> None:
