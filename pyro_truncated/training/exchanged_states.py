@@ -58,6 +58,45 @@ def can_exchange_states(model: Any, y: Tensor, settings: Settings, state: dict[s
     return 0 < 2 * sum(numbers[name] for name in owned) < sum(numbers.values())
 
 
+def taken_over(states: Tensor, others: Tensor, generator: torch.Generator | None) -> Tensor | None:
+    """States in which one latent has the states of the latent of another start that resembles it most.
+
+    Latents are matched one to one, by the sizes of their correlations. Of what is on in more than half of the data points the complement
+    is taken over.
+
+    Args:
+        states: likeliest states of a start, ``(N, L)``.
+        others: those of another one, ``(N, L)``.
+        generator: draws the latent from those that are not the same in both.
+
+    Returns:
+        States ``(N, L)``; nothing if all latents are the same, or each other's complements.
+    """
+    number = states.shape[1]
+    both = torch.cat([states, others], 1).T.double().cpu()
+    correlation = torch.corrcoef(both).nan_to_num()[:number, number:].abs()
+    partner = torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
+    differs = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _SAME).nonzero().squeeze(1)
+    if not len(differs):
+        return None
+    here = int(differs[_drawn(len(differs), generator)])
+    changed, taken = states.clone(), others[:, partner[here]]
+    changed[:, here] = taken if 2 * int(taken.sum()) <= len(taken) else 1 - taken
+    return changed
+
+
+def switched_off(states: Tensor, generator: torch.Generator | None) -> Tensor | None:
+    """States ``(N, L)`` in which one latent is off where another one is on, both drawn at random; nothing if that changes none."""
+    here, there = _drawn(states.shape[1], generator), _drawn(states.shape[1], generator)
+    changed = states.clone()
+    changed[:, here] *= 1 - states[:, there]
+    return changed if here != there and bool((changed != states).any()) else None
+
+
+def _drawn(number: int, generator: torch.Generator | None) -> int:
+    return int(torch.randint(number, (), generator=generator, device=device_of(generator)))
+
+
 class ExchangedStates:
     r"""Exchanges states between starts of a model of which no parameters belong to one latent, such as the weights of a network.
 
@@ -86,7 +125,7 @@ class ExchangedStates:
         """The best that comes of the starts, each of which has its states."""
         members = [self._member_of(start) for start in starts]
         for _ in range(_TRIED * len(starts)):
-            one, two, other = self._drawn(len(members)), self._drawn(len(members)), self._drawn(len(members))
+            one, two, other = (_drawn(len(members), self._generator) for _ in range(3))
             one = max(one, two, key=lambda index: members[index].free_energy)
             changed = None if one == other else self._changed(members[one].likeliest, members[other].likeliest)
             child = None if changed is None else self._child(members[one], changed)
@@ -94,26 +133,11 @@ class ExchangedStates:
                 members[one] = child
         return self._ended(max(members, key=lambda member: member.free_energy))
 
-    def _drawn(self, number: int) -> int:
-        return int(torch.randint(number, (), generator=self._generator, device=device_of(self._generator)))
-
     def _changed(self, states: Tensor, others: Tensor) -> Tensor | None:
         """States ``(N, L)`` of which one latent has changed; nothing if there is none to be changed."""
-        changed, number = states.clone(), states.shape[1]
         if torch.rand((), generator=self._generator, device=device_of(self._generator)) > _FROM_OTHERS:
-            here, there = self._drawn(number), self._drawn(number)
-            changed[:, here] *= 1 - states[:, there]
-            return changed if here != there and bool((changed != states).any()) else None
-        both = torch.cat([states, others], 1).T.double().cpu()
-        correlation = torch.corrcoef(both).nan_to_num()[:number, number:].abs()
-        partner = torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
-        differs = (correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _SAME).nonzero().squeeze(1)
-        if not len(differs):
-            return None
-        here = int(differs[self._drawn(len(differs))])
-        taken = others[:, partner[here]]
-        changed[:, here] = taken if 2 * int(taken.sum()) <= len(taken) else 1 - taken
-        return changed
+            return switched_off(states, self._generator)
+        return taken_over(states, others, self._generator)
 
     def _child(self, parent: _Member, changed: Tensor) -> _Member | None:
         """What training makes of a member whose likeliest states have changed; nothing if these cannot be explained."""

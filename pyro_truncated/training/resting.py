@@ -111,12 +111,14 @@ def settled_down(run: Steps, y: Tensor, most: int) -> Reached:
 
 
 def finished(run: Steps, y: Tensor, most: int, little: float) -> int:
-    """Trains on all data until five steps raise the free energy by no more, by a thorough search in the end; the number of steps."""
+    """Trains on all data until five steps raise the free energy by no more, thoroughly in the end if steps are left; their number."""
     values = _until_the_end(run, y, most - most // _LOOKS_CLOSELY, little)
-    if run.look_closely():
+    # Of less than ten steps none is kept back: no search without a step to come, and what moved now would not be trained.
+    is_left = len(values) < most
+    if is_left and run.look_closely():
         # Full conditionals leave nothing to chance: what five steps of evolution tell, one of them does, at several times the cost.
         values += _until_the_end(run, y, most - len(values), little / _RESTING, 1)
-    elif not _is_at_the_end(run, values, little):
+    elif is_left and not _is_at_the_end(run, values, little):
         values += _until_the_end(run, y, most - len(values), little)
     run.end()
     return len(values)

@@ -20,7 +20,7 @@ from pyro_truncated.training.exchanged_states import ExchangedStates, can_exchan
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
 from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back, shuffle
+from pyro_truncated.training.model_parameters import can_shuffle, copies, disturb, draws_starts, put_back, shuffle
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.waking import woken
@@ -196,10 +196,10 @@ class SeveralStarts:
         """What exchanges states between starts by gradients, if the parameters of a network belong to no latent for the most part.
 
         Such starts do not clip gradients: where these are, steps are as long for all parameters, and weights of a network become so large
-        that they fit no other states.
+        that they fit no other states. They begin apart only if the entries of all matrices differ, as they are exchanged.
         """
         plan, model, y = self._plan, self._model, self._y
-        if plan.is_shared or plan.starts == 1 or isinstance(model, (ClosedFormModel, GibbsModel)):
+        if plan.is_shared or plan.starts == 1 or isinstance(model, (ClosedFormModel, GibbsModel)) or not can_shuffle(model, y):
             return None
         disturb(model, y, first, torch.Generator().manual_seed(0))
         can_exchange = can_exchange_states(model, y, self._settings, copies(model, y))

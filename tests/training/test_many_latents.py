@@ -184,6 +184,18 @@ def test_training_ends_at_rest_and_with_a_closer_look(rises, expected):
     assert done == expected
 
 
+@pytest.mark.parametrize(("steps", "rises", "expected"), [(9, 20, ["step"] * 9), (9, 0, ["step"] * 6 + ["look"] + ["step"] * 2)])
+def test_training_looks_closely_only_if_a_step_is_left(steps, rises, expected):
+    done = []
+    values = [float(min(step, rises)) for step in range(20)]
+    run = run_of(values)
+    take, run.relocations = run.step, Relocations(None, None, None)
+    run.step = lambda y: done.append("step") or take(y)
+    run.look_closely = lambda: done.append("look") or True
+    assert finished(run, None, steps, 0.001) == len(expected) - expected.count("look")
+    assert done == expected
+
+
 def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
     slowed = []
     rising = [float(step) for step in range(36)] + [36.0] * 90
