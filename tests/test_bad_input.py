@@ -41,13 +41,39 @@ def test_a_model_is_callable():
 @pytest.mark.parametrize("shapes", [((4, 3), (4,)), ((3,), (4, 2))])
 def test_batches_outside_of_plates_are_named(shapes):
     def model():
-        for name, shape in zip("sy", shapes, strict=True):
-            pyro.sample(name, dist.Bernoulli(torch.full(shape, 0.5)).to_event(1), obs=torch.zeros(shape) if name == "y" else None)
+        s = pyro.sample("s", dist.Bernoulli(torch.full(shapes[0], 0.5)).to_event(1))
+        rates = (0.2 + 0.5 * s.mean()) * torch.ones(shapes[1])
+        pyro.sample("y", dist.Bernoulli(rates).to_event(1), obs=torch.zeros(shapes[1]))
 
     with pytest.raises(
         ValueError, match=r"site '[sy]' \(Bernoulli\) has batch shape \(4,\), dimension -1 of which lies in no plate.*\.to_event\(1\)"
     ):
         AutoTruncated(model)()
+
+
+W = torch.tensor([[0.5, -1.0, 2.0], [1.0, 0.3, 0.1]])
+
+
+@pytest.mark.parametrize(
+    ("beside", "added"),
+    [
+        (lambda: pyro.factor("prior", -W.sum(1).abs()), 2.9),
+        (lambda: pyro.sample("prior", dist.Normal(torch.zeros(3), 1.0), obs=W[0]), 5.38182),
+        (lambda: pyro.deterministic("prior", W, event_dim=0), 0.0),
+        (lambda: pyro.sample("prior", dist.Delta(W[0]), obs=W[0]), 0.0),
+    ],
+    ids=["factor", "observed", "deterministic", "delta"],
+)
+def test_what_all_states_share_needs_no_plate(beside, added):
+    def model(is_with):
+        if is_with:
+            beside()
+        with pyro.plate("data", 4):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((2,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(s @ W, 1.0).to_event(1), obs=torch.ones(4, 3))
+
+    losses = [Truncated_ELBO(ExhaustiveSearch()).loss(model, AutoTruncated(model, 4), is_with) for is_with in (False, True)]
+    assert losses[1] - losses[0] == pytest.approx(added, abs=1e-4)
 
 
 def test_a_model_without_discrete_latents_hears_which_it_has():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.reach import widest_support
-from pyro_truncated.program.sites import DiscreteSite, family
+from pyro_truncated.program.sites import DiscreteSite, family, is_delta
 from pyro_truncated.program.supports import HUGE, INTEGER, Bounds, bounds_of, elementwise
 
 
@@ -32,17 +32,31 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unplated(nodes: Iterable[Mapping[str, Any]]) -> None:
-    """Checks that all batch dimensions of sample sites are those of plates.
+def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependents: Callable[[set[str]], set[str]] | None) -> None:
+    """Checks that all batch dimensions are those of plates, of latent sites and of what depends on discrete latents.
+
+    What follows from other sites (``Delta``), and observations and factors that are the same for all states, may have others.
+
+    Args:
+        nodes: the sample sites of a model.
+        names: of its discrete latent sites.
+        dependents: returns the names of the sites that depend on the given ones; asked only if the answer matters.
 
     Raises:
         ValueError: naming a site and the dimension that is not.
     """
+    below: set[str] | None = None
     for node in nodes:
+        if is_delta(node):
+            continue
         shape = tuple(node["fn"].batch_shape)
         plated = {frame.dim for frame in node["cond_indep_stack"] if frame.vectorized}
         for dim in range(-1, -len(shape) - 1, -1):
             if shape[dim] > 1 and dim not in plated:
+                if node["is_observed"]:
+                    below = (dependents(names) if dependents is not None else set()) if below is None else below
+                    if node["name"] not in below:
+                        break
                 raise ValueError(
                     f"site '{node['name']}' ({family(node['fn'])}) has batch shape {shape}, dimension {dim} of which lies in no plate. "
                     f"Sample it inside `with pyro.plate('name', {shape[dim]}, dim={dim}):` if its parts are independent, data points for "

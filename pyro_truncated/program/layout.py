@@ -49,8 +49,8 @@ class Layout:
 
     Raises:
         ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
-            continuous latents or on too many others, or a bound is none, or the batch of a site
-            lies outside of plates.
+            continuous latents or on too many others, or a bound is none, or the batch of a
+            latent site, or of one that depends on discrete latents, lies outside of plates.
         NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
             or a site whose entries depend on each other by its support (multinomial counts).
     """
@@ -69,7 +69,7 @@ class Layout:
                 "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
                 f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
             )
-        refuse_unplated(sample_nodes(trace).values())
+        refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependents)
         for node in nodes:
             refuse_partial_sequence(node)
         _check_bounds(max_count, [node["name"] for node in nodes])

@@ -84,7 +84,11 @@ def draws_starts(model: Any) -> bool:
 
 
 def least_size(y: Tensor) -> float:
-    """The size at which a parameter that is smaller is taken to be: a fifth, or a fifth of the largest value of the data below one."""
+    """The size at which a parameter that is smaller is taken to be: a fifth, or a fifth of the largest value of the data below one.
+
+    Which unit a parameter has is not known: log odds, say, that start small but not at zero move slowly beside data in a small unit. Of
+    several processes each looks at its own data.
+    """
     low, high = y.nan_to_num().aminmax()
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
