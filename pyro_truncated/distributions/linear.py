@@ -208,7 +208,8 @@ def biased_error(weight: Tensor, bias: Tensor, statistics: Statistics) -> Tensor
 
 def _binary_moments(population: Population, temperature: float, observed: Tensor | None) -> tuple[Tensor, Tensor]:
     """First moments ``(N, H)``, and second moments ``(H, H)``, or ``(D, H, H)`` over the data points that have dimension ``d``."""
-    weights, num_latents = _exact_weights(population, temperature), population.space.num_latents
+    # Their sums are one in float64: about the means, latents that vary together would have negative second moments.
+    weights, num_latents = population.weights(temperature, torch.float64), population.space.num_latents
     if observed is None:
         return ops.moments(population.words, weights, num_latents)
     first, second = [], observed.new_zeros(observed.shape[1], num_latents**2)
@@ -220,12 +221,6 @@ def _binary_moments(population: Population, temperature: float, observed: Tensor
     return torch.cat(first), second.unflatten(1, (num_latents, num_latents))
 
 
-def _exact_weights(population: Population, temperature: float) -> Tensor:
-    """Posterior weights whose sums are one in float64: about the means, latents that vary together would have negative second moments."""
-    weights = population.weights(temperature).double()
-    return weights / weights.sum(-1, keepdim=True)
-
-
 def _moments(population: Population, temperature: float, observed: Tensor | None, levels: Tensor | None) -> tuple[Tensor, Tensor]:
     """The same for latents of several values."""
     shape = (population.space.num_latents,) * 2
@@ -235,7 +230,7 @@ def _moments(population: Population, temperature: float, observed: Tensor | None
     for start, block in zip(range(0, max(1, len(population)), size), population.split(size), strict=True):
         states = block.states(torch.int64)
         coefficients = states.double() if levels is None else levels.double()[states]
-        weighted = _exact_weights(block, temperature).unsqueeze(-1) * coefficients
+        weighted = block.weights(temperature, torch.float64).unsqueeze(-1) * coefficients
         first.append(weighted.sum(1))
         if observed is None:
             pairs += weighted.flatten(0, 1).mT @ coefficients.flatten(0, 1)

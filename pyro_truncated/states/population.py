@@ -70,10 +70,11 @@ class Population:
         blocks = zip(self.words.split(rows), self.log_joint.split(rows), indices.split(rows), strict=True)
         return [Population(self.space, *block) for block in blocks]
 
-    def weights(self, temperature: float = 1.0) -> Tensor:
+    def weights(self, temperature: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
         r"""Posterior weights :math:`q_n(s)`, ``(N, S)``; at a temperature :math:`\tau`, :math:`q \propto p^{1/\tau}`.
 
-        A data point whose states all have probability zero has no posterior; its weights are equal, so that a search can go on.
+        A data point whose states all have probability zero has no posterior; its weights are equal, so that a search can go on. Their sums
+        are one to the last digits of the ``dtype``, which is that of the log joints unless another is named.
 
         Raises:
             RuntimeError: for data points whose states have never been scored under the model.
@@ -86,7 +87,7 @@ class Population:
         elif not bool(possible.all()):
             self._refuse_unscored()
             log_joint = log_joint.masked_fill(~possible, 0.0)
-        return log_joint.softmax(-1)
+        return log_joint.softmax(-1, dtype)
 
     def _refuse_unscored(self) -> None:
         unscored = self.log_joint.isnan().any(-1).nonzero().squeeze(-1)

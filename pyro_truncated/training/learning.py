@@ -294,5 +294,5 @@ def _warn(doubts: str) -> None:
     warnings.warn(
         f"{doubts}: the best may be a local optimum. Try more starts, more short_steps, or a higher temperature.",
         DisagreeingStartsWarning,
-        stacklevel=4,
+        stacklevel=5,
     )
