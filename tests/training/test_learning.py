@@ -386,7 +386,7 @@ def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
     bars = linear_bars(120, 4, mean_active=1.6, noise=1.0, generator=generator())
     search = SurrogateSearch(4)
     model = BinarySparseCoding(16, 8)
-    guide = learn(model, bars.data, search, steps=3, short_steps=10, num_states=12, starts=2, tolerance=10.0, progress=False)
+    guide = learn(model, bars.data, search, steps=3, short_steps=20, num_states=12, starts=2, tolerance=10.0, progress=False)
     assert len(guide.starts) == 2
     assert matched_bars(model.weight, bars.components) == 8
     assert len(search.regression.variance) == 8
