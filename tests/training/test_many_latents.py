@@ -167,32 +167,22 @@ def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population(
 
 
 @pytest.mark.parametrize(
-    ("rises", "expected"),
+    ("steps", "rises", "expected"),
     [
-        (20, ["step"] * 18 + ["look"] + ["step"] * 2),  # it never rests
-        (3, ["step"] * 9 + ["look"] + ["step"] * 2),  # five steps from the last rise on raise nothing, and one when it looks closely
+        (20, 20, ["step"] * 18 + ["look"] + ["step"] * 2),  # it never rests
+        (20, 3, ["step"] * 9 + ["look"] + ["step"] * 2),  # five steps from the last rise on raise nothing, and one when it looks closely
+        (9, 20, ["step"] * 9),  # no step is left to look closely in
+        (9, 0, ["step"] * 6 + ["look"] + ["step"] * 2),
     ],
 )
-def test_training_ends_at_rest_and_with_a_closer_look(rises, expected):
+def test_training_ends_at_rest_and_with_a_closer_look_if_a_step_is_left(steps, rises, expected):
     done = []
     values = [float(min(step, rises)) for step in range(20)]
     run = run_of(values)
     take, run.relocations = run.step, Relocations(None, None, None)
     run.step = lambda y: done.append("step") or take(y)
     run.look_closely = lambda: done.append("look") or True
-    finished(run, None, 20, 0.001)
-    assert done == expected
-
-
-@pytest.mark.parametrize(("steps", "rises", "expected"), [(9, 20, ["step"] * 9), (9, 0, ["step"] * 6 + ["look"] + ["step"] * 2)])
-def test_training_looks_closely_only_if_a_step_is_left(steps, rises, expected):
-    done = []
-    values = [float(min(step, rises)) for step in range(20)]
-    run = run_of(values)
-    take, run.relocations = run.step, Relocations(None, None, None)
-    run.step = lambda y: done.append("step") or take(y)
-    run.look_closely = lambda: done.append("look") or True
-    assert finished(run, None, steps, 0.001) == len(expected) - expected.count("look")
+    assert finished(run, None, steps, 0.001) == expected.count("step")
     assert done == expected
 
 
