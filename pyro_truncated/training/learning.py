@@ -89,55 +89,12 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM finds the local optimum that its start leads to. Here short runs on a part of the data (50 data points for each latent, or for each
-    value of a single one; at least 1000) start from different points, each at a temperature that falls to one (:func:`cooling`), until
-    two of them have reached the same free energy, which chance hardly does in a bad optimum; the best one is then trained on all data.
-    With closed-form M-steps that ends once five steps raise the free energy per data point by no more than .001 and nothing moves.
-    Some differences do not count: those of the hundredth of the data points at either end, in which a search has missed a state that it
-    found in the other start; what latents gain from noise that are spare, because the data support fewer (with gradients half a nat per
-    parameter); and of a Gibbs sampler, whose log joints are averaged over the last sixth of the steps, three standard errors.
-
-    Models of causes that are off at zero - those with ``with_latents``, see :class:`~pyro_truncated.training.model_kinds.ResizableModel`:
-    sparse coding, noisy-OR, maximal causes - start with twice as many latents as asked for. Optima in which two causes share a latent are
-    rare there. Afterwards those latents are removed, a third of the surplus at a time, without which the best states lose least (see
-    :func:`~pyro_truncated.training.redundancy.losses_without`). In the end the best of the starts takes over from the next two what it has
-    missed: latents that are not on for the same data points, where they raise the free energy (see
-    :class:`~pyro_truncated.training.recombination.Recombination`). Of a hundred latents one that is missing would not show otherwise.
-    Spare latents fit noise: with closed-form M-steps starts are compared without them, and, unless a tolerance is given, agree only if nine
-    of ten latents of each are on for the same data points (correlations above .9). More than 256 binary latents have two starts, no larger.
-
-    Models that do not say where starts may lie - functions, for example - exchange latents between starts if these are exchangeable: if
-    :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for permutations :math:`P` of latents and of parameters along one axis each, which
-    the program is asked; of a latent that is alone in its site, such as the component of a mixture, its values; each group of them. The
-    best start takes over those latents of all others that raise its free energy (see
-    :class:`~pyro_truncated.training.recombination.Recombination`), and goes on in ever smaller steps, until two starts have found each of
-    its latents: on for the same data points (correlations above .9). Continuous latents are exchanged by their medians, as parameters are.
-    A latent of the best that is on only beside another one takes over what both show, if that gains; one that is on in more than half of
-    the data points is turned off there and on elsewhere, and parameters are fitted to such states, if that gains. Where a start adds
-    nothing, a spare latent of the best is tried beside the three that explain their data worst, and stays where the free energy rises.
-    Spare ones need not be found twice, as long as they are no more than those that are, but all starts are made then. Starts of models
-    without ``initialize`` have half the states. By gradients, unless a tolerance is given, two starts agree only if they explain the same
-    data points: free energies of these differ by a standard deviation of at most three tolerances. Networks, most of whose weights
-    belong to no latent, exchange states of latents instead.
-
-    Latents that data points share, such as the blocks of the nodes of a graph, have fewer posteriors than there are rows of data. What is
-    said here of data points then is said of posteriors: free energies are of each (of all data, if there is one), starts see all rows, and
-    eight are made even if two of less agree, as one posterior has few optima, and starts meet bad ones twice. Shared binary latents that
-    are on in no state, so that nothing has taught their parameters - predictors and their weights - are woken at the end of a start: these
-    are fitted to states with one of them each, and the start goes on, if that gains (not with continuous latents beside).
-
-    Components of a :class:`~pyro_truncated.models.GaussianMixture` move to where they explain more, every ten steps until nothing moves
-    (see :class:`~pyro_truncated.training.relocation.SplitAndMerge`), if one process has all data. Starts of a mixture with closed-form
-    M-steps and a search of its own (``default_search``) use 10 000 data points, or more: two for each number that the mixture holds. They
-    end once nothing moves and five steps raise the free energy per data point by no more than .005. There are no more starts once the best
-    one leads by no more than half the tolerance times their number, and by no more than four tolerances: what the last of some starts has
-    gained, in the mean over all orders, is the lead of the best divided by their number. Of small mixtures, where the values of the data
-    times the components are at most 50 000, eight are made even so: two of three components on few rows agree in bad optima.
-
-    Starts of a model with closed-form M-steps whose ``initialize`` finds the components by a search of its own, and which says so by
-    ``starts_near_the_end``, such as :class:`~pyro_truncated.models.OcclusiveComponents`, have half the states and no annealing, and end
-    once five steps raise the free energy by less than .3 % of what all have. What these five have raised it by does not count as a
-    difference either. The training then ends once five steps raise it by half of that; where it falls by more it goes on.
+    EM finds the local optimum that its start leads to. Here short runs on a part of the data start from different points, each at a
+    temperature that falls to one (:func:`cooling`), until two of them agree, which chance hardly does in a bad optimum; the best one is
+    then trained on all data. Models of causes that are off at zero (``with_latents``,
+    :class:`~pyro_truncated.training.model_kinds.ResizableModel`) start with twice as many latents, and give up those that are missed
+    least. The best start takes over from others the latents that it has missed, of functions as far as their latents are exchangeable;
+    networks exchange states. What agreement means, and what changes with the kind of model: the page :doc:`/explanation/learn`.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
