@@ -27,6 +27,8 @@ _SHARE = 3
 # Larger covariances are compared in the directions in which the data vary most.
 _DIRECTIONS = 32
 _SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
+# Rows are compared within so many parts of the data, where clusters are not long.
+_CELLS = 32
 _ROWS, _PAIRS = 2**14, 2**12
 
 
@@ -71,7 +73,8 @@ class Agglomeration:
         """The clusters of the data points ``(N,)`` when at most so many are left, numbered from 0."""
         most = max(_SEEDED, _SEEDED_PER_COMPONENT * number)
         seeded = self.x if len(self.x) <= most else random_rows(self.x, most, generator)
-        centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator)].unique(dim=0)
+        cells = 1 if self.kind.is_dense else _CELLS
+        centres = seeded[scattered_rows(seeded, min(_SURPLUS * number, len(seeded)), generator, cells)].unique(dim=0)
         near = _nearest(self.x, centres)
         statistics = self.statistics(near[:, 0], len(centres))
         likeliest = functools.partial(self.likeliest, within=self._within(statistics))
@@ -181,15 +184,15 @@ class Merging:
 
 def _cheapest(pairs: Tensor, cost: Tensor, number: int) -> Tensor:
     """Positions of the cheapest pairs of which no two have a cluster in common, at most so many."""
-    both = pairs.tolist()
     taken: set[int] = set()
     chosen: list[int] = []
-    for pair in cost.argsort(stable=True).tolist():
-        if taken.isdisjoint(both[pair]):
-            taken.update(both[pair])
-            chosen.append(pair)
-            if len(chosen) == number:
-                break
+    for some in cost.argsort(stable=True).split(2 * number):
+        for pair, both in zip(some.tolist(), pairs[some].tolist(), strict=True):
+            if taken.isdisjoint(both):
+                taken.update(both)
+                chosen.append(pair)
+                if len(chosen) == number:
+                    return torch.tensor(chosen, device=pairs.device)
     return torch.tensor(chosen, device=pairs.device)
 
 

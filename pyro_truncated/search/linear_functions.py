@@ -96,15 +96,14 @@ class LinearFunctions:
 
     def _of_fewer_groups(self, features: Tensor, number: int, known: Tensor) -> tuple[Tensor, Tensor]:
         """The largest of the first groups; of all that are looked at where what is known lacks the best of these."""
-        asked = self._asked(features, _LOOKED_AT)
-        value, index = self._of_these(features, asked[:, :_FIRST], number)
+        value, index = self._of_groups(features, number, _FIRST)
         lacking = (known != index[:, :1]).all(1).nonzero()[:, 0]
-        more, others = self._of_these(features[lacking], asked[lacking, _FIRST:], number)
-        value[lacking], place = torch.cat([value[lacking], more], 1).topk(number)
-        index[lacking] = torch.cat([index[lacking], others], 1).gather(1, place)
+        rows, beside = features[lacking], (value[lacking], index[lacking])
+        asked = self._asked(rows, _LOOKED_AT)
+        value[lacking], index[lacking] = self._of_these(rows, asked[:, _FIRST:], number, beside)
         # Where fewer are above minus infinity, both parts may have been filled up with the same ones.
-        few = lacking[value[lacking, -1] == -torch.inf]
-        value[few], index[few] = self._of_these(features[few], asked[few], number)
+        is_few = value[lacking, -1] == -torch.inf
+        value[lacking[is_few]], index[lacking[is_few]] = self._of_these(rows[is_few], asked[is_few], number)
         return value, index
 
     def _are_apart(self, number: int) -> bool:
@@ -120,8 +119,8 @@ class LinearFunctions:
         """The groups to look at, those that are largest on average first."""
         return largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
 
-    def _of_these(self, features: Tensor, asked: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number)
+    def _of_these(self, features: Tensor, asked: Tensor, number: int, beside: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number, beside)
 
     @functools.cached_property
     def _group(self) -> Tensor:

@@ -95,10 +95,10 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
     points = means[torch.randint(150, (3000,), generator=generator)] + 0.1 * torch.randn(3000, 3, generator=generator)
     one_by_one = scattered_rows(points, 300, generator)
     monkeypatch.setattr(seeding, "_FEW_SCATTERED", 100)
-    together = scattered_rows(points, 300, generator)
-    assert len(together.unique()) == 300
-    costs = [float(torch.cdist(points, points[rows]).amin(1).square().sum()) for rows in (one_by_one, together)]
-    assert costs[1] < 1.1 * costs[0]
+    together, in_cells = (scattered_rows(points, 300, generator, cells) for cells in (1, 8))
+    assert len(together.unique()) == len(in_cells.unique()) == 300
+    costs = [float(torch.cdist(points, points[rows]).amin(1).square().sum()) for rows in (one_by_one, together, in_cells)]
+    assert max(costs[1:]) < 1.1 * costs[0]
 
 
 def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,10 +31,19 @@ def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple
 
 
 def largest_of_groups(
-    features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int
+    features: Tensor,
+    coefficients: Tensor,
+    group: Tensor,
+    num_groups: int,
+    asked: Tensor,
+    number: int,
+    beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`."""
-    value, index = _none(features, number)
+    if beside is None:
+        value, index = _none(features, number)
+    else:
+        value, index = beside[0].to(features).numpy().copy(), beside[1].numpy().copy()
     members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
     rows, start = rows_of_groups(asked.numpy(), num_groups)
     ordered = coefficients[torch.from_numpy(members)]

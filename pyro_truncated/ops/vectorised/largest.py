@@ -18,7 +18,13 @@ def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple
 
 
 def largest_of_groups(
-    features: Tensor, coefficients: Tensor, group: Tensor, num_groups: int, asked: Tensor, number: int
+    features: Tensor,
+    coefficients: Tensor,
+    group: Tensor,
+    num_groups: int,
+    asked: Tensor,
+    number: int,
+    beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`: one table of all functions of the groups that are looked at."""
     sizes = torch.bincount(group, minlength=num_groups).tolist()
@@ -35,7 +41,11 @@ def largest_of_groups(
         best = table.view(len(some), looked_at * width).topk(number)
         values.append(best.values)
         indices.append(members[starts[own.gather(1, best.indices // width)] + best.indices % width])
-    return torch.cat(values), torch.cat(indices)
+    value, index = torch.cat(values), torch.cat(indices)
+    if beside is None:
+        return value, index
+    value, place = torch.cat([beside[0].to(value), value], 1).topk(number)
+    return value, torch.cat([beside[1], index], 1).gather(1, place)
 
 
 def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor) -> Tensor:
