@@ -19,8 +19,9 @@ Model = TypeVar("Model", bound=Any)
 
 
 def first_rows(y: Tensor, generator: torch.Generator | None) -> Tensor:
-    """What a model starts from: all data, or a random part if they are very many; the same for all processes that share them."""
-    return some_rows(y, MOST_ROWS, generator)
+    """What a model starts from: all data, or a random part if they are very many; the same for all processes; as floating point numbers."""
+    rows = some_rows(y, MOST_ROWS, generator)
+    return in_type_of(rows, rows)
 
 
 def check_data(y: Tensor, num_observed: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,27 +19,36 @@ from pyro_truncated.restoration.restore import denoise, inpaint
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
-    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255"
+    "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255; colours have 8 bits"
 )
+
+
+@dataclass
+class _Picture:
+    """What was read: pixels from 0 to 255, how opaque they are, and whether they are written in sixteen bits."""
+
+    pixels: Tensor
+    alpha: Image.Image | None = None
+    is_deep: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads, restores and writes; returns the exit status."""
     args = _parser().parse_args(arguments)
     try:
-        image, mask = _read(args.image), _read_mask(args.mask)
+        picture, mask = _read(args.image), _read_mask(args.mask)
+        image = picture.pixels
         _check_output(args.output)
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         restored = inpaint(image, mask, args.noise or 0.0, **options) if mask is not None else denoise(image, args.noise, **options)
+        lost = _write(args.output, restored.image, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    pixels = restored.image.round().clamp(0, 255).to(torch.uint8).numpy()
-    Image.fromarray(pixels).save(args.output)
     keeps_the_rest = mask is not None and not args.noise
     done = "what is missing filled in" if keeps_the_rest else f"noise of standard deviation {restored.noise:.1f} (of 255) taken off"
-    print(f"{args.output}: {done}")
+    print(f"{args.output}: {done}{lost}")
     return 0
 
 
@@ -48,7 +58,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Takes noise off a picture, or fills in what is missing, from the picture alone.",
     )
     parser.add_argument("image", type=Path, help=_IMAGE)
-    parser.add_argument("--output", type=Path, required=True, help="where the restored picture goes")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="where the restored picture goes, with the transparency and the bits of the damaged one"
+    )
     parser.add_argument("--mask", type=Path, help="a picture of the same size: what is black (0) is missing")
     parser.add_argument("--noise", type=float, help="standard deviation of the noise, of 255; default: estimated, or none with a mask")
     parser.add_argument("--side", type=int, help="side of a patch in pixels; default: several, by the noise")
@@ -59,24 +71,45 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _read(path: Path) -> Tensor:
+def _read(path: Path) -> _Picture:
     """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``, the way up that they are shown, from 0 to 255."""
     with Image.open(path) as opened:
         picture = ImageOps.exif_transpose(opened)
         if picture.mode in _DEEP:
             return _of_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
-        return torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
+        alpha = picture.convert("RGBA").getchannel("A") if picture.has_transparency_data else None
+        return _Picture(torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float(), alpha)
 
 
-def _of_255(pixels: Tensor, mode: str) -> Tensor:
+def _of_255(pixels: Tensor, mode: str) -> _Picture:
     """Grey pixels of more than eight bits, of 255: 65535 is white in those of 16 bits, and in those of 32 if any exceeds 255."""
     least, most = float(pixels.min()), float(pixels.max())
-    largest = 65535.0 if mode.startswith("I;16") or (mode == "I" and most > 255) else 255.0
+    is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
+    largest = 65535.0 if is_deep else 255.0
     if not 0 <= least <= most <= largest or (mode == "F" and 0 < most <= 1):
         raise ValueError(
             f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}"
         )
-    return pixels * (255 / largest)
+    return _Picture(pixels * (255 / largest), is_deep=is_deep)
+
+
+def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
+    """Writes restored pixels as the picture was, or as near as the format takes; returns what was lost."""
+    shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
+    whole = shallow.copy()
+    if picture.is_deep:
+        whole = Image.fromarray((pixels.double() * 257).round().clamp(0, 65535).numpy().astype(np.uint16))
+    if picture.alpha is not None:
+        whole.putalpha(picture.alpha)
+    if whole.mode != shallow.mode:
+        try:
+            whole.save(path)
+            return ""
+        except (OSError, ValueError):  # Not in this format.
+            pass
+    shallow.save(path)
+    lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
+    return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
 
 
 def _read_mask(path: Path | None) -> Tensor | None:

@@ -19,6 +19,15 @@ class ProgressBar(tqdm):  # type: ignore[misc]
     # The thread that looks after slow bars would hold the lock in what is forked meanwhile; with ``miniters=1`` nobody needs it.
     monitor_interval = 0
 
+    total: float | None
+    n: float
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Closes the bar, full unless an error ended it: what was planned is the most, and training may rest before."""
+        if kind is None and self.total is not None:
+            self.total = self.n
+        super().__exit__(kind, error, trace)
+
 
 def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
     """A bar on standard error.

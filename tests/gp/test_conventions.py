@@ -103,6 +103,11 @@ def test_predictions_hold_the_noise_unless_they_are_noiseless(name, tmp_path):
     torch.testing.assert_close((variance - own).detach().double(), noise(process).detach().double().expand_as(own), rtol=1e-5, atol=1e-9)
 
 
+def test_a_subset_regression_is_called_as_it_predicts():
+    model = SubsetGPRegression(X, Y, rbf(), noise=0.3)
+    assert all(map(torch.equal, model(NEW), model.predict(NEW)))
+
+
 @pytest.mark.parametrize("process", [lambda: ActiveSet(X, Y, rbf(), torch.tensor(0.1)), decoder])
 def test_noise_was_the_opposite_of_noiseless(process):
     found = process()

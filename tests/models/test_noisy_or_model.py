@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.models import NoisyOr
+from pyro_truncated.models import BinarySparseCoding, MaximalCauses, NoisyOr
 from pyro_truncated.states import Population
 from tests.models.enumeration import assert_never_falls, free_energies, full_population, generate, log_joint
 
@@ -144,6 +144,14 @@ def test_initialize_is_reproducible() -> None:
     weights = [make_model().initialize(y, torch.Generator().manual_seed(2)).weight.detach() for _ in range(2)]
     assert torch.equal(*weights)
     assert ((weights[0] > 0.19) & (weights[0] < 0.71)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64])
+@pytest.mark.parametrize("kind", [NoisyOr, BinarySparseCoding, MaximalCauses])
+def test_starts_take_data_of_any_type(kind: Any, dtype: torch.dtype) -> None:
+    y = torch.rand(40, NUM_OBSERVED) < 0.4
+    found, expected = (kind(NUM_OBSERVED, 3).initialize(data, torch.Generator().manual_seed(0)) for data in (y.to(dtype), y.float()))
+    assert torch.equal(found.weight, expected.weight)
 
 
 def test_wrong_options_are_refused() -> None:

@@ -38,7 +38,9 @@ def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys
     for name, pixels in {**pictures, "float.tiff": grey.astype(np.float32)}.items():
         Image.fromarray(pixels).save(tmp_path / name)
         assert main([str(tmp_path / name), "--output", str(tmp_path / "out.png"), "--side", "4", "--components", "8", "--rounds", "1"]) == 0
-        found.append(pixels_of(tmp_path / "out.png").astype(int))
+        pixels = pixels_of(tmp_path / "out.png")
+        assert pixels.dtype == (np.uint16 if name in ("16.png", "32.tiff") else np.uint8)
+        found.append(pixels.astype(int) // (257 if pixels.dtype == np.uint16 else 1))
     assert all(np.abs(other - found[0]).max() <= 1 for other in found)
     turned = Image.Exif()
     turned[0x0112] = 6
@@ -49,6 +51,23 @@ def test_the_command_line_reads_what_cameras_and_scanners_write(tmp_path, capsys
     capsys.readouterr()
     assert main([str(tmp_path / "share.tiff"), "--output", str(tmp_path / "out.png")]) == 1
     assert "between 0 and 255" in capsys.readouterr().err
+
+
+def test_files_are_written_as_transparent_and_deep_as_they_were_or_it_is_said(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    given = {"colour": rng.integers(0, 255, (8, 9, 4), dtype=np.uint8), "grey": rng.integers(0, 65535, (8, 9)).astype(np.uint16)}
+    Image.fromarray((rng.random((8, 9)) < 0.7).astype(np.uint8) * 255).save(tmp_path / "mask.png")
+    seen = pixels_of(tmp_path / "mask.png") > 0
+    for name, lost in (("colour", "no transparency"), ("grey", "no 16 bits")):
+        Image.fromarray(given[name]).save(tmp_path / f"{name}.png")
+        flags = ["--mask", str(tmp_path / "mask.png"), "--side", "3", "--rounds", "1"]
+        for kind in ("png", "jpg"):
+            assert main([str(tmp_path / f"{name}.png"), "--output", str(tmp_path / f"out.{kind}"), *flags]) == 0
+            assert (lost in capsys.readouterr().out) == (kind == "jpg")
+        found = pixels_of(tmp_path / "out.png")
+        assert found.dtype == given[name].dtype
+        assert np.array_equal(found[seen], given[name][seen])
+        assert np.array_equal(found[..., 3:], given[name][..., 3:]) or name == "grey"
 
 
 def test_masks_of_any_depth_say_what_is_seen_by_what_is_not_zero(tmp_path):

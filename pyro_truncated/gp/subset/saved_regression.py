@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,7 +20,7 @@ from pyro_truncated.utils.former_spellings import takes_former_order
 
 
 class SavedRegression(torch.nn.Module):
-    """What :class:`SubsetGPRegression` writes and reads."""
+    """What :class:`SubsetGPRegression` writes and reads, and what it is as a function."""
 
     kernel: DataKernel
     index: Tensor
@@ -29,6 +30,11 @@ class SavedRegression(torch.nn.Module):
     objective_value: float
     is_exact: bool
     _posterior: SparsePosterior | ExactPosterior | None
+    predict: Callable[..., tuple[Tensor, Tensor]]
+
+    def forward(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`predict`."""
+        return self.predict(new, noiseless=noiseless)
 
     def save(self, path: str | Path) -> None:
         """Writes everything learned, and what it predicts with, but neither the training data nor the kernel's."""
