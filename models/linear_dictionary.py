@@ -12,13 +12,13 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.models.background import quantile_of_rows
 from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
 
 Statistics = dict[str, Tensor]
 
 # How many units in the last place of the data their deviation must be, to be one.
 _ROUNDING = 2e3
-_ROWS = 10_000
 
 
 class LinearDictionary(UniqueModule):
@@ -61,7 +61,9 @@ class LinearDictionary(UniqueModule):
             return weight, deviation
         self.center = y.double().nanmean(0).nan_to_num()
         above = y.double() - self.center
-        first = _lower_quartile(above)
+        # Elements that add up lie above the offset, most of which is seen where few of them are on. On bars the lower quartile is a better
+        # start than the mean, the median, and quantiles near the minimum; with annealing lower ones are a little better.
+        first = quantile_of_rows(above, 4)
         weight, deviation, _ = first_dictionary(above, self.num_latents, generator)
         sums = {"observed": (~above.isnan()).sum(0), "sums": above.nansum(0), "squares": above.square().nansum(0)}
         floor = noise_floor(self._power(sums), sums["observed"].sum())
@@ -103,14 +105,3 @@ class LinearDictionary(UniqueModule):
         about_zero = squares + 2 * self.center * sums + observed * self.center.square()
         rounding = _ROUNDING * torch.finfo(self.weight.dtype).eps
         return about_mean.clamp(min=0.0).sum().maximum(rounding**2 * about_zero.clamp(min=0.0).sum())
-
-
-def _lower_quartile(y: Tensor) -> Tensor:
-    """That of every dimension, ``(D,)``, about: of so many rows that the rest would change little. Where nothing is observed it is zero.
-
-    Elements that add up lie above the offset, most of which is seen where few of them are on. On bars this start is better than the mean,
-    the median, and quantiles near the minimum; with annealing lower ones are a little better.
-    """
-    rows = y[:: -(-len(y) // _ROWS)].sort(0).values
-    position = ((~rows.isnan()).sum(0) - 1).clamp(min=0) // 4
-    return rows.gather(0, position.unsqueeze(0)).squeeze(0).nan_to_num()

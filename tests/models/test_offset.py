@@ -16,7 +16,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, ClosedForm, ExhaustiveSearch, GibbsEM, GibbsGuide, GPSelect, Truncated_ELBO, learn, models
 from pyro_truncated.datasets import linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.models import BinarySparseCoding, DiscreteSparseCoding, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.models.background import BackgroundWarning
+from pyro_truncated.models.background import BackgroundWarning, lies_on_background
 from pyro_truncated.models.dictionary import best_dictionary_and_offset
 from tests.models.configurations import CONFIGURATIONS, D64, D, H
 
@@ -221,6 +221,16 @@ def test_positive_models_say_that_data_lie_on_a_background(family: Any) -> None:
             family(9, 6).initialize(y + 100)
     assert len(caught) == 1
     assert isinstance(models.NoisyOr(16, 4).initialize(noisy_or_bars(50, 4).data), models.NoisyOr)
+
+
+def test_a_background_is_large_beside_the_noise_not_beside_the_causes() -> None:
+    for noise in (0.1, 2.0):
+        y = linear_bars(500, 5, mean_active=2.0, noise=noise, generator=generator()).data
+        for level in (-100, -10, -5, 6, 10, 100):
+            assert lies_on_background(y + noise * level), (noise, level)
+        assert not any(lies_on_background(y + noise * level) for level in (-1, 0, 1))
+    noise = torch.randn(500, 25, generator=generator())
+    assert not any(lies_on_background(y) for y in (noise.abs(), noise.exp(), noise.square(), (3 * noise.abs()).round()))
 
 
 @pytest.mark.slow
