@@ -42,13 +42,14 @@ class SeenData:
     It is made of at most 32 entries per data point and observed site, so it is cheap and finds other data, not every small correction.
     Observed values that are computed from latents are no data, and left out. Data outside data plates are not compared.
 
-    Attributes:
+    Args:
         is_new: whether they are data that the model has not been trained on, see :meth:`Batch.search_`.
     """
 
     is_new = False
 
-    def __init__(self) -> None:
+    def __init__(self, is_new: bool = False) -> None:
+        self.is_new = is_new
         self._hashes: dict[str, Tensor] = {}
         self._computed: set[str] = set()
         self._arguments: list[Any] | None = None

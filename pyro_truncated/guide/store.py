@@ -154,7 +154,7 @@ class PopulationStore(torch.nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.is_filled:
             self.seed_()
-            destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches], device="cpu")
+            destination[prefix + _STREAM] = torch.tensor([self.seed, self.num_searches, *[1] * self.seen.is_new], device="cpu")
             save_portion(self.portion, destination, prefix)
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
@@ -162,8 +162,9 @@ class PopulationStore(torch.nn.Module):
         if problem := self.mismatch(state_dict, prefix) or flaw(**saved):
             args[-1].append(problem)
             return
-        if prefix + _STREAM in state_dict:
-            self.seed, self.num_searches = state_dict[prefix + _STREAM].tolist()
+        stream = state_dict.get(prefix + _STREAM)
+        if stream is not None:
+            self.seed, self.num_searches = stream[:2].tolist()
         self._loaded = saved_portion(state_dict, prefix)
         state_dict = {name: value for name, value in state_dict.items() if name not in (prefix + _STREAM, prefix + PORTION)}
         strict, missing_keys = args[1], args[2]
@@ -179,11 +180,10 @@ class PopulationStore(torch.nn.Module):
             if value is not None:
                 state_dict[prefix + name] = self.filled_(name, value)
         super()._load_from_state_dict(state_dict, prefix, *args)
-        if saved["words"] is not None:
-            self.num_states = saved["words"].shape[1]
+        self.num_states = self.num_states if saved["words"] is None else saved["words"].shape[1]
         self.revision += 1
         # Populations that were saved may be of other data than the last ones here.
-        self.seen = SeenData()
+        self.seen = SeenData(is_new=stream is not None and len(stream) > 2)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
         """Why populations that were saved do not fit here; of a guide that has not seen its model, as far as can be told."""

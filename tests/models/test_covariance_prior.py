@@ -108,6 +108,9 @@ def test_new_data_do_not_pay_for_what_is_known_of_the_parameters() -> None:
     evidence = float(full_population(model, y[:7]).free_energy().sum())
     assert Truncated_ELBO().loss(model, new, y[:7]) == pytest.approx(-evidence)
     assert float(Truncated_ELBO().differentiable_loss(model, new, y[:7])) == pytest.approx(-evidence)
+    read = AutoTruncated(model, K)
+    read.load_state_dict(new.state_dict())
+    assert Truncated_ELBO().loss(model, read, y[:7]) == pytest.approx(-evidence)
     # A guide that trains the model counts all that training raises.
     SVI(model, new, ClosedForm(model), elbo).step(y[:7])
     assert Truncated_ELBO().loss(model, new, y[:7]) == pytest.approx(-value(model, y[:7]))
