@@ -7,6 +7,7 @@ python -m tests.papers.experiments.expensive_scores --picture results.jsonl wher
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +54,25 @@ class Renderer:
             image += shade * hidden
             passed -= hidden
         return (image + 0.5 * passed).unflatten(-1, (SIDE**2, -1)).mean(-1)
+
+
+class Network(Renderer):
+    """Images of a random network of two hidden layers of ``1024 * detail`` units: a decoder whose latents interact in any way."""
+
+    def __init__(self, num_objects: int, detail: int, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.num_objects, self.detail, self.num_scores = num_objects, detail, 0
+        sizes = num_objects, 1024 * detail, 1024 * detail, SIDE**2
+        self.layers = [torch.randn(m, n, generator=generator) * (2 / m) ** 0.5 for m, n in itertools.pairwise(sizes)]
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Images ``(..., SIDE ** 2)`` of states ``(..., H)``."""
+        self.num_scores += states[..., 0].numel()
+        first, second, last = self.layers
+        return ((states @ first).relu() @ second).relu() @ last
+
+
+RENDERERS: dict[str, type[Renderer]] = {"discs": Renderer, "network": Network}
 
 
 def model_of(renderer: Renderer) -> Callable[[Tensor], None]:
@@ -116,11 +136,18 @@ SEARCHES: dict[str, Callable[[], Search]] = {
 
 
 def run(
-    name: str, num_data: int, num_objects: int, detail: int, max_scores: float, seed: int = 0, num_new: int = NUM_NEW
+    name: str,
+    num_data: int,
+    num_objects: int,
+    detail: int,
+    max_scores: float,
+    seed: int = 0,
+    num_new: int = NUM_NEW,
+    kind: str = "discs",
 ) -> dict[str, object]:
     """One search on images, then on new ones, until the goal is reached or so many scores per image are spent."""
     pyro.set_rng_seed(seed)
-    renderer, search = Renderer(num_objects, detail, seed), SEARCHES[name]()
+    renderer, search = RENDERERS[kind](num_objects, detail, seed), SEARCHES[name]()
     y, truth = images(renderer, num_data + num_new, seed)
     guide = AutoTruncated(model_of(renderer), num_states=NUM_STATES)
     batch = guide.batch_of(y[:num_data])
@@ -131,8 +158,8 @@ def run(
     begin = time.process_time()
     renderer(torch.ones(200, num_objects))
     cost = (time.process_time() - begin) / 200
-    setting = {"search": name, "data": num_data, "objects": num_objects, "detail": detail, "seed": seed, "cost": cost, "new": num_new}
-    return {**setting, **watched.summary(), **{f"new_{key}": value for key, value in later.summary().items()}}
+    setting = {"search": name, "renderer": kind, "data": num_data, "objects": num_objects, "detail": detail, "seed": seed}
+    return {**setting, "cost": cost, "new": num_new, **watched.summary(), **{f"new_{key}": value for key, value in later.summary().items()}}
 
 
 def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
@@ -171,6 +198,7 @@ def main() -> None:
     parser.add_argument("--data", type=int, default=500)
     parser.add_argument("--new", type=int, default=NUM_NEW, help="images that come later")
     parser.add_argument("--objects", type=int, default=40)
+    parser.add_argument("--renderer", default="discs", choices=list(RENDERERS))
     parser.add_argument("--details", type=int, nargs="+", default=[1])
     parser.add_argument("--searches", nargs="+", default=list(SEARCHES))
     parser.add_argument("--max-scores", type=float, default=1500)
@@ -183,7 +211,7 @@ def main() -> None:
         return
     for detail in args.details:
         for name in args.searches:
-            found = run(name, args.data, args.objects, detail, args.max_scores, args.seed, args.new)
+            found = run(name, args.data, args.objects, detail, args.max_scores, args.seed, args.new, args.renderer)
             print({key: value for key, value in found.items() if not key.endswith("curve")}, flush=True)
             if args.output:
                 with args.output.open("a") as file:
