@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -117,16 +118,16 @@ def finished(run: Steps, y: Tensor, most: int, little: float) -> int:
     is_left = len(values) < most
     if is_left and run.look_closely():
         # Full conditionals leave nothing to chance: what five steps of evolution tell, one of them does, at several times the cost.
-        values += _until_the_end(run, y, most - len(values), little / _RESTING, 1)
+        values += _until_the_end(run, y, most - len(values), little / _RESTING, 1, values[-1:])
     elif is_left and not _is_at_the_end(run, values, little):
         values += _until_the_end(run, y, most - len(values), little)
     run.end()
     return len(values)
 
 
-def _until_the_end(run: Steps, y: Tensor, most: int, little: float, steps: int = _RESTING) -> list[float]:
+def _until_the_end(run: Steps, y: Tensor, most: int, little: float, steps: int = _RESTING, before: Sequence[float] = ()) -> list[float]:
     values: list[float] = []
-    while len(values) < most and not _is_at_the_end(run, values, little, steps):
+    while len(values) < most and not _is_at_the_end(run, [*before, *values], little, steps):
         values.append(run.step(y))
     return values
 

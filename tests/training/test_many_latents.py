@@ -170,9 +170,9 @@ def test_starts_have_half_the_states_unless_all_there_are_fit_into_a_population(
     ("steps", "rises", "expected"),
     [
         (20, 20, ["step"] * 18 + ["look"] + ["step"] * 2),  # it never rests
-        (20, 3, ["step"] * 9 + ["look"] + ["step"] * 2),  # five steps from the last rise on raise nothing, and one when it looks closely
+        (20, 3, ["step"] * 9 + ["look"] + ["step"]),  # five steps from the last rise on raise nothing, and one when it looks closely
         (9, 20, ["step"] * 9),  # no step is left to look closely in
-        (9, 0, ["step"] * 6 + ["look"] + ["step"] * 2),
+        (9, 0, ["step"] * 6 + ["look"] + ["step"]),
     ],
 )
 def test_training_ends_at_rest_and_with_a_closer_look_if_a_step_is_left(steps, rises, expected):
