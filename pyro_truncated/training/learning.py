@@ -93,8 +93,8 @@ def learn(
     temperature that falls to one (:func:`cooling`), until two of them agree, which chance hardly does in a bad optimum; the best one is
     then trained on all data. Models of causes that are off at zero (``with_latents``,
     :class:`~pyro_truncated.training.model_kinds.ResizableModel`) start with twice as many latents, and give up those that are missed
-    least. The best start takes over from others the latents that it has missed, of functions as far as their latents are exchangeable;
-    networks exchange states. What agreement means, and what changes with the kind of model: the page :doc:`/explanation/learn`.
+    least. The best start takes over from others the latents that it has missed, of functions as far as their latents are exchangeable.
+    What agreement means, and what changes with the kind of model: the page :doc:`/explanation/learn`.
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
@@ -112,7 +112,7 @@ def learn(
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
         steps: training steps on all data after the best start; with closed-form M-steps the most of them, by gradients and by Gibbs
             sampling all of them.
-        starts: the most starts; default: 8, but 16 where they exchange latents, 5 where states, and 2 of more than 256 binary latents.
+        starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary latents.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
             learning rate falls.

@@ -62,21 +62,6 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
         value.add_((size or 1.0) * noise.to(value.device))
 
 
-@torch.no_grad()
-def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Exchanges the entries of each matrix of (unconstrained) parameters at random: what was drawn once is as if drawn once more."""
-    for value in parameters_of(model, y).values():
-        if value.dim() > 1:
-            order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
-            value.copy_(value.flatten()[order].reshape(value.shape))
-
-
-def can_shuffle(model: Any, y: Tensor) -> bool:
-    """Whether :func:`shuffle` changes all matrices of parameters: there are some, and none has one value everywhere."""
-    matrices = [value for value in parameters_of(model, y).values() if value.dim() > 1 and value.numel() > 1]
-    return bool(matrices) and all(bool((value != value.flatten()[0]).any()) for value in matrices)
-
-
 def draws_starts(model: Any) -> bool:
     """Whether a model says where a start may lie, by ``initialize(y, generator)``: what it makes of the data alone is one place only."""
     initialize = getattr(model, "initialize", None)

@@ -57,7 +57,6 @@ class Settings:
         num_states: states per data point.
         lr: learning rate of gradient steps, see :func:`rate_of`.
         lrd: what it is multiplied by from step to step.
-        clip: largest entry of a gradient, which is summed over the data: what is larger counts as so large.
         max_count: largest value of count sites without an upper end.
         watch: is told the free energy per data point after every step.
     """
@@ -66,7 +65,6 @@ class Settings:
     num_states: int
     lr: float = 0.1
     lrd: float = 1.0
-    clip: float = 10.0
     max_count: int | Mapping[str, int] | None = None
     watch: Callable[[float], None] = lambda free_energy: None
 
@@ -112,7 +110,7 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        optim = self._driver or optimizer_of(settings, y)
+        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd, least_size(y))))
         self._svi = SVI(model, self.guide, optim, elbo)
 
     @property
@@ -165,10 +163,15 @@ class Run:
                 group["lrd"] = _LAST_RATE ** (1 / steps)
 
     def look_closely(self) -> bool:
-        """Searches by full conditionals from now on, not by an evolution nobody asked for, and says so: they miss less, and cost more."""
+        """Searches more thoroughly from now on, if nobody asked for the evolution there is, and says so: that misses less, and costs more.
+
+        By full conditionals, or, of more than 64 binary latents, of which these hit few that matter, by combined flips.
+        """
         is_evolving = self._is_search_ours and isinstance(self._elbo.search, EvolutionarySearch)
         if is_evolving:
-            self._elbo.search = ConditionalSearch()
+            assert self.truncated is not None
+            space = self.truncated.space
+            self._elbo.search = CombinedFlips() if space.is_binary and space.num_latents > AutomaticSearch.SEVERAL else ConditionalSearch()
         return is_evolving
 
     def find_states(self, y: Tensor) -> None:
@@ -196,12 +199,6 @@ class Run:
         """Leaves the model to whoever trains it next."""
         if self._driver is not None:
             self._driver.release()
-
-
-def optimizer_of(settings: Settings, y: Tensor) -> Any:
-    """Gradient steps in the units of the parameters."""
-    rate = partial(rate_of, settings.lr, settings.lrd, least_size(y))
-    return ClippedAdam(cast("Any", lambda name: {**rate(name), "clip_norm": settings.clip}))
 
 
 def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:

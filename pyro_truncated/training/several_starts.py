@@ -16,17 +16,16 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, are_alike, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed, have_found_the_same
-from pyro_truncated.training.exchanged_states import ExchangedStates, can_exchange_states
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
 from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
-from pyro_truncated.training.model_parameters import can_shuffle, copies, disturb, draws_starts, put_back, shuffle
+from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.progress import ProgressBar
 
-_MOST, _MOST_THAT_EXCHANGE, _MOST_THAT_EXCHANGE_STATES = 8, 16, 5
+_MOST, _MOST_THAT_EXCHANGE = 8, 16
 # Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, and of small mixtures.
 _FEWEST_OF_SOME = 8
 # Values of the data times components of these: learning from eight starts took .9 to 5.1 CPU seconds in up to twenty dimensions.
@@ -96,8 +95,6 @@ class SeveralStarts:
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
         self._assembly: Assembly | None = None
-        self._states: ExchangedStates | None = None
-        self._whole: list[Start] = []
         self._found: list[Start] = []
 
     def make(self, bar: ProgressBar) -> None:
@@ -118,11 +115,8 @@ class SeveralStarts:
         return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator)
 
     def complete(self) -> None:
-        """Takes over what other starts have found beside the best one, once it is known whether two agree."""
-        if self._states is not None:
-            if not self._have_agreed():
-                self.best = self._states.best(self._whole)
-        elif len(self._found) > 1:
+        """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
+        if len(self._found) > 1:
             self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
     def _most(self) -> int:
@@ -130,8 +124,6 @@ class SeveralStarts:
             return self._plan.starts
         if self._is_resized and are_many(self._model, self._y, self._settings):
             return _MOST_OF_MANY
-        if self._states is not None:
-            return _MOST_THAT_EXCHANGE_STATES
         return _MOST if self._assembly is None else _MOST_THAT_EXCHANGE
 
     def doubts(self) -> str | None:
@@ -175,39 +167,16 @@ class SeveralStarts:
 
     def _begin(self, number: int) -> None:
         """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""
-        if self._first is None:
+        if self._first is None or number == 0:
             return
-        if number == 0:
-            self._states = self._exchanged_states(self._first)
-        elif self._states is not None:
-            put_back(self._model, self._y, self._first)
-            shuffle(self._model, self._y, self._plan.generator)
-        else:
-            if number == 1:
-                self._assembly = self._assembled(self._first)
-            is_near_best = number % 2 == 1 and self._assembly is None
-            self._disturb(self.best.parameters if is_near_best else self._first)
+        if number == 1:
+            self._assembly = self._assembled(self._first)
+        is_near_best = number % 2 == 1 and self._assembly is None
+        self._disturb(self.best.parameters if is_near_best else self._first)
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
         put_back(self._model, self._y, parameters)
         disturb(self._model, self._y, self.best.parameters, self._plan.generator)
-
-    def _exchanged_states(self, first: dict[str, Tensor]) -> ExchangedStates | None:
-        """What exchanges states between starts by gradients, if the parameters of a network belong to no latent for the most part.
-
-        Such starts do not clip gradients: where these are, steps are as long for all parameters, and weights of a network become so large
-        that they fit no other states. They begin apart only if the entries of all matrices differ, as they are exchanged.
-        """
-        plan, model, y = self._plan, self._model, self._y
-        if plan.is_shared or plan.starts == 1 or isinstance(model, (ClosedFormModel, GibbsModel)) or not can_shuffle(model, y):
-            return None
-        disturb(model, y, first, torch.Generator().manual_seed(0))
-        can_exchange = can_exchange_states(model, y, self._settings, copies(model, y))
-        put_back(model, y, first)
-        if not can_exchange:
-            return None
-        self._settings = dataclasses.replace(self._settings, clip=math.inf)
-        return ExchangedStates(model, y, self._settings, plan.steps, plan.tolerance, plan.generator)
 
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
         """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
@@ -223,8 +192,6 @@ class SeveralStarts:
         return assembly
 
     def _end(self, number: int, found: Start) -> None:
-        if self._states is not None:
-            self._whole.append(found)
         if can_complete(self._model):
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         if self._plan.is_shared:
@@ -232,7 +199,7 @@ class SeveralStarts:
         self.energies.append(found.reached.free_energy)
         # What began near the best one and has ended above it did not come back.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
-        if not self._first or self._assembly is not None or self._states is not None or number % 2 == 0 or is_above:
+        if not self._first or self._assembly is not None or number % 2 == 0 or is_above:
             self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)
