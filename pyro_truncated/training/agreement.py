@@ -18,6 +18,8 @@ _UNUSUAL = 0.01
 # By how many tolerances free energies of data points differ where two runs have found something else.
 _UNLIKE = 3.0
 _STANDARD_ERRORS = 3.0
+# Starts of which the best may lead by chance: two that miss something else each may well be as good as each other.
+_FEWEST = 3
 # So few values say nothing of how they hang together. Of more of them a cubic takes out what they rise by, and how they bend: that is no
 # noise, but its residuals from a line would hang together as such do. Correlations beyond the last are hardly told from a rise.
 _FEW, _DEGREE, _MOST_CORRELATED = 9, 3, 0.8
@@ -30,11 +32,13 @@ class Reached(NamedTuple):
         free_energy: its value.
         noise: what two runs in the same optimum may differ by: what spare latents gain from noise, or the error of a mean over draws.
         each: the free energies of the data points, ``(N,)``, where they are known.
+        rise: what its last five steps have raised it by, if they were not at rest.
     """
 
     free_energy: float
     noise: float = 0.0
     each: Tensor | None = None
+    rise: float = 0.0
 
 
 def reached_on_average(values: Sequence[float]) -> Reached:
@@ -80,6 +84,23 @@ def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
         return False
     best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
     return abs(_difference(best, second)) <= tolerance + min(best.noise, second.noise)
+
+
+def hardly_pays(reached: Sequence[Reached]) -> bool:
+    r"""Whether one more start may be expected to gain no more than five more steps of the best one do, or than chance decides.
+
+    What the last of :math:`K` starts has gained, in the mean over all orders, is the lead of the best divided by :math:`K`. Starts that
+    still rise by as much are not told apart by where they are, and the steps of another one are better spent on the best. Of three starts
+    and more, what chance decides does not count either: on other data the difference of the best two has the standard error
+    :math:`\sigma / \sqrt N`, with the deviation :math:`\sigma` of what their free energies of the :math:`N` data points differ by.
+    """
+    if len(reached) < 2:
+        return False
+    best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
+    if best.each is None or second.each is None:
+        return False
+    error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if len(reached) >= _FEWEST else 0.0
+    return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
 
 
 def are_alike(one: Reached, other: Reached, tolerance: float) -> bool:

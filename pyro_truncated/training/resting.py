@@ -92,7 +92,8 @@ def rested(run: Steps, y: Tensor, most: int) -> Reached:
     while len(values) < most and not are_at_rest(values, _AT_REST):
         values += [run.step(y) for _ in range(min(_RESTING, most - len(values)))]
     run.end()
-    return _reached(run, values)
+    is_rising = len(values) > _RESTING and not are_at_rest(values, _AT_REST)
+    return _reached(run, values)._replace(rise=values[-1] - values[-1 - _RESTING] if is_rising else 0.0)
 
 
 def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
-from pyro_truncated.training.agreement import Reached, are_alike, have_agreed
+from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
 from pyro_truncated.training.assembly import Assembly
 from pyro_truncated.training.completion import can_complete, completed, have_found_the_same
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
@@ -145,6 +145,8 @@ class SeveralStarts:
     def _is_enough(self) -> bool:
         if len(self.energies) < self._fewest:
             return False
+        if can_complete(self._model) and hardly_pays(self._apart):
+            return True
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
     def _have_agreed(self) -> bool:

@@ -11,7 +11,7 @@ from pyro_truncated import GPSelect, cooling, learn
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.models import MaxSpikeSlabSparseCoding
 from pyro_truncated.training import several_starts
-from pyro_truncated.training.agreement import Reached, are_alike, have_agreed, reached_on_a_curve, reached_on_average
+from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed, reached_on_a_curve, reached_on_average
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
@@ -148,3 +148,21 @@ def test_errors_of_values_that_hang_together_are_larger() -> None:
         series[:, step] += 0.6 * series[:, step - 1]
     reached = [reached_on_a_curve(one[40:].tolist()) for one in series]
     assert sum(abs(one.free_energy) <= one.noise for one in reached) >= 360
+
+
+def test_another_start_pays_unless_its_expected_gain_is_less_than_chance_or_more_steps_make() -> None:
+    # The free energies of 400 data points differ with a deviation of two: their mean by a standard error of .1.
+    apart = torch.randn(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    apart = 2 * (apart - apart.mean()) / apart.std()
+
+    def start(free_energy: float, sign: int, rise: float = 0.0) -> Reached:
+        return Reached(free_energy, each=free_energy + sign * apart / 2, rise=rise)
+
+    third = start(-9.0, 1)
+    assert hardly_pays([start(0.0, 1), start(-0.25, -1), third])
+    assert not hardly_pays([start(0.0, 1), start(-0.35, -1), third])
+    # Two may have missed something else each, unless both still rise.
+    assert not hardly_pays([start(0.0, 1), start(-0.1, -1)])
+    assert hardly_pays([start(0.0, 1, 0.6), start(-1.0, -1, 0.6)])
+    assert not hardly_pays([start(0.0, 1, 0.6), start(-1.0, -1, 0.1)])
+    assert not hardly_pays([start(0.0, 1, 9.0)])
