@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
@@ -26,8 +27,9 @@ from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.progress import ProgressBar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
-# Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, and of small mixtures.
-_FEWEST_OF_SOME = 8
+# Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, of small mixtures, and
+# by gradients where there are less than so many rows for each latent.
+_FEWEST_OF_SOME, _FEW_ROWS_PER_LATENT = 8, 16
 # Values of the data times components of these: learning from eight starts took .9 to 5.1 CPU seconds in up to twenty dimensions.
 _MOST_OF_SMALL_MIXTURES = 50_000
 # Of so many latents a start costs as much as the training.
@@ -90,12 +92,20 @@ class SeveralStarts:
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
         self._settings = settings if is_full else settings.halved(layout_of(model, y, settings).space)
-        is_small = plan.is_of_gains and y.numel() * layout_of(model, y, settings).space.size <= _MOST_OF_SMALL_MIXTURES
-        self._fewest = _FEWEST_OF_SOME if plan.is_shared or is_small else 1
         self._is_resized = isinstance(model, ResizableModel) and not isinstance(model, GibbsModel)
         self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
+        self._fewest = _FEWEST_OF_SOME if plan.is_shared or self._has_few_rows() else 1
         self._assembly: Assembly | None = None
         self._found: list[Start] = []
+
+    def _has_few_rows(self) -> bool:
+        """Whether two starts agree easily in a bad optimum, and another one costs little."""
+        if isinstance(self._model, GibbsModel):
+            return False
+        space = layout_of(self._model, self._y, self._settings).space
+        if self._plan.is_of_gains:
+            return self._y.numel() * space.size <= _MOST_OF_SMALL_MIXTURES
+        return self._are_by_gradients and total_rows(self._y) < _FEW_ROWS_PER_LATENT * space.num_latents
 
     def make(self, bar: ProgressBar) -> None:
         """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""

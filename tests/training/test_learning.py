@@ -454,6 +454,18 @@ def test_twice_as_many_starts_are_made_where_they_exchange_latents(monkeypatch, 
     assert len(begun) == made
 
 
+@pytest.mark.filterwarnings("ignore::pyro_truncated.training.DisagreeingStartsWarning")
+@pytest.mark.parametrize(("rows", "made"), [(47, 8), (48, 3)])
+def test_few_rows_have_eight_starts_even_if_two_agree(monkeypatch, rows, made):
+    """Few: less than sixteen for each of three latents. Of enough the third agrees with the first; the second began near it."""
+    monkeypatch.setattr(several_starts, "start", lambda model, y, *_: Start(Reached(0.0), copies(model, y), None))
+    pyro.set_rng_seed(0)
+    guide = learn(
+        lambda y: own(y, (0.1, 0.5, 0.9)), torch.rand(rows, generator=generator()), tolerance=0.1, steps=1, short_steps=1, progress=False
+    )
+    assert len(guide.starts) == made
+
+
 def test_a_network_that_begins_where_the_data_take_it_learns_from_several_starts():
     pyro.set_rng_seed(0)
     y = linear_bars(60, 3, mean_active=1.5, generator=generator()).data + 100.0
