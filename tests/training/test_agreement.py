@@ -75,7 +75,7 @@ def test_starts_by_gradients_agree_where_they_explain_the_same_data_points(
     starts = iter([start(EACH), start(EACH), start(one), start(EACH)])
     monkeypatch.setattr(several_starts, "start", lambda model, y, *rest: Start(next(starts), copies(model, y), None))
     plan = Plan(4, 2, cooling(1.0, 2), 0.05, None, are_compared=are_compared)
-    found = SeveralStarts(causes, torch.randn(8, 2), Settings(None, 4, 0.1), plan)
+    found = SeveralStarts(causes, torch.randn(32, 2), Settings(None, 4, 0.1), plan)
     found.make(progress_bar(False))
     assert len(found.energies) == number
     assert (found.doubts() is None) == (number == 3)
