@@ -204,17 +204,20 @@ class Full(Covariances):
         return {"scale": cholesky_of_floored(floored(spread_around(statistics, loc), floor))}
 
     def features(self, x: Tensor) -> Tensor:
-        """Products."""
-        return (x.unsqueeze(-1) * x.unsqueeze(-2)).flatten(1)
+        """Products, of two dimensions once."""
+        row, column = torch.tril_indices(x.shape[1], x.shape[1], device=x.device)
+        return x[:, row] * x[:, column]
 
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
-        """Products."""
-        return statistics["products"].flatten(1)
+        """Products, of two dimensions once."""
+        products = statistics["products"]
+        row, column = torch.tril_indices(*products.shape[1:], device=products.device)
+        return products[:, row, column]
 
     def precisions(self, loc: Tensor, parameters: Parameters) -> tuple[Tensor, Tensor, Tensor]:
         """Of full covariances."""
         precision, size = _inverted(parameters["scale"])
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
 
     def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of full covariances."""
@@ -272,6 +275,13 @@ def spread_around(statistics: dict[str, Tensor], loc: Tensor) -> Tensor:
     """Weighted covariances ``(K, D, D)`` around means."""
     counts, cross = _counts(statistics)[:, None, None], loc.unsqueeze(-1) * statistics["sums"].unsqueeze(-2)
     return (statistics["products"] - cross - cross.mT) / counts + loc.unsqueeze(-1) * loc.unsqueeze(-2)
+
+
+def of_pairs(precision: Tensor) -> Tensor:
+    """Factors ``(K, F)`` of the products of two dimensions, each of which is there once, in quadratic forms ``(K, D, D)``."""
+    row, column = torch.tril_indices(*precision.shape[1:], device=precision.device)
+    factors: Tensor = precision[:, row, column] * (2.0 - (row == column).to(precision))
+    return factors
 
 
 def _inverted(scale: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population
 from pyro_truncated.distributions import ComponentLowRankNormal
-from pyro_truncated.models.covariances import Covariances, Full, Parameters, spread_around
+from pyro_truncated.models.covariances import Covariances, Full, Parameters, of_pairs, spread_around
 
 _BLOCK = 2**22
 
@@ -62,7 +62,7 @@ class LowRank(Full):
         """Of covariances of low rank."""
         likelihood = self.likelihood(torch.arange(len(loc), device=loc.device), loc, parameters)
         precision, size = likelihood.precision_matrix, likelihood.half_log_determinant
-        return (precision @ loc.unsqueeze(-1)).squeeze(-1), precision.flatten(1), size
+        return (precision @ loc.unsqueeze(-1)).squeeze(-1), of_pairs(precision), size
 
     def beside(self, parameters: Parameters, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Of covariances of low rank."""

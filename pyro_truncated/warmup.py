@@ -30,6 +30,7 @@ from pyro_truncated import (
 from pyro_truncated.ops.component_sums import sums_of_components
 from pyro_truncated.ops.largest import largest_of_groups, walked
 from pyro_truncated.ops.mixture_products import mixture_products
+from pyro_truncated.ops.square_distances import square_distances
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlacementSelection, PlaceScan, RefinedPlaces
 from pyro_truncated.search.affinities import Singletons
 from pyro_truncated.utils.progress import progress_bar
@@ -146,6 +147,7 @@ def _mixtures(dtype: torch.dtype) -> None:
     value, index = largest_of_groups(features, features, group, 9, group.reshape(-1, 1), 1)
     walked(features, features, index, value, index, 1)
     sums_of_components(index, value, features, 9)
+    square_distances(features, group, group, features, torch.rand(9, 5, 5, dtype=dtype))
 
 
 _TASKS: dict[str, Task] = {

@@ -10,7 +10,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.distributions.checked_later import each_checked_later
 from pyro_truncated.distributions.component_gaussian import HALF_LOG_TWO_PI, ComponentGaussian
-from pyro_truncated.ops.grouped import Grouped
+from pyro_truncated.ops.square_distances import square_distances
 
 
 class ComponentMultivariateNormal(ComponentGaussian):
@@ -68,7 +68,7 @@ class ComponentMultivariateNormal(ComponentGaussian):
         if self.scale_tril.dim() == 2:
             return -size - 0.5 * ((value - loc[self.component]) @ whitening).square().sum(-1).to(self.loc.dtype)
         rows, row, component, shape = self.entries(value)
-        energy = _energies(rows, row, component, loc, whitening).to(self.loc.dtype)
+        energy = square_distances(rows, row, component, loc, whitening).to(self.loc.dtype)
         return (-size[component] - 0.5 * energy).reshape(shape)
 
     def _whitening(self) -> Tensor:
@@ -80,13 +80,3 @@ class ComponentMultivariateNormal(ComponentGaussian):
 
     def _factors(self) -> Tensor:
         return self.scale_tril.expand(len(self.loc), *self.scale_tril.shape[-2:])
-
-
-def _energies(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
-    """Square distances ``(E,)`` of some rows from the means of some components, in units of their covariances."""
-    grouped = Grouped.of(component, len(loc))
-    found = []
-    for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
-        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
-        found.append((distance @ whitening[part.group]).square().sum(-1))
-    return grouped.gather(found)

@@ -17,7 +17,7 @@ from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 _BLOCK, _FEWEST_ROWS = 2**18, 64
 # Of so many values at a time the largest is looked for first, in vector registers.
-_FOLD = 8
+_FOLD = 4
 _BLOCKS = 16
 
 
@@ -123,24 +123,25 @@ def _enter(products, rows, names, value, index):
     for block in prange(num_blocks):
         most = np.empty(size, products.dtype)
         for i in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            row, best, found = products[i], value[rows[i]], index[rows[i]]
+            best, found = value[rows[i]], index[rows[i]]
             least = best[number - 1]
             for j in range(size):
-                most[j] = row[j]
+                most[j] = products[i, j]
             for r in range(1, _FOLD):
-                part = row[r * size : (r + 1) * size]
                 for j in range(size):
+                    x = products[i, r * size + j]
                     # NaN stays.
-                    most[j] = part[j] if part[j] > most[j] or part[j] != part[j] else most[j]
+                    most[j] = x if x > most[j] or x != x else most[j]
             for j in range(size):
                 if _is_above(most[j], least):
                     for r in range(_FOLD):
-                        if _is_above(row[r * size + j], least):
-                            _insert(row[r * size + j], names[r * size + j], best, found)
+                        x = products[i, r * size + j]
+                        if _is_above(x, least):
+                            _insert(x, names[r * size + j], best, found)
                             least = best[number - 1]
             for j in range(_FOLD * size, width):
-                if _is_above(row[j], least):
-                    _insert(row[j], names[j], best, found)
+                if _is_above(products[i, j], least):
+                    _insert(products[i, j], names[j], best, found)
                     least = best[number - 1]
 
 
