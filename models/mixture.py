@@ -9,6 +9,8 @@ from pyro_truncated import Population
 from pyro_truncated.distributions import products_of_components, sums_of_components
 
 NEVER_USED = 1e-8
+# Of shares so small nothing is left in the sums of a component that is used.
+_LOST = 1e-20
 _WEIGHT_FLOOR = 1e-6
 # From so many components per state on the sums go over the states that are kept.
 _MANY = 4
@@ -66,4 +68,9 @@ class Shares:
         if self._dense is not None:
             # One component at a time: all at once are K times the data.
             return torch.stack([(share.unsqueeze(-1) * rows).mT @ rows for share in self._dense.mT])
-        return products_of_components(rows, self._component, self._weight, self.num_components)
+        component, weight = self._component, self._weight
+        if rows.is_cpu:  # a device would be waited for
+            # Most states that are kept explain nothing, and every product costs the square of the dimensions.
+            row, state = (~(weight <= _LOST)).nonzero(as_tuple=True)
+            rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
+        return products_of_components(rows, component, weight, self.num_components)
