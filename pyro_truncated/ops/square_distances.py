@@ -17,6 +17,7 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     r"""Square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of some pairs of data points and components; differentiable in all numbers.
 
     Example:
+        >>> from pyro_truncated.ops.square_distances import square_distances
         >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
         >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
         tensor([ 25., 100.])
