@@ -21,13 +21,13 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
-from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import finished
 from pyro_truncated.training.several_starts import Plan, SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
@@ -41,6 +41,8 @@ _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
 _LITTLE = 0.5
 # That of other closed-form M-steps: where five steps raise the free energy per data point by so little, and nothing moves.
 _LITTLE_OF_ALL = 0.001
+# Steps on all data. Draws of continuous latents make gradients noisy: steps that still are a tenth of the first lose .01 to .3 nats by it.
+_STEPS, _STEPS_BESIDE, _LAST_RATE_BESIDE = 100, 200, 0.01
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
@@ -69,7 +71,7 @@ def learn(
     search: Search | None = None,
     *,
     num_states: int | None = None,
-    steps: int = 100,
+    steps: int | None = None,
     starts: int | None = None,
     short_steps: int = 60,
     temperature: float | None = None,
@@ -111,7 +113,7 @@ def learn(
             than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
         steps: training steps on all data after the best start; with closed-form M-steps the most of them, by gradients and by Gibbs
-            sampling all of them.
+            sampling all of them; default: 100, but 200 where continuous latents are beside.
         starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary latents.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
@@ -123,8 +125,8 @@ def learn(
             all data together, as where these share one posterior), but 0.01 for mixtures,
             whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
             quarter of what the best two may differ by, however many starts there are.
-        lr: learning rate of gradient steps, which falls to a tenth: of parameters that may be any number in units of their root mean square
-            at the beginning (but at least .2), of all others as it is.
+        lr: learning rate of gradient steps, which falls to a tenth, beside continuous latents to a hundredth: of parameters that may be any
+            number in units of their root mean square at the beginning (but at least .2), of all others as it is.
         max_count: largest value of count sites, one number or by site name, where their support is infinite, as of a ``Poisson`` number of
             animals of which some are seen; see :class:`~pyro_truncated.AutoTruncated`.
         generator: source of randomness of the starts; default: torch's global one.
@@ -145,7 +147,8 @@ def learn(
         ValueError: if a number is out of range, a count has no bound, a Gibbs sampler gets one, or the search is for other latents.
         TypeError: if the search selects no latents for a Gibbs sampler, or is a second array of data.
     """
-    steps, short_steps = check_counts(steps=steps, short_steps=short_steps)
+    short_steps = check_count("short_steps", short_steps)
+    steps = None if steps is None else check_count("steps", steps)
     num_states = None if num_states is None else check_count("num_states", num_states)
     starts = None if starts is None else check_count("starts", starts)
     _check_search(model, search)
@@ -157,6 +160,8 @@ def learn(
     settings = Settings(search, num_states or 1, lr, max_count=max_count)
     layout = None if isinstance(model, GibbsModel) else layout_of(model, y, settings)
     space = None if layout is None else layout.space
+    is_beside = layout is not None and bool(layout.other_latents)
+    steps = steps or (_STEPS_BESIDE if is_beside else _STEPS)
     num_states = num_states or _num_states(model, space)
     settings = dataclasses.replace(settings, num_states=num_states)
     if search is not None and space is not None and space.size > num_states:
@@ -177,7 +182,7 @@ def learn(
         doubts = found.doubts()
         found.complete()
         put_back(model, part, found.best.parameters)
-        bar.total, run = bar.n + steps, Run(model, y, settings.slowing(steps))
+        bar.total, run = bar.n + steps, Run(model, y, settings.slowing(steps, _LAST_RATE_BESIDE if is_beside else LAST_RATE))
         run.take_over(found.best.beside, y)
         if found.best.states is not None and is_all:
             offer(run, y, own_rows(found.best.states, y))

@@ -42,7 +42,7 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 # The most rounds in which states are looked for, and the rise of the free energy per data point below which there is no more of them.
 _LOOKING, _HARDLY_MORE = 10, 0.01
-_LAST_RATE = 0.1
+LAST_RATE = 0.1
 # Parents of evolution under models of one's own, whose scores are most of what a step costs: their 30 children led as far as the 56 of the
 # usual eight; those of four parents once to a worse optimum.
 _PARENTS = 6
@@ -79,9 +79,9 @@ class Settings:
             guide.setup(y)
         return guide
 
-    def slowing(self, steps: int) -> Settings:
-        """The same with a learning rate that falls to a tenth in so many steps."""
-        return dataclasses.replace(self, lrd=_LAST_RATE ** (1 / steps))
+    def slowing(self, steps: int, last: float = LAST_RATE) -> Settings:
+        """The same with a learning rate that falls to a tenth, or to another part of it, in so many steps."""
+        return dataclasses.replace(self, lrd=last ** (1 / steps))
 
     def halved(self, space: StateSpace) -> Settings:
         """The same with half the states, enough to tell starts apart, unless all there are fit into a population."""
@@ -160,7 +160,7 @@ class Run:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
-                group["lrd"] = _LAST_RATE ** (1 / steps)
+                group["lrd"] = LAST_RATE ** (1 / steps)
 
     def look_closely(self) -> bool:
         """Searches more thoroughly from now on, if nobody asked for the evolution there is, and says so: that misses less, and costs more.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, learn
+from pyro_truncated.training import learning
 
 QUICK = {"starts": 1, "short_steps": 3, "steps": 3, "progress": False}
 
@@ -44,6 +46,20 @@ def test_parameters_of_an_earlier_function_are_named_where_they_do_not_fit(y, us
         use(causes(5, priors=False), y)
     pyro.clear_param_store()
     use(causes(5, priors=False), y)
+
+
+@pytest.mark.parametrize(("priors", "steps", "last"), [(False, 100, 0.1), (True, 200, 0.01)])
+def test_training_beside_continuous_latents_takes_more_and_smaller_steps(y, monkeypatch, priors, steps, last):
+    rates = []
+
+    def finished(run: Any, y: Tensor, most: int, little: float) -> int:
+        run.step(y)
+        rates.append((most, *{group["lrd"] for optim in run._svi.optim.optim_objs.values() for group in optim.param_groups}))
+        return most
+
+    monkeypatch.setattr(learning, "finished", finished)
+    assert learn(causes(3, priors=priors), y, **{**QUICK, "steps": None}).steps == steps
+    assert rates == [(steps, pytest.approx(last ** (1 / steps)))]
 
 
 def test_a_model_that_fails_anyway_says_why_itself(y):

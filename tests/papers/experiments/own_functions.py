@@ -27,7 +27,7 @@ from pyro_truncated import Truncated_ELBO, learn
 from pyro_truncated.training import DisagreeingStartsWarning
 from pyro_truncated.training.model_runs import Run, Settings
 
-NUM_DATA, STEPS, NUM_LOSSES = 500, 100, 20
+NUM_DATA, NUM_LOSSES = 500, 20
 Program = Callable[[Tensor], None]
 
 
@@ -40,6 +40,7 @@ class Kind(NamedTuple):
         num_observed: numbers of a data point.
         tolerance: by how much less than from the true parameters is still recovered.
         evidence: the exact mean log evidence with the parameters in the store, which is compared where it is known.
+        steps: training steps from the true parameters, and what is left of the learning rate after them, as ``learn`` has them.
     """
 
     program: Callable[[], Program]
@@ -47,6 +48,7 @@ class Kind(NamedTuple):
     num_observed: int
     tolerance: float = 0.05
     evidence: Callable[[Tensor], float] | None = None
+    steps: tuple[int, float] = (100, 0.1)
 
 
 def rates(number: int) -> Tensor:
@@ -238,7 +240,7 @@ KINDS = {
     "mixture": Kind(mixture, true_mixture, 5, tolerance=0.01),
     "decoder": Kind(decoder, true_decoder, 25),
     "types": Kind(types, true_types, 25),
-    "contrasts": Kind(contrasts, true_contrasts, 25),
+    "contrasts": Kind(contrasts, true_contrasts, 25, steps=(200, 0.01)),
     "counts": Kind(counts, true_counts, 25),
     "ordinal": Kind(ordinal, true_ordinal, 25),
     "topics": Kind(topics, true_topics, 25),
@@ -256,8 +258,8 @@ def drawn(kind: Kind) -> tuple[Tensor, float]:
         y = poutine.trace(poutine.uncondition(program)).get_trace(nothing).nodes["y"]["value"]
     if kind.evidence is not None:
         return y, kind.evidence(y)
-    run = Run(program, y, Settings(None, 64).slowing(STEPS))
-    values = [run.step(y) for _ in range(STEPS)]
+    run = Run(program, y, Settings(None, 64).slowing(*kind.steps))
+    values = [run.step(y) for _ in range(kind.steps[0])]
     return y, sum(values[-NUM_LOSSES:]) / NUM_LOSSES
 
 
