@@ -66,7 +66,7 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
         feature_names_in_: their names, if the data had any.
 
     Raises:
-        ValueError: for a parameter out of range, or data outside of what the family allows.
+        ValueError: for a parameter out of range, more components than data points, or data outside of what the family allows.
     """
 
     def __init__(
@@ -169,6 +169,8 @@ class TruncatedMixture(DensityMixin, BaseEstimator):
 
     def _make(self, rows: Tensor) -> Any:
         number = check_count("n_components", self.n_components)
+        if number > len(rows):
+            raise ValueError(f"n_components must be at most the number of data points, {len(rows)}; got {number}")
         if self.family == "poisson":
             return PoissonMixture(rows.shape[1], number, dtype=rows.dtype)
         # Without a prior of the covariances: the likelihood is what is promised.

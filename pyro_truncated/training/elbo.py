@@ -81,7 +81,7 @@ class Truncated_ELBO(Described, ELBO):
 
     Raises:
         TypeError: if ``search`` is no search, or the guide holds no ``AutoTruncated``.
-        ValueError: for a step count below 1, or a temperature below 1 or infinite.
+        ValueError: for a step or particle count below 1, or a temperature below 1 or infinite.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class Truncated_ELBO(Described, ELBO):
         search = AutomaticSearch() if search is None else search
         check_search(search)
         search_steps, search_every = check_counts(search_steps=search_steps, search_every=search_every)
+        check_counts(num_particles=kwargs.get("num_particles", 1))
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
         self.search = search
         self.search_steps = search_steps

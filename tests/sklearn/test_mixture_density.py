@@ -47,3 +47,5 @@ def test_counts():
     assert components.shape == (5,)
     with pytest.raises(ValueError, match="outside the support"):
         mixture.fit(counts + 0.5)
+    with pytest.raises(ValueError, match="n_components must be at most the number of data points, 3; got 5"):
+        mixture.set_params(n_components=5).fit(counts[:3])

@@ -207,6 +207,7 @@ def test_search_every_and_search_steps():
     [
         ({"search_steps": 0}, "search_steps must be a positive integer; got 0"),
         ({"search_every": 1.5}, "search_every must be a positive integer; got 1.5"),
+        ({"num_particles": 0}, "num_particles must be a positive integer; got 0"),
     ],
 )
 def test_bad_arguments(arguments, message):
