@@ -39,9 +39,10 @@ class NormalOrMissing(_Normal):  # type: ignore[misc]
     support = or_missing(constraints.real)
 
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log densities, zero where the value is missing."""
+        """Log densities, zero where the value is missing; booleans count as zeros and ones."""
         if self._validate_args:
             self._validate_sample(value)
+        value = value.to(self.loc.dtype) if value.dtype == torch.bool else value
         is_missing = value.isnan()
         # Zero in its place keeps NaN out of gradients, too.
         standardised = (value - self.loc).masked_fill(is_missing, 0.0) / self.scale

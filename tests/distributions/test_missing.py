@@ -38,5 +38,7 @@ def test_normal_entries_that_are_missing_count_for_nothing_and_leave_no_gradient
     torch.testing.assert_close(log_prob, expected)
     torch.testing.assert_close(*(torch.autograd.grad(one.sum(), loc)[0] for one in (log_prob, expected)))
     assert NormalOrMissing(loc, scale).expand([2, 5, 4, 3]).sample().isfinite().all()
+    bits = value > 0  # of which torch subtracts nothing
+    torch.testing.assert_close(NormalOrMissing(loc, scale).log_prob(bits), dist.Normal(loc, scale).log_prob(bits.to(loc)))
     with pytest.raises(ValueError, match="missing"):
         NormalOrMissing(loc, scale).log_prob(value.fill_(math.inf))
