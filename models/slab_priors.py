@@ -38,7 +38,15 @@ class SlabPrior(Protocol):
         """The prior itself, over vectors of slabs."""
 
     def statistics(
-        self, likelihood: Likelihood, population: Population, y: Tensor, temperature: float, total: Total, positions: Tensor
+        self,
+        likelihood: Likelihood,
+        population: Population,
+        y: Tensor,
+        temperature: float,
+        total: Total,
+        positions: Tensor,
+        *,
+        stays_independent: bool,
     ) -> Statistics:
         """The statistics of the likelihood, with what :meth:`best` needs.
 
@@ -49,6 +57,7 @@ class SlabPrior(Protocol):
             temperature: temperature of the posteriors over the indicators.
             total: sums over the data of all processes.
             positions: those of the population's data points ``(n,)`` among the data of all processes.
+            stays_independent: whether slabs that are independent stay so.
         """
 
     def best(self, statistics: Statistics, mean: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,7 +89,15 @@ class IndependentSlabs:
         return prior
 
     def statistics(
-        self, likelihood: SpikeSlabSuperposition, population: Population, y: Tensor, temperature: float, total: Total, positions: Tensor
+        self,
+        likelihood: SpikeSlabSuperposition,
+        population: Population,
+        y: Tensor,
+        temperature: float,
+        total: Total,
+        positions: Tensor,
+        *,
+        stays_independent: bool = True,
     ) -> Statistics:
         """See :class:`SlabPrior`."""
         return likelihood.statistics(population, y, temperature)
@@ -138,6 +155,8 @@ class CorrelatedSlabs:
         temperature: float,
         total: Total,
         positions: Tensor,
+        *,
+        stays_independent: bool = False,
     ) -> Statistics:
         """See :class:`SlabPrior`. The step is chosen here, where the data are at hand to compare it with others."""
         statistics = likelihood.statistics(population, y, temperature)
@@ -145,6 +164,9 @@ class CorrelatedSlabs:
         names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
         sums = dict(zip(names, total([statistics[name] for name in names]), strict=True))
         means, covariances = _candidates(sums, mean, root @ root.mT)
+        if stays_independent and not bool(root.tril(-1).any()):
+            # The step of EM among independent slabs, which never loses either; and others.
+            covariances = covariances.diagonal(dim1=-2, dim2=-1).diag_embed()
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
             """Which gain most, ``(1,)``."""

@@ -42,7 +42,8 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         num_observed: number of observed dimensions ``D``.
         num_latents: number of latents ``H``.
         shared_prior: whether all latents share one :math:`\pi`.
-        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them.
+        covariance: ``"diag"`` for independent slabs, ``"full"`` for a covariance of all of them; while :func:`~pyro_truncated.learn` makes
+            starts they are independent in any case, as starts with both lead to worse optima.
         offset: whether an offset :math:`a` is learned, as the literature's models have none; without it the data's background must be zero.
         ridge: strength of a prior of the dictionary, see :class:`.LinearDictionary`; with one the free energy may fall.
         dtype: floating point type of the parameters; default: torch's.
@@ -55,6 +56,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         slab_scale: standard deviations :math:`\tau`, ``(H,)``; the lower Cholesky factor of :math:`\Psi`, ``(H, H)``, if full.
         bias: offset :math:`a`, ``(D,)``, or ``None``.
         center: where moments are taken, ``(D,)``, see :class:`.LinearDictionary`.
+        is_starting: whether slabs that are independent stay so in M-steps.
 
     Raises:
         ValueError: if a size is no positive integer, for an unknown kind of covariance, or a negative ridge.
@@ -69,6 +71,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
     statistics_span_processes = True
 
     latent_parameters = ("weight", "prior", "slab_mean")
+    is_starting = False
 
     slab_mean: Tensor
     slab_scale: Tensor
@@ -136,6 +139,7 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         other: Self = super().with_latents(index)
         scale = self._slabs.of_latents(self.slab_scale.detach(), index)
         other.slab_scale = PyroParam(scale, self._slabs.constraint)  # type: ignore[assignment]
+        other.is_starting = self.is_starting
         return other
 
     @torch.no_grad()
@@ -154,7 +158,9 @@ class SpikeSlabSparseCoding(LinearDictionary, SparseCoding):
         population, y = self._above_center(population, check_data(y, self.num_observed))
         states, slabs, bias = self.weight.new_zeros(self.num_latents), (self.slab_mean, self.slab_scale), self._bias_above_center()
         likelihood: Any = self._slabs.superposition(states, self.weight, self.scale, *slabs, bias, validate_args=False)
-        statistics: dict[str, Tensor] = self._slabs.statistics(likelihood, population, y, temperature, *shared)
+        statistics: dict[str, Tensor] = self._slabs.statistics(
+            likelihood, population, y, temperature, *shared, stays_independent=self.is_starting
+        )
         return statistics
 
     @torch.no_grad()

@@ -19,7 +19,7 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.model_kinds import is_mixture, starts_near_the_end
+from pyro_truncated.training.model_kinds import is_mixture, starting, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import finished
@@ -177,10 +177,11 @@ def learn(
     plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None)
     with undriven(model), progress_bar(progress, unit="step") as bar:
         settings = dataclasses.replace(settings, watch=partial(_show, bar))
-        found = SeveralStarts(model, part, settings, plan)
-        found.make(bar)
-        doubts = found.doubts()
-        found.complete()
+        with starting(model):
+            found = SeveralStarts(model, part, settings, plan)
+            found.make(bar)
+            doubts = found.doubts()
+            found.complete()
         put_back(model, part, found.best.parameters)
         bar.total, run = bar.n + steps, Run(model, y, settings.slowing(steps, _LAST_RATE_BESIDE if is_beside else LAST_RATE))
         run.take_over(found.best.beside, y)

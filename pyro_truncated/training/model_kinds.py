@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
 from torch import Tensor
@@ -46,3 +48,16 @@ def is_mixture(model: Any, space: StateSpace | None) -> bool:
     """
     has_one = space is not None and space.num_latents == 1
     return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not starts_near_the_end(model)
+
+
+@contextlib.contextmanager
+def starting(model: Any) -> Iterator[None]:
+    """Tells a model that has the attribute ``is_starting`` that starts are being made: details may wait for the training on all data."""
+    if not hasattr(model, "is_starting"):
+        yield
+        return
+    model.is_starting = True
+    try:
+        yield
+    finally:
+        model.is_starting = False
