@@ -11,6 +11,8 @@ from pyro_truncated.distributions import products_of_components, sums_of_compone
 NEVER_USED = 1e-8
 # Of shares so small nothing is left in the sums of a component that is used.
 _LOST = 1e-20
+# Numbers in the copies that are made to leave out such states.
+_MOST_COPIED = 2**25
 _WEIGHT_FLOOR = 1e-6
 # From so many components per state on the sums go over the states that are kept.
 _MANY = 4
@@ -72,5 +74,6 @@ class Shares:
         if rows.is_cpu:  # a device would be waited for
             # Most states that are kept explain nothing, and every product costs the square of the dimensions.
             row, state = (~(weight <= _LOST)).nonzero(as_tuple=True)
-            rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
+            if len(row) * rows.shape[1] <= _MOST_COPIED:
+                rows, component, weight = rows[row], component[row, state].unsqueeze(1), weight[row, state].unsqueeze(1)
         return products_of_components(rows, component, weight, self.num_components)

@@ -10,7 +10,9 @@ from contextvars import ContextVar, copy_context
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.function import once_differentiable
 
 _KINDS = ("compiled", "vectorised")
@@ -56,6 +58,13 @@ def use(kind: str) -> Iterator[None]:
         yield
     finally:
         _chosen.reset(token)
+
+
+def are_differentiated(*tensors: Tensor) -> bool:
+    """Whether derivatives by any of the tensors are asked for, backward or forward: what is compiled has none."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return True
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def remember_context(ctx: Any) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 
-import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend, use
+from pyro_truncated.ops.backend import are_differentiated, backend, use
 
 # In more dimensions products of matrices are faster.
 _FEW = 32
@@ -32,8 +31,6 @@ def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, 
     Returns:
         ``(E,)``.
     """
-    # What is compiled has no gradient.
-    needs_gradient = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (rows, loc, whitening))
-    with use("vectorised") if needs_gradient or rows.shape[1] > _FEW else contextlib.nullcontext():
+    with use("vectorised") if are_differentiated(rows, loc, whitening) or rows.shape[1] > _FEW else contextlib.nullcontext():
         found: Tensor = backend("square_distances", rows).square_distances(rows, row, component, loc, whitening)
     return found

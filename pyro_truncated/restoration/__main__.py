@@ -104,12 +104,20 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
     if whole.mode != shallow.mode:
         try:
             whole.save(path)
-            return ""
+            if _is_kept(whole, path):
+                return ""
         except (OSError, ValueError):  # Not in this format.
             pass
     shallow.save(path)
     lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
     return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
+
+
+def _is_kept(picture: Image.Image, path: Path) -> bool:
+    """Whether a file that was written has transparency, or sixteen bits: some formats leave them out and say nothing."""
+    with Image.open(path) as written:
+        is_same = written.mode == picture.mode if picture.has_transparency_data else np.array_equal(np.array(written), np.array(picture))
+    return bool(is_same)
 
 
 def _read_mask(path: Path | None) -> Tensor | None:

@@ -87,7 +87,7 @@ def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
 
 
 def hardly_pays(reached: Sequence[Reached]) -> bool:
-    r"""Whether one more start may be expected to gain no more than five more steps of the best one do, or than chance decides.
+    r"""Whether one more start may be expected to gain no more than five more steps of the best two do, or than chance decides.
 
     What the last of :math:`K` starts has gained, in the mean over all orders, is the lead of the best divided by :math:`K`. Starts that
     still rise by as much are not told apart by where they are, and the steps of another one are better spent on the best. Of three starts

@@ -41,6 +41,16 @@ def test_densities_and_gradients_are_those_of_the_stock_distribution(shared: boo
         close(found.variance, expected.variance)
 
 
+def test_forward_derivatives_are_those_of_the_stock_distribution() -> None:
+    loc, tril = parameters(shared=False)
+    component, y = torch.arange(K), torch.linspace(-1, 1, K * D, dtype=D64).reshape(K, D)
+    derivatives = [
+        torch.func.jvp(lambda at, make=make: make(at).log_prob(y), (loc,), (torch.ones_like(loc),))[1]
+        for make in (lambda at: ComponentMultivariateNormal(component, at, tril), lambda at: MultivariateNormal(at, scale_tril=tril))
+    ]
+    torch.testing.assert_close(*derivatives)
+
+
 @pytest.mark.parametrize("types", [(torch.float32, D64), (D64, torch.float32)])
 @pytest.mark.parametrize("shared", [False, True])
 def test_values_may_be_of_another_type_than_the_parameters(shared: bool, types: tuple[torch.dtype, torch.dtype]) -> None:

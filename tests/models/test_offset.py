@@ -231,6 +231,8 @@ def test_a_background_is_large_beside_the_noise_not_beside_the_causes() -> None:
         assert not any(lies_on_background(y + noise * level) for level in (-1, 0, 1))
     noise = torch.randn(500, 25, generator=generator())
     assert not any(lies_on_background(y) for y in (noise.abs(), noise.exp(), noise.square(), (3 * noise.abs()).round()))
+    # Of many rows some are looked at, and not every second one.
+    assert not lies_on_background(noise.abs().repeat(40, 1) + 9 * (torch.arange(1, 20_001) % 2).unsqueeze(1))
 
 
 @pytest.mark.slow
