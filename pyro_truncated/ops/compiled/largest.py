@@ -115,13 +115,34 @@ def _insert(x, name, best, index):
     return s
 
 
+@njit(cache=True, nogil=True)
+def _bound(most, peak, top):
+    """What so many of some values as ``top`` has places are at least: that many are the largest of columns that have nothing in common."""
+    width = len(peak)
+    for j in range(width):
+        # NaN is above any bound.
+        peak[j] = most[j] if most[j] == most[j] else -np.inf
+    for start in range(width, len(most) - width + 1, width):
+        for j in range(width):
+            peak[j] = most[start + j] if most[start + j] > peak[j] else peak[j]
+    top[:] = -np.inf
+    for x in peak:
+        if x > top[-1]:
+            s = len(top) - 1
+            while s > 0 and x > top[s - 1]:
+                top[s] = top[s - 1]
+                s -= 1
+            top[s] = x
+    return top[-1]
+
+
 @parallel_kernel(cost=2)
 def _enter(products, rows, names, value, index):
     num_rows, width = products.shape
     number, size = value.shape[1], width // _FOLD
     num_blocks = min(num_rows, _BLOCKS)
     for block in prange(num_blocks):
-        most = np.empty(size, products.dtype)
+        most, peak, top = np.empty(size, products.dtype), np.empty(2 * number, products.dtype), np.empty(number, products.dtype)
         for i in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
             best, found = value[rows[i]], index[rows[i]]
             least = best[number - 1]
@@ -132,15 +153,17 @@ def _enter(products, rows, names, value, index):
                     x = products[i, r * size + j]
                     # NaN stays.
                     most[j] = x if x > most[j] or x != x else most[j]
+            # Where none is known yet, most of what would be entered would not stay.
+            bound = _bound(most, peak, top) if least == -np.inf and size >= len(peak) else least
             for j in range(size):
-                if _is_above(most[j], least):
+                if _is_above(most[j], least) and not most[j] < bound:
                     for r in range(_FOLD):
                         x = products[i, r * size + j]
-                        if _is_above(x, least):
+                        if _is_above(x, least) and not x < bound:
                             _insert(x, names[r * size + j], best, found)
                             least = best[number - 1]
             for j in range(_FOLD * size, width):
-                if _is_above(products[i, j], least):
+                if _is_above(products[i, j], least) and not products[i, j] < bound:
                     _insert(products[i, j], names[j], best, found)
                     least = best[number - 1]
 
