@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated import ops
-from pyro_truncated.ops.compiled import values
+from pyro_truncated.ops.compiled import threads, values
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.states import StateSpace
 
@@ -81,6 +81,17 @@ def test_small_calls_run_on_one_thread(size, expected, monkeypatch):
     before = numba.get_num_threads()
     kernel = parallel_kernel(cost=2)(lambda out: numba.get_num_threads())
     assert kernel(np.zeros(size)) == expected
+    assert numba.get_num_threads() == before
+
+
+@pytest.mark.skipif(numba.get_num_threads() == 1, reason="needs two threads")
+@pytest.mark.parametrize(("as_torch", "expected"), [(True, 1), (False, numba.get_num_threads())])
+def test_there_are_no_more_threads_than_torch_has_unless_their_number_is_given(as_torch, expected, monkeypatch):
+    monkeypatch.setattr(numba, "njit", lambda **options: lambda function: function)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(threads, "_AS_TORCH", as_torch)
+    before = numba.get_num_threads()
+    assert parallel_kernel()(lambda out: numba.get_num_threads())(np.zeros(2**14)) == expected
     assert numba.get_num_threads() == before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import types
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,16 @@ from pyro_truncated.ops.forks import is_forked
 _SMALL = 2**14
 # The cost of kernels that are worth all threads on any arrays.
 HEAVY = _SMALL
+# Numba's threads are as many as torch's, of which OMP_NUM_THREADS and torch.set_num_threads speak, unless their number is given.
+_AS_TORCH = "NUMBA_NUM_THREADS" not in os.environ
 
 
 def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Compiles a function with parallel loops; called on small arrays it runs on one thread.
 
     Waking threads takes longer than a small call needs, the more so where they compete with those of torch. The number of threads is
-    set for the calling thread only and put back after the call, whatever happens in it.
+    set for the calling thread only and put back after the call, whatever happens in it. There are no more than torch has, unless the
+    environment variable ``NUMBA_NUM_THREADS`` says otherwise: those beyond the cores that one is given wait for each other, and spin.
 
     A forked child (a worker of a ``DataLoader``, a ``multiprocessing`` process of the method "fork") has none of its parent's threads, and
     the OpenMP runtime of the GNU compiler would end it. There, functions are compiled once more, without parallel loops; their results
@@ -44,9 +48,10 @@ def parallel_kernel(*, cost: int = 1, **options: Any) -> Callable[[Callable[...,
                 return serial()(*arguments)
             size = sum(argument.size for argument in arguments if isinstance(argument, np.ndarray))
             num_threads = numba.get_num_threads()
-            if size * cost >= _SMALL or num_threads == 1:
+            at_most = 1 if size * cost < _SMALL else torch.get_num_threads() if _AS_TORCH else num_threads
+            if num_threads <= at_most:
                 return compiled(*arguments)
-            numba.set_num_threads(1)
+            numba.set_num_threads(at_most)
             try:
                 return compiled(*arguments)
             finally:
