@@ -29,7 +29,7 @@ _DIRECTIONS = 32
 _SEEDED, _SEEDED_PER_COMPONENT = 20_000, 5
 # Rows are compared within so many parts of the data, where clusters are not long.
 _CELLS = 32
-_ROWS, _PAIRS = 2**14, 2**12
+_ROWS, _MOST_ROWS, _PAIRS = 2**14, 2**16, 2**12
 # For more clusters the nearest are looked for in single precision.
 _FEW = 1000
 
@@ -206,8 +206,9 @@ def _nearest(x: Tensor, centres: Tensor) -> Tensor:
         x, centres = (x / unit).float(), (centres / unit).float()
     # The smallest distance is the largest of these linear functions.
     linear = torch.cat([-0.5 * centres.square().sum(1, keepdim=True), centres], 1)
-    functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x))
-    return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in x.split(_ROWS)])
+    functions = LinearFunctions(linear, _with_one(centres), lambda: grouped(centres), len(x), lambda own: -0.5 * own[:, 1:].square().sum(1))
+    blocks = x.split(_ROWS if functions.are_few else _MOST_ROWS)
+    return torch.cat([functions.largest(_with_one(rows), min(_NEAREST, len(centres))) for rows in blocks])
 
 
 def _with_one(x: Tensor) -> Tensor:

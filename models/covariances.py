@@ -70,6 +70,10 @@ class Covariances(abc.ABC):
     def features(self, x: Tensor) -> Tensor:
         """What of the squares and products of the data ``(N, D)`` the log densities are linear in, ``(N, F)``."""
 
+    def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
+        """Terms of the log densities ``(N,)`` of the data that are the same for all components, if the features lack them."""
+        return None
+
     @abc.abstractmethod
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
         """The features summed over the data of every component, ``(K, F)``."""
@@ -252,6 +256,12 @@ class Tied(Full):
     def features(self, x: Tensor) -> Tensor:
         """None: products count alike for all components."""
         return x[:, :0]
+
+    def offset(self, x: Tensor, parameters: Parameters) -> Tensor | None:
+        r""":math:`-\frac12 x^\top \Sigma^{-1} x`."""
+        white = torch.linalg.solve_triangular(parameters["scale"].to(x), x.mT, upper=False)
+        squares: Tensor = white.square().sum(0)
+        return -0.5 * squares
 
     def summed_features(self, statistics: dict[str, Tensor]) -> Tensor:
         """None."""

@@ -234,9 +234,10 @@ class GaussianMixture(LinearMixture):
 
     def linear_functions(self, y: Tensor) -> LinearFunctions:
         """The log joints, in the data's type; of integers in that of the means."""
-        loc = self.loc.detach().to(self._dtype_for(y))
-        coefficients = self._components(self.weights).coefficients().to(loc)
-        return LinearFunctions(coefficients, self.linear_features(loc), lambda: grouped(loc), len(y))
+        loc, components = self.loc.detach().to(self._dtype_for(y)), self._components(self.weights)
+        return LinearFunctions(
+            components.coefficients().to(loc), self.linear_features(loc), lambda: grouped(loc), len(y), components.offset
+        )
 
     def _dtype_for(self, y: Tensor) -> torch.dtype:
         return y.dtype if y.is_floating_point() else self.loc.dtype
@@ -294,7 +295,6 @@ class GaussianMixture(LinearMixture):
             population: truncated posteriors, of data points that have been scored; its ``indices`` select these among ``y``.
             y: all data, ``(N, D)``.
         """
-        check_data(y, self.num_observed)
         parameters = {name: value.double() for name, value in self._spreads().items()}
-        mean: Tensor = self._kind.without_noise(population, y, self.loc.double(), parameters)
+        mean: Tensor = self._kind.without_noise(population, check_data(y, self.num_observed), self.loc.double(), parameters)
         return mean.to(self._dtype_for(y))

@@ -73,6 +73,11 @@ class Gaussians:
         offset = self.weights.log() - size - 0.5 * (linear * self.loc).sum(-1)
         return torch.cat([offset.unsqueeze(-1), linear, -0.5 * squares], 1)
 
+    def offset(self, features: Tensor) -> Tensor | None:
+        """Terms of the log joints that are the same for all components and that such features ``(N, F)`` lack, ``(N,)``."""
+        offset: Tensor | None = self.kind.offset(features[:, 1 : self.loc.shape[1] + 1], self.spreads)
+        return offset
+
     def expected(self, statistics: Statistics) -> Tensor:
         r""":math:`\sum_n r_{nk} \log \pi_k \mathcal N(y_n; \mu_k, \Sigma_k)`, ``(K,)``, but for what is the same for all components."""
         features = [statistics["counts"].unsqueeze(-1), statistics["sums"], self.kind.summed_features(statistics)]

@@ -13,7 +13,7 @@ from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.search import LinearFunctions, SearchBatch
 
 _SITE = "y"
-# Data points whose features exist at a time; where most components are not looked at more of them, as each group is a call of its own.
+# Data points whose features exist at a time; where most components are not looked at more of them.
 _ROWS, _MOST_ROWS, _FEATURES = 2**14, 2**16, 2**21
 # Equal weights differ by rounding.
 _EQUAL = 1e-5
@@ -90,9 +90,10 @@ class LinearMixture(UniqueModule):
 
         Log joints are linear in features of the data - of Gaussians the data and their squares, of Poisson distributions the data - so that
         this is a product of matrices. Up to three thousand components, or for fewer than ten data points per component, all are looked at.
-        Of more only those in the twelve likeliest groups, and the neighbours of the best two: of ten thousand spherical components with
-        known parameters the best one is missed for .1 % of the data points, and .8 % of the four best; of diagonal ones .5 % and 2 %.
-        In training, populations that hold some lead on, so that less is missed.
+        Of more only those in the two likeliest groups and the neighbours of the best two, and in fourteen more groups for those data
+        points that have no likely one there: of ten thousand spherical components with known parameters the best one is missed for less
+        than .1 % of the data points, and 2 % of the four best; of diagonal ones .2 % and 4 %. In training, populations that hold some
+        lead on, so that less is missed.
 
         Example:
             >>> y = torch.randn(500, 2)
@@ -149,7 +150,7 @@ class LikeliestComponents(Search):
 
     Populations need not be likely beforehand, and nothing is learned of the data. Of more than three thousand components not all likely
     ones are found at once: some are in groups that are not looked at. There, populations that hold the best component of the likeliest
-    four groups lead on to its neighbours, and fewer groups are looked at, so that later steps miss less, in less time.
+    two groups lead on to its neighbours, and no more groups are looked at, so that later steps miss less, in less time.
 
     Args:
         model: the mixture, whose data are called ``y``.

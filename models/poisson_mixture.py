@@ -100,9 +100,9 @@ class PoissonMixture(LinearMixture):
 
     def linear_functions(self, y: Tensor) -> LinearFunctions:
         """The log joints."""
-        offset = self.weights.log() - self.rate.sum(1)
-        coefficients, rate = torch.cat([offset.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
-        return LinearFunctions(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y))
+        constant = self.weights.log() - self.rate.sum(1)
+        coefficients, rate = torch.cat([constant.unsqueeze(-1), self.rate.log()], 1), self.rate.detach()
+        return LinearFunctions(coefficients, self.linear_features(rate), lambda: grouped(rate.sqrt()), len(y), _least_loss)
 
     @torch.no_grad()
     @takes_arrays
@@ -148,3 +148,10 @@ class PoissonMixture(LinearMixture):
         """
         mean: Tensor = Shares(population, self.num_components).means(self.rate.double())
         return mean.to(y.dtype if check_data(y, self.num_observed).is_floating_point() else self.rate.dtype)
+
+
+def _least_loss(features: Tensor) -> Tensor:
+    """Minus what the rates that fit each data point best would reach, ``(N,)``."""
+    counts = features[:, 1:]
+    loss: Tensor = (counts - torch.special.xlogy(counts, counts)).sum(1)
+    return loss

@@ -62,7 +62,7 @@ def walked(
     index: Tensor,
     depth: int,
     also: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """Looks at the neighbours of the best functions, and of what is among the best then, until all of theirs have been looked at.
 
     Args:
@@ -75,11 +75,13 @@ def walked(
         also: functions to look at before, different ones, ``(N, A)``.
 
     Returns:
-        The numbers of the largest functions now known, ``(N, S)``, the largest first.
+        The values and the numbers of the largest functions now known, ``(N, S)``, the largest first.
     """
     features, coefficients = _computed(features, coefficients)
     depth, also = min(depth, index.shape[1]), index[:, :0] if also is None else also
-    found: Tensor = backend("largest", features).walked(features, coefficients, neighbours, value.to(features), index, depth, also)
+    found: tuple[Tensor, Tensor] = backend("largest", features).walked(
+        features, coefficients, neighbours, value.to(features), index, depth, also
+    )
     return found
 
 

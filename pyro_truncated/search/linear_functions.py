@@ -14,22 +14,26 @@ from pyro_truncated.utils.counts import check_count
 
 # Up to so many functions, and for fewer data points per function, all are looked at.
 _FEW, _ROWS_PER_FUNCTION = 3000, 10
-# Of the rest: the groups that are looked at, the neighbours of the best functions then, and of how many.
-_LOOKED_AT, _NEIGHBOURS, _DEPTH = 12, 32, 2
-# The groups that are looked at first where large functions are known.
-_FIRST = 4
-# Neighbours are looked for in more groups: once, for all data.
-_LOOKED_AT_FOR_NEIGHBOURS = 60
+# Of the rest: the groups that are looked at first, and at most; the neighbours of each function; and of how many of the best functions
+# these are looked at, and of how many where the best is known.
+_FIRST, _LOOKED_AT, _NEIGHBOURS, _DEPTH, _DEPTH_WHERE_KNOWN = 2, 16, 32, 2, 1
+# Of the data points so many parts, but no smaller ones, look further in turn, until of a part fewer than this share gains.
+_PARTS, _SMALLEST, _GAINING = 32, 256, 0.02
+# Neighbours are looked for in more groups, once for all data; everywhere if these groups are more than a share of all.
+_LOOKED_AT_FOR_NEIGHBOURS, _MOST = 60, 0.3
 _ROWS = 2**14
+# Values and numbers of functions, ``(N, S)`` both.
+Found = tuple[Tensor, Tensor]
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class LinearFunctions:
     """Finds the largest of very many linear functions of some features.
 
-    Up to three thousand functions, and for fewer than ten data points per function, all are looked at. Of more first the groups of
-    functions that are large on average, then the neighbours of the best ones found there: those functions that are largest where these
-    belong. Some of the largest are missed.
+    Up to three thousand functions, and for fewer than ten data points per function, all are looked at. Of more first the two groups of
+    functions that are largest on average, then the neighbours of the best ones found there: those functions that are largest where these
+    belong. Then fourteen more groups, and neighbours again, for those data points whose largest function is low: a thirty-second part of
+    them after another, the lowest first, as long as two in a hundred gain a larger one. Some of the largest are missed.
 
     Example:
         >>> places = torch.randn(40, 2)
@@ -44,6 +48,8 @@ class LinearFunctions:
         features: where the functions belong, ``(K, F)``.
         group: asked for when it is needed: a group of similar functions for each, ``(K,)``, numbered from 0, none empty.
         num_data: of how many data points the largest functions will be looked for.
+        offset: asked for when it is needed: of features ``(N, F)`` what is added to all functions' values, ``(N,)``, so that those of
+            different data points can be compared, such as the log density of the data under the component that fits each best.
 
     Attributes:
         are_few: whether all are looked at, so that it is no use to know large ones.
@@ -52,13 +58,20 @@ class LinearFunctions:
         ValueError: if there are no functions, coefficients and features have different shapes, or the number of data points is negative.
     """
 
-    def __init__(self, coefficients: Tensor, features: Tensor, group: Callable[[], Tensor], num_data: int) -> None:
+    def __init__(
+        self,
+        coefficients: Tensor,
+        features: Tensor,
+        group: Callable[[], Tensor],
+        num_data: int,
+        offset: Callable[[Tensor], Tensor | None] | None = None,
+    ) -> None:
         if coefficients.dim() != 2 or not len(coefficients) or coefficients.shape != features.shape:
             shapes = f"{tuple(coefficients.shape)} and {tuple(features.shape)}"
             raise ValueError(f"coefficients and features must have the same shape (K, F), K positive; got {shapes}")
         num_data = check_count("num_data", num_data, least=0)
         self.coefficients, self.features = coefficients, features
-        self._find_group = group
+        self._find_group, self._find_offset = group, offset
         self.are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
 
     def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
@@ -67,7 +80,7 @@ class LinearFunctions:
         Args:
             features: of the data points, ``(N, F)``.
             number: how many functions.
-            known: functions that may be large, different ones, ``(N, A)``. Where the best one of four groups is among them no more groups
+            known: functions that may be large, different ones, ``(N, A)``. Where the best one of two groups is among them no more groups
                 are looked at.
 
         Raises:
@@ -81,11 +94,20 @@ class LinearFunctions:
         known = None if known is None else self._checked(known, features)
         if self.are_few or not self._are_apart(number):
             return largest_of_all(features, self.coefficients, number)[1]
-        if known is None or self._sizes.sort().values[:_FIRST].sum() < number:
-            value, index = self._of_groups(features, number, _LOOKED_AT)
-        else:
-            value, index = self._of_fewer_groups(features, number, known)
-        return walked(features, self.coefficients, self._neighbours, value, index, _DEPTH, known)
+        if self._sizes.sort().values[:_FIRST].sum() < number:
+            return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH, known)[1]
+        first = self._of_groups(features, number, _FIRST)
+        if known is None:
+            return self._sought(features, first)
+        is_held = (known == first[1][:, :1]).any(1)
+        held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
+        index[held] = self._walked(features[held], _of(first, held), _DEPTH_WHERE_KNOWN, known[held])[1]
+        index[lacking] = self._sought(features[lacking], _of(first, lacking), known[lacking])
+        return index
+
+    def offset(self, features: Tensor) -> Tensor | None:
+        """What is added to the values of data points with such features ``(N, F)``, so that they can be compared, ``(N,)``, if anything."""
+        return None if self._find_offset is None else self._find_offset(features)
 
     def _checked(self, known: Tensor, features: Tensor) -> Tensor:
         if known.dim() != 2 or len(known) != len(features):
@@ -94,17 +116,29 @@ class LinearFunctions:
         check_below(known, len(self.coefficients))
         return known
 
-    def _of_fewer_groups(self, features: Tensor, number: int, known: Tensor) -> tuple[Tensor, Tensor]:
-        """The largest of the first groups; of all that are looked at where what is known lacks the best of these."""
-        value, index = self._of_groups(features, number, _FIRST)
-        lacking = (known != index[:, :1]).all(1).nonzero()[:, 0]
-        rows, beside = features[lacking], (value[lacking], index[lacking])
-        asked = self._asked(rows, _LOOKED_AT)
-        value[lacking], index[lacking] = self._of_these(rows, asked[:, _FIRST:], number, beside)
+    def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> Tensor:
+        """The largest of what the first groups gave, of neighbours, and of more groups where these are low."""
+        value, index = self._walked(features, first, _DEPTH, known)
+        offset = self.offset(features)
+        order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
+        for rows in order.split(max(_SMALLEST, -(-len(order) // _PARTS))):
+            best = index[rows, 0]
+            index[rows] = self._further(features[rows], _of(first, rows), index[rows])
+            if (index[rows, 0] != best).sum() < _GAINING * len(rows):
+                break
+        return index
+
+    def _further(self, features: Tensor, first: Found, known: Tensor) -> Tensor:
+        """The largest where more groups are looked at than the first ones, which gave this, and led to what is known."""
+        asked, number = self._asked(features, _LOOKED_AT), known.shape[1]
+        value, index = self._of_these(features, asked[:, _FIRST:], number, first)
         # Where fewer are above minus infinity, both parts may have been filled up with the same ones.
-        is_few = value[lacking, -1] == -torch.inf
-        value[lacking[is_few]], index[lacking[is_few]] = self._of_these(rows[is_few], asked[is_few], number)
-        return value, index
+        is_few = value[:, -1] == -torch.inf
+        value[is_few], index[is_few] = self._of_these(features[is_few], asked[is_few], number)
+        return self._walked(features, (value, index), _DEPTH, known)[1]
+
+    def _walked(self, features: Tensor, found: Found, depth: int, known: Tensor | None = None) -> Found:
+        return walked(features, self.coefficients, self._neighbours, *found, depth, known)
 
     def _are_apart(self, number: int) -> bool:
         """Whether the groups that are looked at leave most functions out, and have as many as are asked for."""
@@ -112,14 +146,14 @@ class LinearFunctions:
         looked_at = min(_LOOKED_AT, len(sizes))
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
 
-    def _of_groups(self, features: Tensor, number: int, looked_at: int) -> tuple[Tensor, Tensor]:
+    def _of_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
         return self._of_these(features, self._asked(features, looked_at), number)
 
     def _asked(self, features: Tensor, looked_at: int) -> Tensor:
         """The groups to look at, those that are largest on average first."""
         return largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
 
-    def _of_these(self, features: Tensor, asked: Tensor, number: int, beside: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+    def _of_these(self, features: Tensor, asked: Tensor, number: int, beside: Found | None = None) -> Found:
         return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number, beside)
 
     @functools.cached_property
@@ -145,5 +179,12 @@ class LinearFunctions:
     @functools.cached_property
     def _neighbours(self) -> Tensor:
         """What is largest where each function belongs, ``(K, W)``."""
+        if _MOST * len(self._sizes) < _LOOKED_AT_FOR_NEIGHBOURS:
+            return largest_of_all(self.features, self.coefficients, _NEIGHBOURS)[1]
         parts = self.features.split(_ROWS)
         return torch.cat([self._of_groups(some, _NEIGHBOURS, _LOOKED_AT_FOR_NEIGHBOURS)[1] for some in parts])
+
+
+def _of(found: Found, rows: Tensor) -> Found:
+    """Those of some data points."""
+    return found[0][rows], found[1][rows]

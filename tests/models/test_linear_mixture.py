@@ -7,7 +7,7 @@ import pickle
 import pyro
 import pytest
 import torch
-from pyro.distributions import Categorical, Normal
+from pyro.distributions import Categorical, Normal, Poisson
 from pyro.infer import SVI
 from torch import Tensor
 
@@ -30,6 +30,17 @@ def problem(kind: str, number: int = 6, num_data: int = 120) -> tuple[LinearMixt
     covariance, rank = ("low-rank", 2) if is_shared or kind == "low-rank" else (kind, None)
     model = GaussianMixture(4, number, covariance=covariance, rank=rank, shared_noise=is_shared, pseudo_data=0, dtype=D64)
     return model.initialize(y + 100, generator), y + 100
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_linear_functions_of_different_data_points_can_be_compared(kind: str) -> None:
+    model, y = problem(kind)
+    functions, features = model.linear_functions(y), model.linear_features(y)
+    offset = functions.offset(features)
+    missing = (log_joint(model, y) - features @ functions.coefficients.mT).detach() - (0 if offset is None else offset.unsqueeze(1))
+    # But for one constant these are log joints; of counts, beside those of the rates that fit a data point best.
+    expected = Poisson(y.clamp(min=1e-300)).log_prob(y).sum(1) if kind == "poisson" else missing[0, 0].expand(len(y))
+    torch.testing.assert_close(missing, expected.unsqueeze(1).expand_as(missing))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -156,13 +157,41 @@ def test_likely_components_that_are_known_are_kept_and_lead_on() -> None:
     # Of few data points none may lack the best one, so that nothing is left to be looked for.
     assert functions.largest(features[:3], 3, expected.indices[:3]).equal(expected.indices[:3])
     unlikely = (-features @ coefficients.mT).topk(3).indices
-    assert functions.largest(features, 3, unlikely).equal(functions.largest(features, 3))
+    # What is known to be low does no harm.
+    values = [
+        (features @ coefficients.mT).gather(1, found)
+        for found in (functions.largest(features, 3, unlikely), functions.largest(features, 3))
+    ]
+    assert bool((values[0] >= values[1] - 1e-9).all())
     # Where all but two are impossible those that are found are still different ones.
     coefficients[2:, 0] = -torch.inf
     assert functions.largest(features, 3, unlikely).sort(1).values.diff().min() > 0
     for known in (unlikely[:9], unlikely[0], unlikely + 1500, -unlikely, unlikely.double()):
         with pytest.raises(ValueError, match=r"known|component"):
             functions.largest(features, 3, known)
+
+
+@pytest.mark.usefixtures("few_are_many", "kind")
+def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = 3 * torch.randn(1500, 8, generator=generator, dtype=D64)
+    x = places[torch.randint(1500, (6000,), generator=generator)] + torch.randn(6000, 8, generator=generator, dtype=D64)
+    own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
+    coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    nearest, looked, further = torch.cdist(x, places).argmin(1), [], LinearFunctions._further
+
+    def counted(self: LinearFunctions, features: Tensor, *rest: Any) -> Tensor:
+        looked.append(len(features))
+        return further(self, features, *rest)
+
+    monkeypatch.setattr(LinearFunctions, "_further", counted)
+    missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
+    monkeypatch.setattr(LinearFunctions, "_further", lambda self, features, first, known: known)
+    missed_before = int((functions.largest(features, 4)[:, 0] != nearest).sum())
+    assert missed_before > 30
+    assert missed < missed_before / 4
+    assert sum(looked) < 3000
 
 
 def test_more_than_three_thousand_components_are_searched_in_groups() -> None:

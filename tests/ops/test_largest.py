@@ -49,14 +49,14 @@ def test_a_walk_ends_where_no_neighbour_of_the_best_is_better() -> None:
     neighbours = torch.stack([(torch.arange(20) + step).clamp(0, 19) for step in (-2, -1, 1, 2)], 1)
     features = torch.tensor([[1.0, 9.2]], dtype=torch.float64)
     start = torch.tensor([[5, 4, 3, 2, 1]])
-    found = walked(features, coefficients, neighbours, (features @ coefficients.mT).gather(1, start), start, 1)
-    stayed = walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1)
+    value, found = walked(features, coefficients, neighbours, (features @ coefficients.mT).gather(1, start), start, 1)
+    stayed = walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1)[1]
     assert found.tolist() == [[9, 10, 8, 11, 7]]
+    torch.testing.assert_close(value, (features @ coefficients.mT).gather(1, found))
     assert torch.equal(stayed, start)
     also = torch.tensor([[12, 4, 19]])
-    assert walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1, also).tolist() == [
-        [12, 5, 4, 3, 2]
-    ]
+    led = walked(features, coefficients, neighbours[:, :0], (features @ coefficients.mT).gather(1, start), start, 1, also)[1]
+    assert led.tolist() == [[12, 5, 4, 3, 2]]
 
 
 @pytest.mark.usefixtures("kind")
@@ -66,6 +66,17 @@ def test_what_overflows_is_filled_up_with_different_functions() -> None:
     assert index[1].tolist() == [2, 3, 1]
     assert len(set(index[0].tolist())) == 3
     assert set(index[0].tolist()) > {2, 3}
+
+
+@pytest.mark.usefixtures("kind")
+def test_of_groups_whose_functions_are_minus_infinity_different_ones_are_named() -> None:
+    features = torch.ones(4, 1, dtype=torch.float64)
+    coefficients = torch.full((7, 1), -torch.inf, dtype=torch.float64)
+    coefficients[5] = 2.0
+    # The last group is smaller than the others.
+    value, index = largest_of_groups(features, coefficients, torch.tensor([0, 0, 0, 1, 1, 1, 2]), 3, torch.tensor([[1, 2]] * 4), 4)
+    assert value.tolist() == [[2.0, -torch.inf, -torch.inf, -torch.inf]] * 4
+    assert all(row[0] == 5 and len(set(row)) == 4 for row in index.tolist())
 
 
 @pytest.mark.usefixtures("kind")
@@ -85,7 +96,8 @@ def test_nan_is_the_largest_and_hides_no_other(place: int) -> None:
         assert torch.equal(index, expected.indices)
     start = (features @ coefficients[:4].mT).nan_to_num(-99.0).sort(1, descending=True)
     neighbours = torch.arange(203).repeat(203, 1)
-    assert torch.equal(walked(features, coefficients, neighbours, start.values[:, :3], start.indices[:, :3], 3), expected.indices)
+    found = walked(features, coefficients, neighbours, start.values[:, :3], start.indices[:, :3], 3)[1]
+    assert torch.equal(found, expected.indices)
 
 
 @pytest.mark.usefixtures("kind")

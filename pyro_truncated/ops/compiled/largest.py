@@ -1,7 +1,8 @@
 """Compiled CPU kernels behind :mod:`pyro_truncated.ops.largest`.
 
-Products of matrices are torch's, in blocks that stay in the cache and in memory that is used again: new memory costs several times as much
-as what is written to it.
+Where all functions are looked at, products of matrices are torch's, in blocks that stay in the cache and in memory that is used again: new
+memory costs several times as much as what is written to it. Where some groups are, each data point's products stay in the first cache: to
+bring together the data points of every group costs more than the products.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ _BLOCKS = 16
 def largest_of_all(features: Tensor, coefficients: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_all`."""
     value, index = _none(features, number)
-    rows, names = np.arange(len(features)), np.arange(len(coefficients))
-    _enter_products(features.contiguous(), coefficients, rows, names, value, index)
+    _enter_products(features.contiguous(), coefficients, value, index)
     _fill(index)
     return torch.from_numpy(value), torch.from_numpy(index)
 
@@ -39,27 +39,28 @@ def largest_of_groups(
     number: int,
     beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`pyro_truncated.ops.largest.largest_of_groups`."""
+    """See :func:`pyro_truncated.ops.largest.largest_of_groups`: of each data point one group after the other."""
     if beside is None:
         value, index = _none(features, number)
     else:
         value, index = beside[0].to(features).numpy().copy(), beside[1].numpy().copy()
     members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
-    rows, start = rows_of_groups(asked.numpy(), num_groups)
-    ordered = coefficients[torch.from_numpy(members)]
-    for g in np.flatnonzero((np.diff(start) > 0) & (np.diff(first) > 0)):
-        some, own = rows[start[g] : start[g + 1]], slice(first[g], first[g + 1])
-        _enter_products(features[torch.from_numpy(some)], ordered[own], some, members[own], value, index)
+    by_feature = _by_feature(coefficients.contiguous().numpy(), members, first)
+    _enter_groups(
+        features.contiguous().numpy(), by_feature, members, first, int(np.diff(first).max()), asked.contiguous().numpy(), value, index
+    )
     _fill(index)
     return torch.from_numpy(value), torch.from_numpy(index)
 
 
-def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor) -> Tensor:
+def walked(
+    features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor
+) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.walked`."""
     found, best = index.clone().numpy(), value.clone().numpy()
     arrays = (tensor.detach().contiguous().numpy() for tensor in (features, coefficients, neighbours, also))
     _walk(*arrays, depth, best, found)
-    return torch.from_numpy(found)
+    return torch.from_numpy(best), torch.from_numpy(found)
 
 
 def _none(features: Tensor, number: int) -> tuple[np.ndarray, np.ndarray]:
@@ -67,17 +68,15 @@ def _none(features: Tensor, number: int) -> tuple[np.ndarray, np.ndarray]:
     return value, np.full((len(features), number), -1)
 
 
-def _enter_products(
-    features: Tensor, coefficients: Tensor, rows: np.ndarray, names: np.ndarray, value: np.ndarray, index: np.ndarray
-) -> None:
-    """Enters the functions ``names`` of such coefficients ``(W, F)`` for the data points ``rows`` with such features ``(R, F)``."""
+def _enter_products(features: Tensor, coefficients: Tensor, value: np.ndarray, index: np.ndarray) -> None:
+    """Enters the functions of such coefficients ``(K, F)`` for the data points with such features ``(N, F)``."""
     width = len(coefficients)
-    step = min(max(1, len(rows)), max(_FEWEST_ROWS, _BLOCK // width))
+    step = min(max(1, len(features)), max(_FEWEST_ROWS, _BLOCK // width))
     memory, across = features.new_empty(step, width), coefficients.mT
-    for start in range(0, len(rows), step):
+    for start in range(0, len(features), step):
         some = features[start : start + step]
         products = torch.mm(some, across, out=memory[: len(some)])
-        _enter(products.numpy(), rows[start : start + step], names, value, index)
+        _enter(products.numpy(), np.arange(width), value[start : start + step], index[start : start + step])
 
 
 @njit(cache=True, nogil=True)
@@ -136,36 +135,90 @@ def _bound(most, peak, top):
     return top[-1]
 
 
+@njit(cache=True, nogil=True)
+def _enter_row(products, names, best, found, most, peak, top):
+    """Enters those of some functions that are among the largest of a data point; the last three are memory."""
+    width, number = len(products), len(best)
+    size, least = width // _FOLD, best[number - 1]
+    most = most[:size]
+    for j in range(size):
+        most[j] = products[j]
+    for r in range(1, _FOLD):
+        for j in range(size):
+            x = products[r * size + j]
+            # NaN stays.
+            most[j] = x if x > most[j] or x != x else most[j]
+    # Where none is known yet, most of what would be entered would not stay.
+    bound = _bound(most, peak, top) if least == -np.inf and size >= len(peak) else least
+    for j in range(size):
+        if _is_above(most[j], least) and not most[j] < bound:
+            for r in range(_FOLD):
+                x = products[r * size + j]
+                if _is_above(x, least) and not x < bound:
+                    _insert(x, names[r * size + j], best, found)
+                    least = best[number - 1]
+    for j in range(_FOLD * size, width):
+        if _is_above(products[j], least) and not products[j] < bound:
+            _insert(products[j], names[j], best, found)
+            least = best[number - 1]
+
+
 @parallel_kernel(cost=2)
-def _enter(products, rows, names, value, index):
+def _enter(products, names, value, index):
     num_rows, width = products.shape
-    number, size = value.shape[1], width // _FOLD
+    number = value.shape[1]
     num_blocks = min(num_rows, _BLOCKS)
     for block in prange(num_blocks):
-        most, peak, top = np.empty(size, products.dtype), np.empty(2 * number, products.dtype), np.empty(number, products.dtype)
+        most, peak, top = np.empty(width, products.dtype), np.empty(2 * number, products.dtype), np.empty(number, products.dtype)
         for i in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            best, found = value[rows[i]], index[rows[i]]
-            least = best[number - 1]
-            for j in range(size):
-                most[j] = products[i, j]
-            for r in range(1, _FOLD):
-                for j in range(size):
-                    x = products[i, r * size + j]
-                    # NaN stays.
-                    most[j] = x if x > most[j] or x != x else most[j]
-            # Where none is known yet, most of what would be entered would not stay.
-            bound = _bound(most, peak, top) if least == -np.inf and size >= len(peak) else least
-            for j in range(size):
-                if _is_above(most[j], least) and not most[j] < bound:
-                    for r in range(_FOLD):
-                        x = products[i, r * size + j]
-                        if _is_above(x, least) and not x < bound:
-                            _insert(x, names[r * size + j], best, found)
-                            least = best[number - 1]
-            for j in range(_FOLD * size, width):
-                if _is_above(products[i, j], least) and not products[i, j] < bound:
-                    _insert(products[i, j], names[j], best, found)
-                    least = best[number - 1]
+            _enter_row(products[i], names, value[i], index[i], most, peak, top)
+
+
+@njit(cache=True, nogil=True)
+def _by_feature(coefficients, members, first):
+    """The coefficients of the functions of one group after the other, those of one feature side by side."""
+    num_features = coefficients.shape[1]
+    found = np.empty(len(members) * num_features, coefficients.dtype)
+    for g in range(len(first) - 1):
+        own, part = members[first[g] : first[g + 1]], found[first[g] * num_features :]
+        width = len(own)
+        for f in range(num_features):
+            for i in range(width):
+                part[f * width + i] = coefficients[own[i], f]
+    return found
+
+
+@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
+def _multiply(features, coefficients, products):
+    """Sets the values of a group's functions; of their coefficients those of one feature lie side by side."""
+    width, num_features = len(products), len(features)
+    products[:] = 0
+    # Four features at a time: what is added to is read and written less often.
+    last = num_features // 4 * 4
+    for f in range(0, last, 4):
+        own, a, b, c, d = coefficients[f * width :], features[f], features[f + 1], features[f + 2], features[f + 3]
+        for j in range(width):
+            products[j] += a * own[j] + b * own[width + j] + c * own[2 * width + j] + d * own[3 * width + j]
+    for f in range(last, num_features):
+        own, a = coefficients[f * width :], features[f]
+        for j in range(width):
+            products[j] += a * own[j]
+
+
+@parallel_kernel(cost=64)
+def _enter_groups(features, coefficients, members, first, widest, asked, value, index):
+    num_rows, num_features = features.shape
+    number = value.shape[1]
+    num_blocks = min(num_rows, _BLOCKS)
+    for block in prange(num_blocks):
+        products, most = np.empty(widest, features.dtype), np.empty(widest, features.dtype)
+        peak, top = np.empty(2 * number, features.dtype), np.empty(number, features.dtype)
+        for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
+            for g in asked[n]:
+                start, end = first[g], first[g + 1]
+                own = products[: end - start]
+                _multiply(features[n], coefficients[start * num_features :], own)
+                _enter_row(own, members[start:end], value[n], index[n], most, peak, top)
 
 
 @njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})

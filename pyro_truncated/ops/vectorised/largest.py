@@ -31,15 +31,17 @@ def largest_of_groups(
     members, width, looked_at = group.argsort(stable=True), max(sizes), asked.shape[1]
     starts = torch.tensor([0, *itertools.accumulate(sizes)], device=asked.device)
     values, indices = [], []
+    # Functions that are minus infinity come before places of the table that hold none.
+    least = torch.finfo(features.dtype).min
     rows_of_blocks = _blocks(features, looked_at * width)
     for some, own in zip(rows_of_blocks, asked.split(max(1, len(rows_of_blocks[0]))), strict=True):
         order = own.flatten().argsort()
         table = features.new_full((len(order), width), -math.inf)
         times = torch.bincount(own.flatten(), minlength=num_groups).tolist()
         for those, rows, who in zip(order.split(times), (order // looked_at).split(times), members.split(sizes), strict=True):
-            table[those, : len(who)] = some[rows] @ coefficients[who].mT
+            table[those, : len(who)] = (some[rows] @ coefficients[who].mT).clamp(min=least)
         best = table.view(len(some), looked_at * width).topk(number)
-        values.append(best.values)
+        values.append(torch.where(best.values > least, best.values, best.values.clamp(max=-math.inf)))
         indices.append(members[starts[own.gather(1, best.indices // width)] + best.indices % width])
     value, index = torch.cat(values), torch.cat(indices)
     if beside is None:
@@ -48,15 +50,20 @@ def largest_of_groups(
     return value, torch.cat([beside[1], index], 1).gather(1, place)
 
 
-def walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor) -> Tensor:
+def walked(
+    features: Tensor, coefficients: Tensor, neighbours: Tensor, value: Tensor, index: Tensor, depth: int, also: Tensor
+) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.walked`."""
     width = max(neighbours.shape[1], also.shape[1]) * features.shape[1]
     step = max(1, _BLOCK // max(1, width))
     blocks = zip(features.split(step), value.split(step), index.split(step), also.split(step), strict=True)
-    return torch.cat([_walked(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks])
+    parts = [_walked(some, coefficients, neighbours, best, found, depth, others) for some, best, found, others in blocks]
+    return torch.cat([best for best, _ in parts]), torch.cat([found for _, found in parts])
 
 
-def _walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor) -> Tensor:
+def _walked(
+    features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Tensor, found: Tensor, depth: int, also: Tensor
+) -> tuple[Tensor, Tensor]:
     best, found = _looked_at(also, features, coefficients, best, found)
     done = torch.full_like(found, -1)
     for visit in range(found.shape[1]):
@@ -65,7 +72,7 @@ def _walked(features: Tensor, coefficients: Tensor, neighbours: Tensor, best: Te
         k = found.gather(1, is_open.to(torch.uint8).argmax(1, keepdim=True))
         done[:, visit] = torch.where(is_open.any(1), k[:, 0], -1)
         best, found = _looked_at(neighbours[k[:, 0]], features, coefficients, best, found)
-    return found
+    return best, found
 
 
 def _looked_at(others: Tensor, features: Tensor, coefficients: Tensor, best: Tensor, found: Tensor) -> tuple[Tensor, Tensor]:
