@@ -163,10 +163,12 @@ class CorrelatedSlabs:
         mean, root = likelihood.slab_mean.double(), likelihood.slab_scale_tril.double()
         names = ("slab_slope", "slab_curvature", "state_pairs", "num_data")
         sums = dict(zip(names, total([statistics[name] for name in names]), strict=True))
-        means, covariances = _candidates(sums, mean, root @ root.mT)
+        prior = root @ root.mT
+        means, covariances = _candidates(sums, mean, prior)
         if stays_independent and not bool(root.tril(-1).any()):
-            # The step of EM among independent slabs, which never loses either; and others.
-            covariances = covariances.diagonal(dim1=-2, dim2=-1).diag_embed()
+            # The last is the maximiser among independent slabs.
+            means, covariances = means[-1:], covariances[-1:].diagonal(dim1=-2, dim2=-1).diag_embed()
+        covariances = _floored(covariances, means.square() + prior.diagonal())
 
         def best(means: Tensor, covariances: Tensor, population: Population) -> Tensor:
             """Which gain most, ``(1,)``."""
@@ -174,13 +176,12 @@ class CorrelatedSlabs:
             return gains.nan_to_num(-torch.inf).argmax(0, keepdim=True)
 
         (number,) = total([torch.tensor(len(population), device="cpu")])
-        if number > _TRIAL:
-            # Few of the data points and states nominate a long step, all decide whether it is taken.
+        if number > _TRIAL and len(means) > 1:
+            # Few of the data points and states nominate a step, all decide whether it is taken in the place of that of EM.
             few = positions % -(-int(number) // _TRIAL) == 0
-            nominee = 1 + best(means[1:], covariances[1:], _part(population, few))
-            nominees = torch.cat([torch.zeros_like(nominee), nominee])
+            nominees = _with_first(best(means, covariances, _part(population, few)))
             means, covariances = means[nominees], covariances[nominees]
-        chosen = best(means, covariances, population)
+        chosen = best(means, covariances, population) if len(means) > 1 else [0]
         for name in names[:3]:
             del statistics[name]
         # Averages over batches of what each asks for are a covariance again.
@@ -212,7 +213,7 @@ class CorrelatedSlabs:
 
 
 def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Means ``(T, H)`` and covariances ``(T, H, H)`` to choose from; the first are those of EM."""
+    """Means ``(T, H)`` and covariances ``(T, H, H)`` to choose from, the latter without a floor; the first are those of EM."""
     slope, curvature, pairs = statistics["slab_slope"], statistics["slab_curvature"], statistics["state_pairs"]
     counts, total, variance = pairs.diagonal(), statistics["num_data"], covariance.diagonal()
     often = counts.sqrt().unsqueeze(-1) * counts.sqrt()
@@ -224,8 +225,13 @@ def _candidates(statistics: Statistics, mean: Tensor, covariance: Tensor) -> tup
         means.append(mean + shift)
         step = covariance @ bend @ covariance if is_dense else variance.unsqueeze(-1) * bend * variance
         covariances.append(covariance + step - shift.unsqueeze(-1) * shift)
-    power = torch.stack(means).square() + variance
-    return torch.stack(means), _floored(torch.stack(covariances), power)
+    return torch.stack(means), torch.stack(covariances)
+
+
+def _with_first(number: Tensor) -> Tensor:
+    """The number ``(1,)``, of several, after that of the first; alone if it is the first, as far as that is known without waiting."""
+    first = torch.zeros_like(number)
+    return first if number.device.type == "cpu" and int(number) == 0 else torch.cat([first, number])
 
 
 def _per(total: Tensor, count: Tensor) -> Tensor:
@@ -247,17 +253,24 @@ def _floored(covariance: Tensor, power: Tensor) -> Tensor:
     deviation = covariance.diagonal(dim1=-2, dim2=-1).maximum(_FLOOR * power).sqrt()
     outer = deviation.unsqueeze(-1) * deviation.unsqueeze(-2)
     relative = 0.5 * (covariance + covariance.mT) / outer
-    if covariance.device.type == "cpu" and _all_exceed_floor(relative):
-        return covariance
-    values, vectors = torch.linalg.eigh(relative)
-    floored: Tensor = (vectors * values.clamp(min=_FLOOR).unsqueeze(-2)) @ vectors.mT * outer
-    return torch.where((values >= _FLOOR).all(-1)[:, None, None], covariance, floored)
+    is_low = _may_be_below_floor(relative)
+    values, vectors = torch.linalg.eigh(relative[is_low])
+    floored: Tensor = (vectors * values.clamp(min=_FLOOR).unsqueeze(-2)) @ vectors.mT * outer[is_low]
+    covariance = covariance.clone()
+    covariance[is_low] = torch.where((values >= _FLOOR).all(-1)[:, None, None], covariance[is_low], floored)
+    return covariance
 
 
-def _all_exceed_floor(relative: Tensor) -> bool:
-    """Whether no eigenvalue is below the floor: a factor says so in a tenth of the time that eigenvalues take."""
-    floor = _FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype, device=relative.device)
-    return not bool(torch.linalg.cholesky_ex(relative - floor)[1].any())
+def _may_be_below_floor(relative: Tensor) -> Tensor | slice:
+    """Which matrices may have an eigenvalue below the floor: a factor says so in a tenth of the time that eigenvalues take.
+
+    On a device all may, as nobody waits for the answer.
+    """
+    if relative.device.type != "cpu":
+        return slice(None)
+    floor = _FLOOR * torch.eye(relative.shape[-1], dtype=relative.dtype)
+    info: Tensor = torch.linalg.cholesky_ex(relative - floor)[1]
+    return info != 0
 
 
 def _factor(covariance: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
 from pyro_truncated.distributions import CorrelatedSlabSuperposition
-from pyro_truncated.models import SpikeSlabSparseCoding
+from pyro_truncated.models import SpikeSlabSparseCoding, slab_priors
 from pyro_truncated.models.slab_priors import CorrelatedSlabs
 from pyro_truncated.states import Population
 from pyro_truncated.training.model_kinds import starting
@@ -108,6 +109,34 @@ def test_a_trial_on_some_of_the_data_loses_nothing() -> None:
     truth = make_model(3, 0.7)
     y = generate(truth, 2500, with_missing=True)
     assert_never_falls(free_energies(make_model(3, 0.0), y, num_iterations=12))
+
+
+@pytest.mark.parametrize(("sign", "expected"), [(1.0, [(250, 4), (1000, 2)]), (-1.0, [(250, 4)])])
+def test_all_data_are_asked_about_long_steps_only(monkeypatch: pytest.MonkeyPatch, sign: float, expected: list[tuple[int, int]]) -> None:
+    asked: list[tuple[int, int]] = []
+
+    def gains(self: CorrelatedSlabSuperposition, population: Population, y: Tensor, means: Tensor, *others: Any) -> Tensor:
+        asked.append((len(population), len(means)))
+        return sign * torch.arange(float(len(means)))
+
+    model, y = make_model(3, 0.0), generate(make_model(3, 0.7), 1000)
+    population = full_population(model, y)
+    monkeypatch.setattr(CorrelatedSlabSuperposition, "expected_log_slab_prior", gains)
+    model.sufficient_statistics(population, y)
+    assert asked == expected
+
+
+def test_a_covariance_with_a_floor_leaves_the_others_as_they_are() -> None:
+    deviation = torch.tensor([1.0, 100.0, 3.0], dtype=D64)
+    correlations = torch.eye(3, dtype=D64).repeat(3, 1, 1)
+    correlations[1, :2, :2] = torch.tensor([[1.0, 1.2], [1.2, 1.0]], dtype=D64)
+    covariances, power = correlations * deviation.outer(deviation), deviation.square().expand(3, 3)
+    floored = slab_priors._floored(covariances, power)
+    assert torch.equal(floored[[0, 2]], covariances[[0, 2]])
+    # Of the eigenvalues 2.2 and -.2 the latter becomes 1e-6.
+    expected = torch.tensor([[1.1, 1.1, 0.0], [1.1, 1.1, 0.0], [0.0, 0.0, 1.0]], dtype=D64)
+    expected[:2, :2] += 0.5e-6 * torch.tensor([[1.0, -1.0], [-1.0, 1.0]], dtype=D64)
+    torch.testing.assert_close(floored[1], expected * deviation.outer(deviation), rtol=1e-9, atol=1e-9)
 
 
 def test_with_one_latent_the_two_kinds_of_covariance_are_one() -> None:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import numpy as np
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_square
+from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_above, gather_square, square_of
 from pyro_truncated.ops.compiled.walk import padded
 
 _LARGE = 1e150
 _TINY = 1e-14
 # Rows of the matrix of vectors.
-_VARIANCES, FIELD, SLABS = 0, 1, 2
+_VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
+NUM_VECTORS = 4
 
 
 @njit(cache=True, nogil=True)
@@ -25,55 +26,51 @@ def size_of(most):
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def _from_the_left(prior, count, size, matrix):
-    """Multiplies a matrix with ``R'`` from the left."""
-    for a in range(1, count):
-        for p in range(a):
-            add_row(prior[p, a], matrix, a, matrix, p, 0, size)
-
-
-@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def _factorize_prior(covariance, active, count, size, prior, vectors):
-    """Leaves the factor ``R'`` of the active latents' covariance above the diagonal of ``prior``, and ``D`` in ``vectors``."""
-    gather_square(covariance, active, count, size, prior)
+def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
+    """Leaves of the active latents' covariance ``R'`` above the diagonal of ``prior``, ``R`` below that of ``lower``, ``D`` in vectors."""
+    gather_above(covariance, active, count, size, prior)
+    for a in range(count):
+        clear_row(lower, a, 0, size)
     for p in range(count):
         pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
-        vectors[_VARIANCES, p], inverse = pivot, 1.0 / pivot
+        inverse = 1.0 / pivot
+        vectors[_VARIANCES, p], vectors[_PRECISIONS, p] = pivot, inverse
         for a in range(p + 1, count):
             add_row(-prior[p, a] * inverse, prior, p, prior, a, p, size)
         for a in range(p + 1, count):
-            prior[p, a] *= inverse
+            factor = prior[p, a] * inverse
+            prior[p, a], lower[a, p] = factor, factor
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def collapse(linear, table, mean, covariance, active, count, prior, joint, spare, vectors):
+def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
     """Writes the slabs of the active latents as ``mean + R c``, given the data.
 
-    Leaves in ``prior`` and ``vectors`` the ``R'`` and ``D`` of their covariance, in ``joint`` the precision ``M = D^-1 + R' G R`` of ``c``
-    given the data with ``R' (a - G mean)`` as a column beyond it, and in ``vectors`` ``a - G mean``. Returns ``mean (a - G mean / 2)``.
+    Leaves in ``prior`` and ``vectors`` the ``R'`` and ``D`` of their covariance, in ``joint`` what is not below the diagonal of the
+    precision ``M = D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it, and in ``vectors``
+    ``a - G mean``. Returns ``mean (a - G mean / 2)``.
     """
     size = size_of(count)
-    _factorize_prior(covariance, active, count, size, prior, vectors)
-    gather_square(table, active, count, size, spare)
-    for a in range(count):
-        vectors[FIELD, a] = linear[active[a]]
+    gather_square(table, active, count, size, joint)
+    _factorize_prior(covariance, active, count, size, prior, lower, vectors)
     clear_row(vectors, FIELD, count, size)
     for a in range(count):
-        add_row(-mean[active[a]], spare, a, vectors, FIELD, 0, size)
+        vectors[FIELD, a] = linear[active[a]]
+    for a in range(count):
+        add_row(-mean[active[a]], joint, a, vectors, FIELD, 0, size)
     energy = 0.0
     for a in range(count):
         field = vectors[FIELD, a]
         energy += 0.5 * mean[active[a]] * (linear[active[a]] + field)
-        spare[a, count] = field
-    _from_the_left(prior, count, size, spare)
+        joint[a, count] = field
+    for a in range(1, count):
+        for p in range(a):
+            add_row(prior[p, a], joint, a, joint, p, 0, size)
     for a in range(count):
-        for b in range(count):
-            joint[a, b] = spare[b, a]
-        clear_row(joint, a, count, size)
-    _from_the_left(prior, count, size, joint)
-    for a in range(count):
-        joint[a, a] += 1.0 / vectors[_VARIANCES, a]
-        joint[a, count] = spare[a, count]
+        # An entry of a row is changed by those after it only.
+        for p in range(a + 1, count):
+            add_row(joint[a, p], lower, p, joint, a, a, padded(p))
+        joint[a, a] += vectors[_PRECISIONS, a]
     return energy
 
 
@@ -83,14 +80,13 @@ def eliminate(joint, count, size, vectors):
     energy, product = 0.0, 1.0
     for p in range(count):
         # The precision exceeds that of the prior, so a pivot below it is a rounding error.
-        variance = vectors[_VARIANCES, p]
-        pivot, x = max(joint[p, p], 1.0 / variance), joint[p, count]
+        pivot, x = max(joint[p, p], vectors[_PRECISIONS, p]), joint[p, count]
         joint[p, p], inverse = pivot, 1.0 / pivot
         for a in range(p + 1, count):
             add_row(-joint[p, a] * inverse, joint, p, joint, a, p, size)
         energy += 0.5 * x * x * inverse
         # One logarithm for many pivots; no factor is below one, so the product can only overflow.
-        product *= pivot * variance
+        product *= pivot * vectors[_VARIANCES, p]
         if product > _LARGE:
             energy -= 0.5 * np.log(product)
             product = 1.0
@@ -98,24 +94,32 @@ def eliminate(joint, count, size, vectors):
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def posterior(mean, active, prior, joint, count, size, vectors, covariance):
-    """Posterior of the slabs after :func:`collapse`: their mean in ``vectors``, and the lower triangle of their covariance.
+def posterior_roots(mean, active, prior, joint, count, size, vectors):
+    """Posterior of the slabs after :func:`collapse`: their mean in ``vectors``, and their covariance ``T' F^-1 T``.
 
-    Columns of ``joint`` from ``size`` on become those of ``E^-1 R'`` with the factor ``E`` of ``M``, whose pivots stay where they are.
+    Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they
+    are.
     """
+    clear_row(vectors, SLABS, count, size)
     for p in range(count):
         clear_row(joint, p, size, 2 * size)
         joint[p, size + p] = 1.0
         for a in range(p + 1, count):
             joint[p, size + a] = prior[p, a]
-        clear_row(covariance, p, 0, size)
         vectors[SLABS, p] = mean[active[p]]
-    clear_row(vectors, SLABS, count, size)
     eliminate(joint, count, 2 * size, vectors)
     for p in range(count):
-        inverse = 1.0 / joint[p, p]
-        add_row(joint[p, count] * inverse, joint, p, vectors, SLABS, 0, size, size)
-        add_square(inverse, joint, p, size, count, covariance)
+        add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def posterior(mean, active, prior, joint, count, size, vectors, covariance):
+    """As :func:`posterior_roots`, with the lower triangle of the covariance."""
+    posterior_roots(mean, active, prior, joint, count, size, vectors)
+    for p in range(count):
+        clear_row(covariance, p, 0, size)
+    for p in range(count):
+        add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
@@ -135,7 +139,7 @@ def gradients(prior, joint, count, size, vectors, spare, products):
     for p in range(count):
         for a in range(p + 1, count):
             add_row(-prior[p, a], spare, p, spare, a, 0, padded(p + 1))
-        inverse = 1.0 / vectors[_VARIANCES, p]
+        inverse = vectors[_PRECISIONS, p]
         add_square(-inverse, spare, p, 0, p + 1, products)
         for a in range(p + 1):
             spare[p, a] *= inverse
@@ -150,20 +154,34 @@ def gradients(prior, joint, count, size, vectors, spare, products):
 
 
 @njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
-def log_prior(covariance, active, count, size, prior, moments, vectors):
-    """Expected log density, up to a constant, of slabs with these second moments about the prior's mean; changes ``moments``."""
-    _factorize_prior(covariance, active, count, size, prior, vectors)
+def transpose_roots(joint, count, size, roots):
+    """The columns of ``T' F^-1/2``, whose outer products add up to the posterior's covariance."""
+    for p in range(count):
+        scale = 1.0 / np.sqrt(joint[p, p])
+        for a in range(count):
+            roots[a, p] = scale * joint[p, size + a]
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
+    """Expected log density, up to a constant, of slabs with the posterior of these roots under another prior; ``rows`` are scratch.
+
+    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the roots, and times how far the means are apart.
+    """
+    gather_above(covariance, active, count, size, rows)
+    for a in range(count):
+        for p in range(count):
+            rows[a, size + p] = roots[a, p]
+        rows[a, size + count] = vectors[SLABS, a] - mean[active[a]]
     energy, product = 0.0, 1.0
     for p in range(count):
-        variance = vectors[_VARIANCES, p]
-        energy -= 0.5 * moments[p, p] / variance
-        product *= variance
+        pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
+        inverse = 1.0 / pivot
+        energy -= 0.5 * inverse * square_of(rows, p, size, size + count + 1)
+        product *= pivot
         if not 1.0 / _LARGE < product < _LARGE:
             energy -= 0.5 * np.log(product)
             product = 1.0
-        # Moments of independent slabs are left: what is taken from a row is taken from a column as well.
         for a in range(p + 1, count):
-            shared, factor = moments[a, p], prior[p, a]
-            add_row(-factor, moments, p, moments, a, p, size)
-            add_row(factor * moments[p, p] - shared, prior, p, moments, a, p, size)
+            add_row(-rows[p, a] * inverse, rows, p, rows, a, p, 2 * size)
     return energy - 0.5 * np.log(product)

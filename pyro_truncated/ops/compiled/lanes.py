@@ -40,6 +40,21 @@ def _add_lanes(typing_context, factor, source, row, start, target, other, column
     return types.void(types.float64, source, position, position, target, position, position), generate
 
 
+@intrinsic
+def _clear_lanes(typing_context, matrix, row, column):
+    """Sets a register of a row to zero."""
+
+    def generate(context, builder, signature, arguments):
+        matrix, row, column = arguments
+        array = context.make_array(signature.args[0])(context, builder, matrix)
+        position = builder.add(builder.mul(row, builder.extract_value(array.shape, 1)), column)
+        place = builder.bitcast(builder.gep(array.data, [position]), _VECTOR.as_pointer())
+        builder.store(ir.Constant(_VECTOR, [0.0] * _LANES), place, align=8)
+        return context.get_dummy_value()
+
+    return types.void(matrix, types.int64, types.int64), generate
+
+
 @njit(cache=True, nogil=True, forceinline=True)
 def add_row(factor, source, row, target, other, first, size, start=0):
     """Adds a multiple of a row of a matrix to a row of another one, from about the first entry on to a size of whole registers.
@@ -57,11 +72,20 @@ def add_square(factor, source, row, start, count, target):
         add_row(factor * source[row, start + a], source, row, target, a, 0, padded(a + 1), start)
 
 
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def square_of(matrix, row, first, last):
+    """The sum of the squares of some entries of a row."""
+    total = 0.0
+    for j in range(first, last):
+        total += matrix[row, j] * matrix[row, j]
+    return total
+
+
 @njit(cache=True, nogil=True, forceinline=True)
 def clear_row(matrix, row, first, size):
-    """Sets the entries of a row from the first one on to zero."""
-    for j in range(first, size):
-        matrix[row, j] = 0.0
+    """Sets the entries of a row to zero, from the register of the first one on to a size of whole registers."""
+    for column in range(first // _LANES * _LANES, size, _LANES):
+        _clear_lanes(matrix, row, column)
 
 
 @njit(cache=True, nogil=True, forceinline=True)
@@ -69,6 +93,16 @@ def gather_square(table, active, count, size, out):
     """Copies the rows and columns of the active latents of a table, and pads the rows."""
     for a in range(count):
         h = active[a]
+        clear_row(out, a, count, size)
         for b in range(count):
             out[a, b] = table[h, active[b]]
+
+
+@njit(cache=True, nogil=True, forceinline=True)
+def gather_above(table, active, count, size, out):
+    """As :func:`gather_square`, without what is below the diagonal."""
+    for a in range(count):
+        h = active[a]
         clear_row(out, a, count, size)
+        for b in range(a, count):
+            out[a, b] = table[h, active[b]]
