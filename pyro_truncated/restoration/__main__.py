@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,15 +24,19 @@ _IMAGE = (
     "the damaged picture, grey or colour, in any format that Pillow reads; in grey ones of 16 bits, and of 32 if a pixel exceeds 255, "
     "65535 is white: scale what has 10, 12 or 14 bits; in those of real numbers 255; colours have 8 bits"
 )
+# Of formats that lose some of the picture.
+_QUALITY = 95
 
 
 @dataclass
 class _Picture:
-    """What was read: pixels from 0 to 255, how opaque they are, and whether they are written in sixteen bits."""
+    """What was read: pixels from 0 to 255, how opaque they are, whether of 16 bits, a colour profile, and how many pictures there are."""
 
     pixels: Tensor
     alpha: Image.Image | None = None
     is_deep: bool = False
+    profile: bytes | None = None
+    num_pictures: int = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         picture, mask = _read(args.image), _read_mask(args.mask)
         image = picture.pixels
-        _check_output(args.output)
+        _check_output(args.output, "L" if image.dim() == 2 else "RGB")
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         restored = inpaint(image, mask, args.noise or 0.0, **options) if mask is not None else denoise(image, args.noise, **options)
@@ -46,9 +53,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    keeps_the_rest = mask is not None and not args.noise
-    done = "what is missing filled in" if keeps_the_rest else f"noise of standard deviation {restored.noise:.1f} (of 255) taken off"
-    print(f"{args.output}: {done}{lost}")
+    done = f"noise of standard deviation {restored.noise:.1f} (of 255) taken off"
+    if mask is not None and not args.noise:
+        done = f"the {100 * float((~mask).double().mean()):.1f} % that are missing filled in"
+    rest = f"; the first of the {picture.num_pictures} pictures in {args.image} alone" if picture.num_pictures > 1 else ""
+    print(f"{args.output}: {done}{lost}{rest}")
     return 0
 
 
@@ -75,14 +84,19 @@ def _read(path: Path) -> _Picture:
     """Grey pictures as ``(height, width)``, others as ``(height, width, 3)``, the way up that they are shown, from 0 to 255."""
     with Image.open(path) as opened:
         picture = ImageOps.exif_transpose(opened)
+        num_pictures = getattr(opened, "n_frames", 1)
+        # Other colours become red, green and blue, of which their profile says nothing.
+        profile = None if picture.mode in ("CMYK", "LAB") else opened.info.get("icc_profile")
         if picture.mode in _DEEP:
-            return _of_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
+            pixels, is_deep = _of_255(torch.from_numpy(np.array(picture, dtype=np.float32)), picture.mode)
+            return _Picture(pixels, None, is_deep, profile, num_pictures)
         alpha = picture.convert("RGBA").getchannel("A") if picture.has_transparency_data else None
-        return _Picture(torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float(), alpha)
+        pixels = torch.from_numpy(np.array(picture.convert("L" if picture.mode in ("1", "L", "LA") else "RGB"))).float()
+        return _Picture(pixels, alpha, False, profile, num_pictures)
 
 
-def _of_255(pixels: Tensor, mode: str) -> _Picture:
-    """Grey pixels of more than eight bits, of 255: 65535 is white in those of 16 bits, and in those of 32 if any exceeds 255."""
+def _of_255(pixels: Tensor, mode: str) -> tuple[Tensor, bool]:
+    """Grey pixels of more than eight bits, of 255, and whether 65535 is white: in those of 16 bits, and of 32 if any exceeds 255."""
     least, most = float(pixels.min()), float(pixels.max())
     is_deep = mode.startswith("I;16") or (mode == "I" and most > 255)
     largest = 65535.0 if is_deep else 255.0
@@ -90,11 +104,12 @@ def _of_255(pixels: Tensor, mode: str) -> _Picture:
         raise ValueError(
             f"the pixels of a picture lie between 0 and 255, of 16 bits between 0 and 65535; these between {least:g} and {most:g}"
         )
-    return _Picture(pixels * (255 / largest), is_deep=is_deep)
+    return pixels * (255 / largest), is_deep
 
 
 def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
     """Writes restored pixels as the picture was, or as near as the format takes; returns what was lost."""
+    options: dict[str, Any] = {"quality": _QUALITY, "icc_profile": picture.profile}
     shallow = Image.fromarray(pixels.round().clamp(0, 255).to(torch.uint8).numpy())
     whole = shallow.copy()
     if picture.is_deep:
@@ -103,12 +118,12 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
         whole.putalpha(picture.alpha)
     if whole.mode != shallow.mode:
         try:
-            whole.save(path)
+            whole.save(path, **options)
             if _is_kept(whole, path):
                 return ""
         except (OSError, ValueError):  # Not in this format.
             pass
-    shallow.save(path)
+    shallow.save(path, **options)
     lost = (f"; {path.suffix} takes no 16 bits, written as 8", f"; {path.suffix} takes no transparency, which is left out")
     return "" if whole.mode == shallow.mode else lost[picture.alpha is not None]
 
@@ -116,7 +131,7 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 def _is_kept(picture: Image.Image, path: Path) -> bool:
     """Whether a file that was written has transparency, or sixteen bits: some formats leave them out and say nothing."""
     with Image.open(path) as written:
-        is_same = written.mode == picture.mode if picture.has_transparency_data else np.array_equal(np.array(written), np.array(picture))
+        is_same = written.has_transparency_data if picture.has_transparency_data else np.array_equal(np.array(written), np.array(picture))
     return bool(is_same)
 
 
@@ -129,11 +144,14 @@ def _read_mask(path: Path | None) -> Tensor | None:
         return torch.from_numpy(np.array(picture if picture.mode in _DEEP else picture.convert("L"), dtype=np.float32)) > 0
 
 
-def _check_output(path: Path) -> None:
-    if path.suffix.lower() not in Image.registered_extensions():
-        raise ValueError(f"--output must end with the name of a picture format, such as .png; got {path}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--output must lie in a folder that exists; {path.parent} does not")
+def _check_output(path: Path, mode: str) -> None:
+    """Before the work: whether pictures of this mode can be written there."""
+    try:
+        Image.new(mode, (16, 16)).save(io.BytesIO(), Image.registered_extensions()[path.suffix.lower()])
+    except (KeyError, OSError, ValueError) as error:
+        raise ValueError(f"--output must end with the name of a format that Pillow writes pictures in, such as .png; got {path}") from error
+    if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
+        raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
 
 
 if __name__ == "__main__":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributions import Normal
 from torch.nn import functional as F
+
+from pyro_truncated.utils.arrays import as_tensors
 
 # Entries of a window of which noise is estimated, about; and the windows for each of them from which the estimate is sure.
 _ENTRIES, _WINDOWS_PER_ENTRY = 36, 100
@@ -18,6 +21,31 @@ _STEPS = 8
 _MOST_WINDOWS = 2**19
 # Differences of which the median says something, and windows that are left beside constant ones.
 _ENOUGH = 100
+
+
+def checked(image: Any) -> Tensor:
+    """A damaged array as a floating point tensor, of single precision or more.
+
+    Raises:
+        ValueError: if it is a single number, has no observed entry, infinite ones, or such whose squares are.
+    """
+    array = floating(as_tensors(image))
+    observed = array[~array.isnan()]
+    if array.dim() == 0:
+        raise ValueError("the image is a single number; it must have one dimension or more")
+    if not len(observed):
+        raise ValueError("the image has no observed entry: all are NaN")
+    if not bool(observed.isfinite().all()):
+        raise ValueError("the image has infinite entries; mark what is missing by NaN")
+    if not bool(observed.square().sum().isfinite()):
+        raise ValueError(f"the image has entries whose squares are too large for {array.dtype}: give it in another unit")
+    return array
+
+
+def floating(image: Tensor) -> Tensor:
+    """The array in floating point numbers; of half precision, which linear algebra does not have, become the default ones."""
+    has_precision = image.is_floating_point() and torch.finfo(image.dtype).bits >= 32
+    return image if has_precision else image.to(torch.get_default_dtype())
 
 
 def noise_level(image: Tensor, num_dims: int) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.first_guesses import deviation, filled, noise_level
+from pyro_truncated.restoration.first_guesses import checked, deviation, filled, floating, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
@@ -97,7 +97,7 @@ def denoise(
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
     patches that cover it.
 
-    Missing entries (NaN) are filled in.
+    Missing entries (NaN) are filled in. Channels have noise of their own; if all are the same, one is restored, and repeated.
 
     Example::
 
@@ -130,18 +130,24 @@ def denoise(
         The restored array with noise level and model.
 
     Raises:
-        ValueError: for an array without observed entries, with infinite ones or smaller than a patch, a noise that is not positive, or a
-            model of patches of another size.
+        ValueError: for an array without dimensions or observed entries, with infinite or too large ones or smaller than a patch, a noise
+            that is not positive, or a model of patches of another size.
         TypeError: for a model that cannot reconstruct its data.
     """
-    image = _checked(image)
+    image = checked(image)
     rounds = rounds if rounds is not None else _ROUNDS_IF_MISSING if bool(image.isnan().any()) else _ROUNDS
     rounds, passes, num_states, batch_size = check_counts(rounds=rounds, passes=passes, num_states=num_states, batch_size=batch_size)
     if num_components is not None:
         (num_components,) = check_counts(num_components=num_components)
     if noise is not None and not 0.0 < noise < math.inf:
         raise ValueError(f"noise must be a positive standard deviation; got {noise}")
+    if channels not in (None, True, False) or (channels and image.dim() < 2):
+        raise ValueError(f"channels must say whether the last of several dimensions holds channels, True or False; got {channels!r}")
     has_channels = image.dim() > 1 and image.shape[-1] in (3, 4) if channels is None else channels
+    if has_channels and model is None and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all()):
+        sizes: dict[str, Any] = {"side": side, "stride": stride, "num_components": num_components, "rounds": rounds}
+        one = denoise(image[..., 0], noise, channels=False, generator=generator, progress=progress, **sizes)
+        return dataclasses.replace(one, image=one.image.unsqueeze(-1).repeat_interleave(image.shape[-1], -1))
     shape = image.shape[:-1] if has_channels else image.shape
     level = noise if noise is not None else noise_level(image, len(shape))
     options: dict[str, Any] = {"stride": stride, "channels": image.shape[-1] if has_channels else None}
@@ -223,31 +229,17 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0
     Raises:
         ValueError: for a mask of another shape, and what :func:`denoise` refuses.
     """
-    image = _checked(image) if mask is None else as_tensors(image)
+    image = checked(image) if mask is None else as_tensors(image)
     if mask is not None:
         mask = as_tensors(mask).bool()
         if mask.shape not in (image.shape, image.shape[:-1]):
             raise ValueError(f"mask must have the shape of the image {tuple(image.shape)} or of its pixels; got {tuple(mask.shape)}")
         mask = mask if mask.dim() == image.dim() else mask.unsqueeze(-1)
-        image = _checked(torch.where(mask, _floating(image), math.nan))
+        image = checked(torch.where(mask, floating(image), math.nan))
     if noise != 0.0:
         return denoise(image, noise, **options)
     restored = denoise(image, **options)
     return dataclasses.replace(restored, image=torch.where(image.isnan(), restored.image, image))
-
-
-def _checked(image: Any) -> Tensor:
-    array = _floating(as_tensors(image))
-    observed = ~array.isnan()
-    if not bool(observed.any()):
-        raise ValueError("the image has no observed entry: all are NaN")
-    if not bool(array[observed].isfinite().all()):
-        raise ValueError("the image has infinite entries; mark what is missing by NaN")
-    return array
-
-
-def _floating(image: Tensor) -> Tensor:
-    return image if image.is_floating_point() else image.to(torch.get_default_dtype())
 
 
 # --- sizes of patches ---

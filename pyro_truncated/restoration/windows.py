@@ -40,7 +40,9 @@ class Patches:
     @names_arguments
     def __init__(self, shape: Sequence[int], size: int | Sequence[int], stride: int = 1, *, channels: int | None = None) -> None:
         self.shape = tuple(check_count("shape", n) for n in shape)
-        sizes = [size] * len(self.shape) if isinstance(size, int) else size
+        if not self.shape:
+            raise ValueError("shape must have one dimension or more; got ()")
+        sizes = size if isinstance(size, Sequence) else [size] * len(self.shape)
         self.size = tuple(check_count("size", n) for n in sizes)
         self.stride = check_count("stride", stride)
         self.channels = None if channels is None else check_count("channels", channels)
@@ -64,6 +66,7 @@ class Patches:
         """Where the patches begin: indices ``(N, P)`` of their first entries, for ``P`` dimensions without channels."""
         return torch.stack(self._grid(self._starts), -1).flatten(0, -2)
 
+    @names_arguments
     def extract(self, array: Tensor) -> Tensor:
         """The patches ``(N, D)`` of an array ``(*shape)`` or ``(*shape, channels)``; missing entries (NaN) stay missing.
 
@@ -78,6 +81,7 @@ class Patches:
             windows = windows.movedim(len(self.shape), -1)
         return windows[self._grid(self._starts)].flatten(0, len(self.shape) - 1).flatten(1)
 
+    @names_arguments
     def assemble(self, patches: Tensor, weights: Tensor | None = None) -> Tensor:
         """The array of which every entry is the mean of what the patches say of it.
 
@@ -87,13 +91,15 @@ class Patches:
                 ones.
 
         Returns:
-            The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches; NaN where no patch has weight.
+            The array ``(*shape)`` or ``(*shape, channels)``, in the type of the patches, of integers in floating point; NaN where no
+            patch has weight.
 
         Raises:
             ValueError: if there are more or fewer patches, entries or weights than the array has, or weights that are negative, infinite
                 or NaN.
         """
         patches = as_tensors(patches)
+        patches = patches if patches.is_floating_point() else patches.to(torch.get_default_dtype())
         number, entries = len(self), self.num_observed
         if patches.shape != (number, entries):
             raise ValueError(f"patches must have shape {(number, entries)}; got {tuple(patches.shape)}")

@@ -159,7 +159,7 @@ def test_sides_are_chosen_for_large_grey_images_with_little_noise_alone(monkeypa
         (ramp, {"noise": 20.0}),
         (ramp, {"rounds": 1}),
         (ramp, {"side": 6}),
-        (ramp.unsqueeze(-1).expand(-1, -1, 3), {}),
+        (torch.stack([ramp, ramp.mT, ramp], -1), {}),
     ]
     for image, options in [*refused, (ramp, {}), (ramp, {"stride": 5}), (ramp, {"noise": None})]:
         with pytest.raises(StoppedError):

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import Image, ImageCms
 
+from pyro_truncated.restoration import __main__ as command
 from pyro_truncated.restoration.__main__ import main
+
+QUICK = ["--side", "3", "--rounds", "1"]
 
 
 def pixels_of(path):
@@ -83,6 +86,52 @@ def test_masks_of_any_depth_say_what_is_seen_by_what_is_not_zero(tmp_path):
         found = pixels_of(tmp_path / "out.png")
         assert np.array_equal(found[seen], given[seen])
         assert (found[~seen] != given[~seen]).any()
+
+
+@pytest.mark.parametrize("ending", [".psd", ".xbm", ".exe", ""])
+def test_formats_that_cannot_be_written_are_refused_before_the_work(tmp_path, capsys, monkeypatch, ending):
+    monkeypatch.setattr(command, "denoise", None)
+    Image.fromarray(np.zeros((8, 9), np.uint8)).save(tmp_path / "grey.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / f"out{ending}")]) == 1
+    assert "--output must end with the name of a format" in capsys.readouterr().err
+
+
+def test_grey_pictures_in_files_of_colours_are_restored_as_grey_ones(tmp_path):
+    grey = np.random.default_rng(0).integers(0, 255, (12, 13), dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    Image.fromarray(grey).convert("RGB").save(tmp_path / "colour.png")
+    found = []
+    for name in ("grey", "colour"):
+        assert main([str(tmp_path / f"{name}.png"), "--output", str(tmp_path / "out.png"), *QUICK]) == 0
+        found.append(pixels_of(tmp_path / "out.png"))
+    assert np.array_equal(found[1], np.repeat(found[0][..., None], 3, 2))
+    assert not np.array_equal(found[0], grey)
+
+
+def test_profiles_are_kept_quality_is_high_and_other_pictures_are_mentioned(tmp_path, capsys):
+    rng = np.random.default_rng(0)
+    first, second = (Image.fromarray(rng.integers(0, 255, (16, 17, 3), dtype=np.uint8)) for _ in range(2))
+    profile = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    first.save(tmp_path / "given.tiff", save_all=True, append_images=[second], icc_profile=profile)
+    for kind in ("png", "jpg"):
+        assert main([str(tmp_path / "given.tiff"), "--output", str(tmp_path / f"out.{kind}"), *QUICK]) == 0
+        assert "; the first of the 2 pictures in" in capsys.readouterr().out
+    with Image.open(tmp_path / "out.jpg") as written:
+        assert written.info["icc_profile"] == profile
+    # Pillow's own quality is a root mean square of 14 away.
+    difference = pixels_of(tmp_path / "out.jpg").astype(float) - pixels_of(tmp_path / "out.png")
+    assert np.sqrt((difference**2).mean()) < 10
+
+
+def test_grey_pictures_keep_transparency_where_the_format_has_it_for_colours(tmp_path, capsys):
+    given = np.random.default_rng(0).integers(0, 255, (8, 9, 2), dtype=np.uint8)
+    Image.fromarray(given).save(tmp_path / "grey.png")
+    Image.fromarray((given[..., 0] < 128).astype(np.uint8)).save(tmp_path / "mask.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / "out.webp"), *QUICK, "--mask", str(tmp_path / "mask.png")]) == 0
+    said = capsys.readouterr().out
+    assert "no transparency" not in said
+    assert f"the {100 * (given[..., 0] >= 128).mean():.1f} % that are missing" in said
+    assert np.array_equal(pixels_of(tmp_path / "out.webp")[..., 3], given[..., 1])
 
 
 def test_help_says_what_is_white(capsys):

@@ -1,4 +1,4 @@
-"""Restoration: patches and arrays, first guesses, denoising and in-painting."""
+"""Restoration: first guesses, denoising and in-painting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from pyro_truncated import AutoTruncated
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE, MaximalCauses, MaxSpikeSlabSparseCoding, SpikeSlabSparseCoding
-from pyro_truncated.restoration import Patches, Pursuit, denoise, first_guesses, inpaint, restore, rounds
+from pyro_truncated.restoration import Pursuit, denoise, first_guesses, inpaint, restore, rounds
 from pyro_truncated.restoration.first_guesses import filled, noise_level
 
 QUICK = {"passes": 6, "num_states": 10, "batch_size": 300, "progress": False}
@@ -33,62 +33,6 @@ def picture(side: int = 32) -> torch.Tensor:
 
 def error(one: torch.Tensor, other: torch.Tensor) -> float:
     return float((one - other).square().mean().sqrt())
-
-
-# --- patches ---
-
-
-@pytest.mark.parametrize(
-    ("shape", "size", "stride", "channels"),
-    [((9,), 4, 3, None), ((7, 8), 3, 2, None), ((7, 8), (2, 5), 1, 3), ((5, 4, 6), 2, 2, None), ((3, 3), 3, 1, 1)],
-)
-def test_arrays_are_cut_as_loops_cut_them_and_come_back_whole(shape, size, stride, channels):
-    patches = Patches(shape, size, stride, channels=channels)
-    array = torch.randn(*shape, *([channels] if channels else []), dtype=torch.float64, generator=generator())
-    found = patches.extract(array)
-    sides = patches.size
-    starts = [sorted({*range(0, n - side + 1, stride), n - side}) for n, side in zip(shape, sides, strict=True)]
-    expected = [
-        array[tuple(slice(s, s + side) for s, side in zip(place, sides, strict=True))].flatten()
-        for place in torch.cartesian_prod(*map(torch.tensor, starts)).reshape(-1, len(shape)).tolist()
-    ]
-    torch.testing.assert_close(found, torch.stack(expected), rtol=0, atol=0)
-    assert found.shape == (len(patches), patches.num_observed)
-    torch.testing.assert_close(patches.assemble(found), array)
-    torch.testing.assert_close(patches.assemble(found, torch.rand(len(found), generator=generator()) + 0.1), array)
-
-
-def test_entries_are_weighted_means_of_what_patches_say():
-    patches = Patches((3,), 2)
-    values = torch.tensor([[1.0, 2.0], [4.0, 8.0]])
-    torch.testing.assert_close(patches.assemble(values), torch.tensor([1.0, 3.0, 8.0]))
-    torch.testing.assert_close(patches.assemble(values, torch.tensor([3.0, 1.0])), torch.tensor([1.0, 2.5, 8.0]))
-    torch.testing.assert_close(patches.assemble(values, torch.tensor([[1.0, 1.0], [3.0, 1.0]])), torch.tensor([1.0, 3.5, 8.0]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"), [(((4, 4), 5), "size"), (((4, 4), 2, 3), "stride"), (((4, 4), (2,)), "size"), (((4, 0), 2), "shape")]
-)
-def test_patches_that_cannot_be_are_refused(arguments, named):
-    with pytest.raises(ValueError, match=named):
-        Patches(*arguments)
-
-
-def test_arrays_and_patches_of_other_shapes_are_refused():
-    patches = Patches((4, 4), 2)
-    with pytest.raises(ValueError, match="shape"):
-        patches.extract(torch.zeros(4, 5))
-    with pytest.raises(ValueError, match="patches must have shape"):
-        patches.assemble(torch.zeros(8, 4))
-    for weights in (torch.ones(8), torch.ones(9, 2), -torch.ones(9), torch.full((9, 4), torch.nan), torch.full((9,), torch.inf)):
-        with pytest.raises(ValueError, match="weights must have shape"):
-            patches.assemble(torch.zeros(9, 4), weights)
-
-
-def test_patches_of_numpy_arrays_are_tensors():
-    patches, image = Patches((4, 5), 2, channels=3), np.random.default_rng(0).random((4, 5, 3))
-    found = patches.extract(image)
-    torch.testing.assert_close(patches.assemble(found.numpy(), np.ones(len(patches))), torch.from_numpy(image))
 
 
 # --- first guesses ---
@@ -258,6 +202,12 @@ def test_without_noise_what_is_seen_stays_and_its_type():
     assert not torch.equal(estimated[mask], image[mask])
 
 
+def test_half_precision_becomes_single():
+    image = torch.randn(8, 8, generator=generator())
+    found = denoise(image.half(), side=3, rounds=1, generator=generator(), progress=False).image
+    torch.testing.assert_close(found, denoise(image.half().float(), side=3, rounds=1, generator=generator(), progress=False).image)
+
+
 @pytest.mark.parametrize("shape", [(40,), (16, 16, 3), (8, 8, 8)], ids=["signal", "colour", "volume"])
 def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
     pyro.set_rng_seed(0)
@@ -273,6 +223,10 @@ def test_signals_colours_and_volumes_keep_their_shape_and_type(shape):
     [
         (torch.full((8, 8), math.nan), {}, "no observed"),
         (torch.full((8, 8), math.inf), {}, "infinite"),
+        (torch.tensor(3.0), {}, "single number"),
+        (1e25 * torch.randn(8, 8), {}, "too large"),
+        (torch.randn(8, 8), {"channels": 3}, "channels"),
+        (torch.randn(8), {"channels": True}, "channels"),
         (torch.randn(8, 8), {"noise": 0.0}, "noise"),
         (torch.randn(8, 8), {"side": 9}, "size"),
         (torch.randn(8, 8), {"passes": 0}, "passes"),
