@@ -63,7 +63,9 @@ def restored_with_chosen_sides(
     options: dict[str, Any] = {"num_components": num_components, "generator": generator, "progress": progress}
     noisier, held_out = split(image, noise, generator)
     usual, tried = ([_sparser(windows) for windows in of_round] for of_round in (patches, candidates))
-    found, _ = learned_in_rounds(noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], **options)
+    found, _ = learned_in_rounds(
+        noisier, noisier, noise_of_first(noise), [*[usual] * (rounds - 1), tried], desc="choosing sides", **options
+    )
     weights = weights_of_arrays(torch.stack([of_side.array for of_side in found]), held_out, noise)
     kept = (weights >= _LEAST_WEIGHT).nonzero().flatten().tolist()
     found, chosen = [found[side] for side in kept], [candidates[side] for side in kept]

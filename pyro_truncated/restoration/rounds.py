@@ -34,6 +34,8 @@ _AGREEMENTS, _SHARE, _PART = 2, 0.3, 0.5
 _PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
+# Steps count as many numbers as they go through, which says nothing to anybody.
+_BAR = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}"
 
 
 class Learned(NamedTuple):
@@ -58,6 +60,7 @@ def learned_in_rounds(
     num_components: int | None,
     generator: torch.Generator | None,
     progress: bool | None,
+    desc: str = "restoring",
 ) -> tuple[list[Learned], Tensor]:
     """Rounds of mixtures of patches of several sides; each but the first learns from the mean of the arrays of the one before.
 
@@ -69,6 +72,7 @@ def learned_in_rounds(
         num_components: of each mixture; default: by the number of patches and the round.
         generator: source of randomness.
         progress: whether to show a progress bar.
+        desc: what it says.
 
     Returns:
         What was learned in the last round with each side; and the mean of the arrays of the last two rounds, or of the last alone if it is
@@ -76,7 +80,8 @@ def learned_in_rounds(
     """
     means = [weighted_mean([_thresholded(filled, windows, noise) for windows in per_round[0]])]
     counts = []
-    with progress_bar(progress, total=sum(map(len, per_round)) * _ITERATIONS, desc="restoring") as bar:
+    numbers = sum(len(windows) * windows.num_observed for of_round in per_round for windows in of_round)
+    with progress_bar(progress, total=_ITERATIONS * numbers, desc=desc, bar_format=_BAR) as bar:
         for number, of_round in enumerate(per_round):
             learned = []
             for windows in of_round:
@@ -215,7 +220,7 @@ def _learned(mixture: PatchMixture, nearest: Tensor, data: tuple[Tensor, Tensor,
             population = guide.refresh_(*data)
         if number == 0:
             guide = _guide(mixture, most_probable(population, _CANDIDATES).states(torch.int64)[..., 0])
-        bar.update()
+        bar.update(data[1].numel())
     return guide
 
 

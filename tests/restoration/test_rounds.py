@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.restoration import denoise, restore, rounds
+from pyro_truncated.utils.progress import ProgressBar
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -108,3 +109,24 @@ def test_agreement_takes_posterior_means_at_half_the_noise(monkeypatch):
     torch.testing.assert_close(array, patches.assemble(mean, 1 / (errors + 0.03 * scale**2)))
     _, errors = mixture.posterior_means(guide.population(), patches.extract(image - image.mean()))
     torch.testing.assert_close(expected, patches.assemble(errors, 1 / (errors + 0.03 * mixture.scale**2)))
+
+
+@pytest.mark.parametrize(("shape", "descriptions"), [((12, 13), ["restoring"]), ((104, 104), ["choosing sides", "restoring"])])
+def test_bars_are_full_when_the_work_is_done(monkeypatch, shape, descriptions):
+    bars = []
+
+    class CountingBar(ProgressBar):
+        """A bar that is not shown, which would not count."""
+
+        def update(self, number):
+            self.n += number
+
+    def counting(progress, **options):
+        bars.append(CountingBar(disable=True, **options))
+        bars[-1].planned = (options["desc"], options["total"])
+        return bars[-1]
+
+    monkeypatch.setattr(rounds, "progress_bar", counting)
+    ramp = torch.arange(float(shape[1])).expand(shape)
+    denoise(ramp + torch.randn(shape, generator=generator()), rounds=2, stride=4, generator=generator(1))
+    assert [bar.planned for bar in bars] == [(description, bar.n) for description, bar in zip(descriptions, bars, strict=True)]

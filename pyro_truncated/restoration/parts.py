@@ -1,0 +1,62 @@
+"""Large pictures in parts that overlap: all patches of one at once would not fit into memory."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.restoration.restore import Restored
+from pyro_truncated.utils.progress import progress_bar
+
+# Entries of an image, channels included, that are restored at once: about three GB.
+_MOST = 2**19
+_OVERLAP = 32
+
+
+def restored_in_parts(
+    image: Tensor, restore: Callable[[Tensor, bool | None], Restored], most: int = _MOST, progress: bool | None = None
+) -> tuple[Tensor, float]:
+    """Restores an image as one, or in overlapping squares that fade into each other, if it has more entries than may be at once.
+
+    Args:
+        image: ``(height, width)`` or ``(height, width, channels)``; missing entries are NaN.
+        restore: restores a part, given whether to show a progress bar.
+        most: entries of the largest part.
+        progress: whether to show a progress bar; default: if the output is a terminal.
+
+    Returns:
+        The restored image, and the root of the mean square of the noise that was learned.
+    """
+    if image.numel() <= most:
+        whole = restore(image, progress)
+        return whole.image, whole.noise
+    side = math.isqrt(most // image[0, 0].numel())
+    places = list(itertools.product(*(spans(size, side) for size in image.shape[:2])))
+    total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
+    with progress_bar(progress, total=len(places), desc="parts") as bar:
+        for place in places:
+            part = restore(image[place], False)
+            weight = torch.outer(*(_fading(span) for span in place)).to(image)
+            share[place] += weight
+            total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
+            squares += part.noise**2 / len(places)
+            bar.update()
+    return total / share.reshape(share.shape + (1,) * (image.dim() - 2)), math.sqrt(squares)
+
+
+def spans(size: int, side: int) -> list[slice]:
+    """Stretches of a side, or all if that is less, that cover so many entries, evenly spaced; neighbours overlap by 32 or more."""
+    side = min(side, size)
+    number = math.ceil((size - side) / max(1, side - _OVERLAP)) + 1
+    starts = torch.linspace(0, size - side, number).round().long().tolist()
+    return [slice(start, start + side) for start in starts]
+
+
+def _fading(span: slice) -> Tensor:
+    """Weights that fade to the ends of a stretch where it overlaps with others, and never to zero."""
+    places = torch.arange(span.stop - span.start, dtype=torch.float64)
+    return (places + 1).minimum(places.flip(0) + 1).clamp(max=_OVERLAP)
