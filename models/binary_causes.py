@@ -29,7 +29,10 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
 
     Raises:
         ValueError: if they do not.
+        TypeError: if they are complex.
     """
+    if y.is_complex():
+        raise TypeError(f"y must hold real numbers; got {y.dtype}")
     if y.dim() != 2 or y.shape[1] != num_observed or not len(y):
         raise ValueError(f"y must have shape (N, {num_observed}) with N > 0, one row per data point; got {tuple(y.shape)}")
     return y

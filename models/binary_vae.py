@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import NormalOrMissing, or_missing
-from pyro_truncated.models.binary_causes import activation, check_data
+from pyro_truncated.models.binary_causes import activation, check_data, in_type_of
 from pyro_truncated.models.dictionary import data_scale
 
 _SCALE_FLOOR = 1e-3
@@ -136,10 +136,10 @@ class BinaryVAE(UniqueModule):
 
         Args:
             population: truncated posteriors.
-            y: all data, ``(N, D)``, whose type the result has; given the population they play no other role.
+            y: all data, ``(N, D)``, whose type the result has, if it is one of real numbers; given the population they play no other role.
         """
         mean = population.expectation(lambda states: self.mean(states.to(self.prior.dtype)))
-        return mean if y is None else mean.to(check_data(y, self.num_observed).dtype)
+        return mean if y is None else in_type_of(mean, check_data(y, self.num_observed))
 
 
 def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Module:

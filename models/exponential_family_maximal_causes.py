@@ -10,7 +10,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, device_of, sums_of, takes_arrays
+from pyro_truncated import Population, check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale
@@ -105,6 +105,7 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     def _parameters_of_superposition(self) -> tuple[Tensor | None, ...]:
         return (self.background, self.concentration) if self.family == "gamma" else (self.background,)
 
+    @names_arguments
     @torch.no_grad()
     @takes_arrays
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:

@@ -14,6 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
+from pyro_truncated.models.binary_causes import in_type_of
 
 _BLOCK = 2**22
 
@@ -184,7 +185,8 @@ class GatedDecoder(UniqueModule):
         Returns:
             ``(n, D)`` for the population's images.
         """
-        rows, active, switches = population.rows_of(y), self.active_set(), population.states(y.dtype)
+        rows = population.rows_of(in_type_of(y, y))
+        active, switches = self.active_set(), population.states(rows.dtype)
         loc, scale = (part.unsqueeze(1) for part in self.poses_of(rows))
         present = switches.unsqueeze(-1) > 0.5
         proposal = dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2)

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population, names_arguments, selected_rows, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.models.binary_causes import activation, check_data
+from pyro_truncated.models.binary_causes import activation, check_data, in_type_of
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -292,8 +292,8 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
         mean = torch.zeros(len(population.selected), self.num_observed, dtype=torch.float64, device=population.selected.device)
         for coefficients in population.spread(self.num_latents).unbind(1):
             mean += self.likelihood(coefficients, self.weight.double()).mean
-        dtype = self.weight.dtype if y is None else check_data(y, self.num_observed).dtype
-        return (mean / population.coefficients.shape[1]).to(dtype)
+        mean = mean / population.coefficients.shape[1]
+        return mean.to(self.weight) if y is None else in_type_of(mean, check_data(y, self.num_observed))
 
 
 def _rows_of(y: Tensor, draws: GibbsDraws) -> Tensor:

@@ -24,6 +24,7 @@ from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import blocks_of_rows
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.rows import signed
 
 
 class ObservedValues:
@@ -84,7 +85,8 @@ def check_observable(model: Module, y: Tensor, support: Any) -> None:
         ValueError: naming the first impossible value and its data point.
     """
     for rows in blocks_of_rows(len(y), 16 * y[:1].numel()):
-        possible = support.check(y[rows]) & ~y[rows].isinf()
+        block = signed(y[rows])
+        possible = support.check(block) & ~block.isinf()
         impossible = (~possible.flatten(1).all(1)).nonzero().squeeze(-1)[:1]
         if len(impossible):
             _refuse(model, y, impossible + rows.start)

@@ -1,0 +1,89 @@
+"""Data of any type of real numbers are what they are in floating point; complex ones are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pyro
+import pytest
+import torch
+from pyro.infer import SVI
+from torch import Tensor
+
+from pyro_truncated import (
+    AutoTruncated,
+    ClosedForm,
+    ClosedFormModel,
+    ExhaustiveSearch,
+    GibbsGuide,
+    Preselection,
+    Truncated_ELBO,
+)
+from pyro_truncated.models import (
+    BinarySparseCoding,
+    BinaryVAE,
+    DiscreteSparseCoding,
+    ExponentialFamilyMaximalCauses,
+    GaussianMixture,
+    MaximalCauses,
+    MaxSpikeSlabSparseCoding,
+    NoisyOr,
+    PoissonMixture,
+    SpikeSlabSparseCoding,
+)
+from pyro_truncated.search import Singletons
+
+OF_BOOLEANS: dict[str, Callable[[], Any]] = {
+    "noisy-OR": lambda: NoisyOr(5, 3),
+    "bernoulli": lambda: ExponentialFamilyMaximalCauses(5, 3, family="bernoulli"),
+}
+OF_COUNTS: dict[str, Callable[[], Any]] = {
+    "binary": lambda: BinarySparseCoding(5, 3),
+    "slabs": lambda: SpikeSlabSparseCoding(5, 3),
+    "discrete": lambda: DiscreteSparseCoding(5, 3),
+    "maximal": lambda: MaximalCauses(5, 3),
+    "poisson": lambda: ExponentialFamilyMaximalCauses(5, 3, family="poisson"),
+    "gamma": lambda: ExponentialFamilyMaximalCauses(5, 3, family="gamma"),
+    "normal mixture": lambda: GaussianMixture(5, 3),
+    "poisson mixture": lambda: PoissonMixture(5, 3),
+    "network": lambda: BinaryVAE(5, 3, hidden=(4,)),
+}
+
+
+def trained(make: Callable[[], Any], y: Any) -> tuple[float, Tensor]:
+    """The loss after two steps, and the reconstructions."""
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    model = make().initialize(y)
+    optimizer: Any = ClosedForm(model) if isinstance(model, ClosedFormModel) else pyro.optim.Adam({"lr": 0.01})
+    guide = AutoTruncated(model, num_states=8)
+    svi = SVI(model, guide, optimizer, Truncated_ELBO(ExhaustiveSearch()))
+    losses = [svi.step(y) for _ in range(2)]
+    return losses[-1], model.reconstruct(guide.population(), y)
+
+
+@pytest.mark.parametrize("name", [*OF_COUNTS, *OF_BOOLEANS])
+def test_types_of_numbers_make_no_difference(name: str) -> None:
+    is_boolean = name in OF_BOOLEANS
+    make = {**OF_COUNTS, **OF_BOOLEANS}[name]
+    y = torch.randint(2, (20, 5)) if is_boolean else 1 + torch.randint(9, (20, 5))
+    loss, means = trained(make, y.float())
+    assert means.frac().abs().max() > 0
+    types = (bool, np.uint8, np.int64, np.uint16) if is_boolean else (np.uint8, np.int8, np.int64, np.uint16)
+    for kind in types:
+        found, reconstructed = trained(make, y.numpy().astype(kind))
+        assert found == pytest.approx(loss, rel=1e-5)
+        torch.testing.assert_close(reconstructed, means)
+    with pytest.raises(TypeError, match="y must hold real numbers"):
+        make().initialize(y.to(torch.complex64))
+    with pytest.raises(TypeError, match="y must be a tensor"):
+        make().initialize(y.tolist())
+
+
+def test_means_of_draws_for_integers_are_none() -> None:
+    model, y = MaxSpikeSlabSparseCoding(5, 3), 1 + torch.randint(9, (20, 5))
+    model.initialize(y.float())
+    draws = GibbsGuide(model).infer(y.float(), Preselection(Singletons(), 3), steps=2).draws()
+    torch.testing.assert_close(model.reconstruct(draws, y), model.reconstruct(draws, y.float()))
