@@ -180,7 +180,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
 
         :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, :math:`b_d` that of the data that no latent wins,
         or on the way there (see :meth:`sufficient_statistics`), and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the
-        latents if shared. Entries that never win stay as they are. The concentration of gamma distributions solves
+        latents if shared. Entries that never win stay as they are: one that has fallen below the background comes back by another start
+        only. The concentration of gamma distributions solves
         :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)

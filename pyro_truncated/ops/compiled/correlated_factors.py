@@ -170,6 +170,7 @@ def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
     """
     gather_above(covariance, active, count, size, rows)
     for a in range(count):
+        clear_row(rows, a, size + count, 2 * size)
         for p in range(count):
             rows[a, size + p] = roots[a, p]
         rows[a, size + count] = vectors[SLABS, a] - mean[active[a]]

@@ -100,9 +100,9 @@ def gather_square(table, active, count, size, out):
 
 @njit(cache=True, nogil=True, forceinline=True)
 def gather_above(table, active, count, size, out):
-    """As :func:`gather_square`, without what is below the diagonal."""
+    """As :func:`gather_square`, with zeros below the diagonal."""
     for a in range(count):
         h = active[a]
-        clear_row(out, a, count, size)
+        clear_row(out, a, 0, size)
         for b in range(a, count):
             out[a, b] = table[h, active[b]]
