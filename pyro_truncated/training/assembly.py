@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from operator import attrgetter
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.changed_roles import changed_roles
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
 
@@ -62,7 +64,7 @@ class Assembly:
         waiting = [self._starts[-1]]
         while waiting:
             other = waiting.pop()
-            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn):
+            if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn) | self._gains_by(self._change_roles):
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
             self._use_spare_latents()
@@ -128,6 +130,18 @@ class Assembly:
                 else:
                     upright.append(share)
         return best
+
+    def _change_roles(self, before: Member) -> Member:
+        """A model whose values of a categorical latent and binary latents have changed places, where that is better.
+
+        As with what is turned, no step by step leads there, but parameters that fit such states do.
+        """
+        for values, latents in itertools.permutations(self._recombinations, 2):
+            for population in changed_roles(values.latents, latents.latents, before.population):
+                settled = self._settled(self._member(self._fit(before._replace(population=population))))
+                if settled.free_energy > before.free_energy + values.tolerance:
+                    return settled
+        return before
 
     def _better(self, group: Recombination, parent: Member, child: Member) -> Member:
         """A child that is better than its parent, trained a little if that is better still; the parent if it is not.

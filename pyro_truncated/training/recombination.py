@@ -93,7 +93,7 @@ class Recombination:
 
     def __init__(self, learned: Medians, search: Search, latents: Exchangeable, tolerance: float) -> None:
         self._learned, self._guide, self._search = learned, learned.guide, search
-        self._latents, self.tolerance = latents, tolerance
+        self.latents, self.tolerance = latents, tolerance
         self._first_words = learned.guide.words.clone()
 
     def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
@@ -113,7 +113,7 @@ class Recombination:
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = self._matched(better, other)
         partner = self._with_the_least_needed_first(better, other, correlation, partner)
-        differs = self._latents.distances(better.parameters, other.parameters, partner) > _SAME
+        differs = self.latents.distances(better.parameters, other.parameters, partner) > _SAME
         return self._with_blocks_of(better, other, correlation, partner, differs)
 
     def complete(self, one: Member, other: Member) -> Member:
@@ -143,8 +143,8 @@ class Recombination:
     def beside(self, member: Member, spare: int, other: int, generator: torch.Generator | None) -> Member:
         """A model in which one latent begins near another one, its parameters with noise of a part of their size."""
         here, there = torch.tensor([spare]), torch.tensor([other])
-        moved = self._latents.replaced(member.parameters, here, member.parameters, there)
-        return self.member(self._latents.disturbed(moved, here, _APART, generator), near=member)
+        moved = self.latents.replaced(member.parameters, here, member.parameters, there)
+        return self.member(self.latents.disturbed(moved, here, _APART, generator), near=member)
 
     def untangled(self, member: Member) -> Member:
         """A model in which a latent that is on only beside another one takes over what they show together; itself if none gains by that.
@@ -153,15 +153,15 @@ class Recombination:
         both together nothing is known. Starts that share it agree. A latent that points away from another one, as differences from it do,
         is tried where it is on beside that in two of five data points.
         """
-        if self._latents.num_values:
+        if self.latents.num_values:
             return member
-        best, start = member, self._latents.latents.start
+        best, start = member, self.latents.latents.start
         for other, here in self._only_beside(member):
             words, states = best.population.words, best.population.states()
             # What was both of them is the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
             others = best.population.space.pack(states)
-            for parameters in self._latents.sums(best.parameters, here, other):
+            for parameters in self.latents.sums(best.parameters, here, other):
                 changed = self._adapted(parameters, words, _ADAPTING, others).near(best)
                 best = changed if changed.free_energy > best.free_energy + self.tolerance else best
         return best
@@ -176,7 +176,7 @@ class Recombination:
         Returns:
             The probabilities ``(N,)`` that each of them is on.
         """
-        if self._latents.num_values or self._guide.space.cardinalities[self._latents.latents.start] != 2:
+        if self.latents.num_values or self._guide.space.cardinalities[self.latents.latents.start] != 2:
             return {}
         each = self._marginals(member)
         mostly = [latent for latent in each.mean(0).argsort(descending=True).tolist() if float(each[:, latent].mean()) > _MOSTLY]
@@ -185,7 +185,7 @@ class Recombination:
 
     def turned(self, member: Member, latent: int) -> Member:
         """A model with states in which a binary latent is off where it was on, ranked as they were; its parameters do not fit them yet."""
-        states, place = member.population.states(), self._latents.latents.start + latent
+        states, place = member.population.states(), self.latents.latents.start + latent
         states[..., place] = 1 - states[..., place]
         return member._replace(population=dataclasses.replace(member.population, words=member.population.space.pack(states)))
 
@@ -194,7 +194,7 @@ class Recombination:
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
         is_only = together > _BESIDE * number
-        is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self._latents.cosines(member.parameters) < _AWAY))
+        is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self.latents.cosines(member.parameters) < _AWAY))
         pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * _ROUNDING)).nonzero()
         rank = number[pairs[:, 1]] + len(share) * is_only[pairs[:, 0], pairs[:, 1]]
         return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
@@ -219,13 +219,13 @@ class Recombination:
 
     def are_spare(self, member: Member) -> Tensor:
         """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
-        return is_spare(self._losses(member).cpu(), self._latents.num_parameters(member.parameters), self._guide.layout.num_data)
+        return is_spare(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
     def _losses(self, member: Member) -> Tensor:
         """What the data would lose without each latent, ``(H,)``."""
-        if self._latents.num_values:
-            return losses_without_values(member.population, self._latents.latents.start, self._latents.num_values)
-        return losses_without(member.population, self._learned.scorer(member.parameters))[self._latents.latents]
+        if self.latents.num_values:
+            return losses_without_values(member.population, self.latents.latents.start, self.latents.num_values)
+        return losses_without(member.population, self._learned.scorer(member.parameters))[self.latents.latents]
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
         """Correlations ``(H, H)`` of the latents of two models, and the partner of each latent of the first."""
@@ -242,19 +242,19 @@ class Recombination:
         return partner.index_copy(0, here[needed.argsort()], there[needed_there.argsort(descending=True)])
 
     def _marginals(self, member: Member) -> Tensor:
-        return self._latents.probabilities(member.population).double().cpu()
+        return self.latents.probabilities(member.population).double().cpu()
 
     def _exchanged(self, member: Member, other: Member, block: tuple[int, ...], partner: Tensor) -> Member:
         here = torch.tensor(block)
-        parameters = self._latents.replaced(member.parameters, here, other.parameters, partner[here])
+        parameters = self.latents.replaced(member.parameters, here, other.parameters, partner[here])
         states = self._with_states_of(other, member, here, partner[here])
         return self._adapted(parameters, member.population.words, _ADAPTING, states).near(member)
 
     def _with_states_of(self, other: Member, member: Member, here: Tensor, there: Tensor) -> Tensor | None:
         """The states of a model whose latents at ``here`` are what those at ``there`` are in the likeliest states of the other one."""
-        if self._latents.num_values:
+        if self.latents.num_values:
             return None
-        start, space = self._latents.latents.start, member.population.space
+        start, space = self.latents.latents.start, member.population.space
         states, likeliest = member.population.states(), space.unpack(other.population.mode())
         states[..., start + here] = likeliest[:, start + there].unsqueeze(1)
         return space.pack(states)

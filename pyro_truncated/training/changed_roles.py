@@ -1,0 +1,88 @@
+"""Latents that have changed places: a value of a categorical one stands for a cause, or two categorical ones for each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.exchangeable import Exchangeable
+
+# What is on together in less than a fifth of the data points that chance would have it in, ten at least, is taken to exclude each other.
+_TOGETHER, _FEWEST = 0.2, 10
+# The most changes that are looked at, and those of them that are proposed.
+_MOST_SEEN, _MOST = 1000, 3
+
+
+def changed_roles(values: Exchangeable, latents: Exchangeable, population: Population) -> list[Population]:
+    r"""States in which binary latents that exclude each other are values of a categorical latent, and values are latents in their place.
+
+    Where each data point has one type :math:`z` and any of several causes, a model may learn it the wrong way round: two latents, never on
+    together, tell the types apart, and the values of :math:`z` stand for causes, of which there can be only one then. Which latents exclude
+    each other shows. With the most frequent value :math:`u` for none of them, a latent :math:`h` and a value :math:`v` change places by
+
+    .. math:: z' = \begin{cases} v & h = 1 \\ u & h = 0,\ z = v \\ z & \text{else,} \end{cases} \qquad h' = [z = v].
+
+    Of two categorical latents one with more values may stand for one with less, and that for the most frequent of its values. They change
+    places; where it has one of the other values, there is no telling what the one with less should be.
+
+    Args:
+        values: the values of a categorical latent.
+        latents: latents of a site, if these are binary, or the values of another latent, if these are less; of others nothing changes.
+        population: the states, ranked by their log joints.
+
+    Returns:
+        At most three populations with such states, ranked as they were, the ones with the clearest exclusions first. Their log joints are
+        those of before, and states may repeat.
+    """
+    if latents.num_values < values.num_values and latents.num_values:
+        return [_swapped(population, values, latents)]
+    if not values.num_values or latents.num_values or population.space.cardinalities[latents.latents.start] != 2:
+        return []
+    shares = [group.probabilities(population).double().cpu() for group in (values, latents)]
+    base, joint = int(shares[0].mean(0).argmax()), torch.cat(shares, 1)
+    expected = torch.outer(joint.sum(0), joint.sum(0)) / len(joint)
+    together = joint.mT @ joint
+    lacking = (expected - together).where((together < _TOGETHER * expected) & (expected >= _FEWEST), 0.0)
+    found = sorted(itertools.islice(_changes(lacking, values.num_values, base), _MOST_SEEN), key=lambda one: -one[0])
+    return [_changed(population, values, latents, base, *change) for _, *change in found[:_MOST]]
+
+
+def _changes(lacking: Tensor, number: int, base: int) -> Iterator[tuple[float, list[int], list[int]]]:
+    """How clearly latents exclude each other and the values that stay; the values that go, and the latents that take their places."""
+    others = [value for value in range(number) if value != base]
+    for size in range(1, number):
+        for gone in itertools.combinations(others, size):
+            stay = [value for value in others if value not in gone]
+            fit = [latent for latent in range(number, len(lacking)) if bool((lacking[latent, stay] > 0).all())]
+            for chosen in itertools.combinations(fit, size):
+                pairs = [lacking[one, two] for one, two in itertools.combinations((*stay, *chosen), 2) if two >= number]
+                if all(bool(pair > 0) for pair in pairs):
+                    yield float(sum(pairs)), list(gone), [latent - number for latent in chosen]
+
+
+def _changed(
+    population: Population, values: Exchangeable, latents: Exchangeable, base: int, gone: list[int], chosen: list[int]
+) -> Population:
+    states = population.states()
+    value, causes = values.latents.start, [latents.latents.start + latent for latent in chosen]
+    before, is_on = states[..., value].clone(), states[..., causes] > 0
+    goes = torch.isin(before, torch.tensor(gone, device=before.device, dtype=before.dtype))
+    states[..., value] = before.masked_fill(goes, base)
+    for place, (old, cause) in enumerate(zip(gone, causes, strict=True)):
+        states[..., value] = states[..., value].masked_fill(is_on[..., place], old)
+        states[..., cause] = (before == old).to(states)
+    return dataclasses.replace(population, words=population.space.pack(states))
+
+
+def _swapped(population: Population, larger: Exchangeable, smaller: Exchangeable) -> Population:
+    states, one, two = population.states(), larger.latents.start, smaller.latents.start
+    rank = larger.probabilities(population).mean(0).argsort(descending=True).argsort()[states[..., one].long()]
+    fits = rank < smaller.num_values
+    states[..., one] = states[..., two].where(fits, rank.to(states))
+    states[..., two] = rank.to(states).where(fits, 0)
+    return dataclasses.replace(population, words=population.space.pack(states))
