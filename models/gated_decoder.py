@@ -17,6 +17,8 @@ from pyro_truncated.distributions import ActiveSet, GivenActiveSet
 from pyro_truncated.models.binary_causes import in_type_of
 
 _BLOCK = 2**22
+# What a new network is taught by.
+_DREAMS = 600
 
 
 class GatedKernel(UniqueModule, kernels.Kernel):
@@ -118,18 +120,51 @@ class GatedDecoder(UniqueModule):
         if not bool(((switches == 0) | (switches == 1)).all()):
             raise ValueError("switches of the examples must be zeros and ones")
         self.num_parts, self.pose_dim, self.num_outputs = poses.shape[1], poses.shape[2], outputs.shape[1]
-        variance = outputs.square().mean() / switches.to(outputs).sum(1).mean().clamp(min=1.0)
-        parts: list[kernels.Kernel] = [
-            kernels.RBF(self.pose_dim, variance.clone(), torch.full((self.pose_dim,), 0.5).to(outputs)) for _ in range(self.num_parts)
-        ]
-        self.kernel = GatedKernel(parts, self.pose_dim)
-        self.noise = PyroParam(0.1 * variance.clone(), constraints.positive)
-        self.rate = PyroParam(torch.full((self.num_parts,), 0.5).to(outputs), constraints.unit_interval)
         self.register_buffer("active_outputs", outputs)
         self.register_buffer("active_inputs", self.inputs(switches, poses))
+        one = torch.ones(()).to(outputs)
+        parts: list[kernels.Kernel] = [kernels.RBF(self.pose_dim, one.clone(), one.repeat(self.pose_dim)) for _ in range(self.num_parts)]
+        self.kernel = GatedKernel(parts, self.pose_dim)
+        self.noise = PyroParam(one.clone(), constraints.positive)
+        self.rate = PyroParam(torch.full((self.num_parts,), 0.5).to(outputs), constraints.unit_interval)
+        self._begin()
         sizes = (self.num_outputs, width), (width, width), (width, 2 * self.num_parts * self.pose_dim)
         first, second, last = (nn.Linear(*size).to(outputs) for size in sizes)
         self.network = nn.Sequential(first, nn.ReLU(), second, nn.ReLU(), last)
+
+    @torch.no_grad()
+    def _begin(self) -> None:
+        """Kernels, noise and rates before anything is learned."""
+        switches = self.active_inputs[:, : self.num_parts]
+        variance = self.active_outputs.square().mean() / switches.sum(1).mean().clamp(min=1.0)
+        for h in range(self.num_parts):
+            part = getattr(self.kernel, f"part{h}")
+            part.variance, part.lengthscale = variance.clone(), torch.full_like(part.lengthscale, 0.5)
+        self.noise, self.rate = 0.1 * variance, torch.full_like(self.rate, 0.5)
+
+    @names_arguments
+    @takes_arrays
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> GatedDecoder:
+        """Forgets what was learned, and teaches a new pose network in 600 dreams; the examples stay.
+
+        Args:
+            y: images ``(N, D)``, which play no role but for their shape.
+            generator: source of randomness; default: torch's global one.
+
+        Returns:
+            The model itself.
+        """
+        if y.ndim != 2 or y.shape[1] != self.num_outputs:
+            raise ValueError(f"y must be images (N, {self.num_outputs}); got {tuple(y.shape)}")
+        self._begin()
+        with torch.random.fork_rng(enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+            for layer in self.network.children():
+                if isinstance(layer, nn.Linear):
+                    layer.reset_parameters()
+            self.dream(_DREAMS)
+        return self
 
     @staticmethod
     def inputs(switches: Tensor, poses: Tensor) -> Tensor:
@@ -168,6 +203,10 @@ class GatedDecoder(UniqueModule):
         present = states["b"].unsqueeze(-1) > 0.5
         loc, scale = self.poses_of(pyro.subsample(x, event_dim=1))
         pyro.sample("z", dist.Normal(torch.where(present, loc, 0.0), torch.where(present, scale, 1.0)).to_event(2))
+
+    def default_conditional(self) -> Any:
+        """:meth:`pose_guide`, by which ``learn`` samples poses."""
+        return self.pose_guide
 
     @torch.no_grad()
     @takes_arrays

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
 
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.exchangeable import exchangeable_latents
+from pyro_truncated.training.exchangeable import Exchangeable, exchangeable_latents
 from pyro_truncated.training.medians import Medians
-from pyro_truncated.training.model_parameters import forgetting_guides, put_back
+from pyro_truncated.training.model_kinds import ConditionalModel
+from pyro_truncated.training.model_parameters import forgetting_guides, layers_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, default_search, offer
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start, start_of
+
+
+def are_behind_a_network(model: Any, y: Tensor, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
+    """Whether layers of a network hold more numbers that belong to no latent than latents have: these mean nothing in another network."""
+    own = {name for group in groups for name in group.axes}
+    shared = sum(state[name].numel() for name in layers_of(model, y) - own)
+    return shared > sum(state[name].numel() for name in own)
 
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
@@ -63,9 +72,13 @@ def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: floa
         tolerance: least gain in free energy per data point.
         state: parameters, and medians of continuous latents beside, in which latents differ.
     """
+    if isinstance(model, ConditionalModel):
+        return []  # what it draws given the states is known for no other states
     guide = settings.guide_for(model, y)
     learned = Medians(model, y, guide)
     groups = exchangeable_latents(learned, state)
+    if are_behind_a_network(model, y, state, groups):
+        return []
     search = settings.search or default_search(model, guide.space, settings.num_states)
     search.forget()
     return [Recombination(learned, search, latents, tolerance) for latents in groups]

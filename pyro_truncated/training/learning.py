@@ -19,7 +19,7 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.model_kinds import is_mixture, starting, starts_near_the_end
+from pyro_truncated.training.model_kinds import ConditionalModel, has_others_beside, is_mixture, starting, starts_near_the_end
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import finished
@@ -43,6 +43,8 @@ _LITTLE = 0.5
 _LITTLE_OF_ALL = 0.001
 # Steps on all data. Draws of continuous latents make gradients noisy: a hundred down to a tenth of the rate end .004 to .12 nats lower.
 _STEPS, _STEPS_BESIDE, _LAST_RATE_BESIDE = 100, 200, 0.01
+# What models have learned to draw given the states has to follow them: faster ones left it behind, and no two starts agreed.
+_RATE, _RATE_OF_CONDITIONALS = 0.1, 0.02
 # The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
 # again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
 _DEFAULTS = 20.0, 0.05
@@ -76,7 +78,7 @@ def learn(
     short_steps: int = 60,
     temperature: float | None = None,
     tolerance: float | None = None,
-    lr: float = 0.1,
+    lr: float | None = None,
     max_count: int | Mapping[str, int] | None = None,
     generator: torch.Generator | None = None,
     progress: bool | None = None,
@@ -100,7 +102,8 @@ def learn(
 
     Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
     (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
-    :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, at first at a draw from their prior, without annealing.
+    :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, at first at a draw from their prior, without annealing, unless the
+    model says by ``default_conditional()`` what samples them given the states, as :class:`~pyro_truncated.models.GatedDecoder` does.
 
     Args:
         model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
@@ -126,7 +129,8 @@ def learn(
             whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
             quarter of what the best two may differ by, however many starts there are.
         lr: learning rate of gradient steps, which falls to a tenth, beside continuous latents to a hundredth: of parameters that may be any
-            number in units of their root mean square at the beginning (but at least .2), of all others as it is.
+            number in units of their root mean square at the beginning (but at least .2), of all others as it is; default: .1, but .02 for
+            models that guide their continuous latents themselves.
         max_count: largest value of count sites, one number or by site name, where their support is infinite, as of a ``Poisson`` number of
             animals of which some are seen; see :class:`~pyro_truncated.AutoTruncated`.
         generator: source of randomness of the starts; default: torch's global one.
@@ -154,13 +158,14 @@ def learn(
     _check_search(model, search)
     if max_count is not None and isinstance(model, GibbsModel):
         raise ValueError("max_count bounds count sites, and a Gibbs sampler has none: leave it out")
+    lr = _rate(model) if lr is None else lr
     if not (tolerance is None or tolerance >= 0.0) or not lr > 0.0:
         raise ValueError(f"tolerance must not be negative and lr must be positive; got {tolerance} and {lr}")
     y = as_tensors(y)
     settings = Settings(search, num_states or 1, lr, max_count=max_count)
     layout = None if isinstance(model, GibbsModel) else layout_of(model, y, settings)
     space = None if layout is None else layout.space
-    is_beside = layout is not None and bool(layout.other_latents)
+    is_beside = has_others_beside(model, layout)
     steps = steps or (_STEPS_BESIDE if is_beside else _STEPS)
     num_states = num_states or _num_states(model, space)
     settings = dataclasses.replace(settings, num_states=num_states)
@@ -238,6 +243,10 @@ def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES
     return _DEFAULTS_OF_SLOW_STEPS if space is None or not isinstance(model, ClosedFormModel) else _DEFAULTS
+
+
+def _rate(model: Any) -> float:
+    return _RATE_OF_CONDITIONALS if isinstance(model, ConditionalModel) else _RATE
 
 
 def _little(model: Any, run: Run, noise: float) -> float:

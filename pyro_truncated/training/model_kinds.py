@@ -9,6 +9,8 @@ from typing import Any, Protocol, Self, runtime_checkable
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.layout import Layout
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.space import StateSpace
 
@@ -31,6 +33,14 @@ class SearchedModel(Protocol):
         """A search for populations of so many states per data point."""
 
 
+@runtime_checkable
+class ConditionalModel(Protocol):
+    """A model that says itself how its continuous latents are sampled given the discrete ones."""
+
+    def default_conditional(self) -> Conditional:
+        """What :class:`~pyro_truncated.AutoTruncated` takes as its ``conditional``."""
+
+
 def starts_near_the_end(model: Any) -> bool:
     """Whether ``initialize`` finds the components by a search of its own, as the model says by an attribute of this name.
 
@@ -48,6 +58,11 @@ def is_mixture(model: Any, space: StateSpace | None) -> bool:
     """
     has_one = space is not None and space.num_latents == 1
     return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not starts_near_the_end(model)
+
+
+def has_others_beside(model: Any, layout: Layout | None) -> bool:
+    """Whether continuous latents are left to a guide beside the truncated one."""
+    return layout is not None and bool(layout.other_latents) and not isinstance(model, ConditionalModel)
 
 
 @contextlib.contextmanager

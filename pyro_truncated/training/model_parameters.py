@@ -18,6 +18,8 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
 _LEAST_SIZE = 0.2
+# What Pyro has in the names of parameters that ``pyro.module`` registers.
+_OF_A_MODULE = "$$$"
 
 
 def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
@@ -32,6 +34,14 @@ def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
 def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
     """Those of them that gradients change, by name: buffers of modules are none."""
     return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
+
+
+def layers_of(model: Any, y: Tensor) -> set[str]:
+    """The names of those that are weights and biases of torch's own layers, as networks have them."""
+    if not isinstance(model, torch.nn.Module):
+        return {name for name in tensors_of(model, y) if _OF_A_MODULE in name}
+    layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
+    return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own, _ in part.named_parameters(recurse=False)}
 
 
 def copies(model: Any, y: Tensor) -> dict[str, Tensor]:

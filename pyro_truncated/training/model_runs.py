@@ -33,7 +33,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
-from pyro_truncated.training.model_kinds import ResizableModel, SearchedModel
+from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
 from pyro_truncated.training.model_parameters import least_size, rate_of
 from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.relocation import Relocations
@@ -70,7 +70,8 @@ class Settings:
 
     def guide_of(self, model: Any) -> AutoTruncated:
         """A truncated guide that has not seen its data yet."""
-        return AutoTruncated(model, num_states=self.num_states, max_count=self.max_count)
+        conditional = model.default_conditional() if isinstance(model, ConditionalModel) else None
+        return AutoTruncated(model, num_states=self.num_states, conditional=conditional, max_count=self.max_count)
 
     def guide_for(self, model: Any, y: Tensor) -> AutoTruncated:
         """A truncated guide that knows the latents of its data."""
@@ -205,7 +206,7 @@ def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -
     """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
     truncated = settings.guide_for(model, y)
     layout = truncated.layout
-    if not layout.other_latents:
+    if not has_others_beside(model, layout):
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
     # Guides of earlier calls keep what they have learned, and this one begins anew.

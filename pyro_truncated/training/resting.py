@@ -148,7 +148,7 @@ def are_at_rest(values: list[float], little: float, steps: int = _RESTING) -> bo
 
 def _reached(run: Steps, values: list[float]) -> Reached:
     assert run.truncated is not None
-    if run.guide is not run.truncated:
+    if run.guide is not run.truncated or run.truncated.conditional is not None:
         # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
         return reached_on_a_curve(values[-_CLIMBING:])
     return Reached(values[-1], each=run.truncated.population().free_energy())

@@ -20,7 +20,7 @@ from pyro_truncated.training.completion import can_complete, completed, have_fou
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
 from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, put_back
+from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.waking import woken
@@ -96,6 +96,8 @@ class SeveralStarts:
         self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
         self._fewest = _FEWEST_OF_SOME if plan.is_shared or self._has_few_rows() else 1
         self._assembly: Assembly | None = None
+        # Starts of networks, which exchange nothing and hardly ever agree, all begin anew.
+        self._is_network = False
         self._found: list[Start] = []
 
     def _has_few_rows(self) -> bool:
@@ -155,7 +157,7 @@ class SeveralStarts:
     def _is_enough(self) -> bool:
         if len(self.energies) < self._fewest:
             return False
-        if can_complete(self._model) and hardly_pays(self._apart):
+        if (can_complete(self._model) or self._is_network) and hardly_pays(self._apart):
             return True
         return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
 
@@ -183,7 +185,8 @@ class SeveralStarts:
             return
         if number == 1:
             self._assembly = self._assembled(self._first)
-        is_near_best = number % 2 == 1 and self._assembly is None
+            self._is_network = self._assembly is None and bool(layers_of(self._model, self._y))
+        is_near_best = number % 2 == 1 and self._assembly is None and not self._is_network
         self._disturb(self.best.parameters if is_near_best else self._first)
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
@@ -211,7 +214,7 @@ class SeveralStarts:
         self.energies.append(found.reached.free_energy)
         # What began near the best one and has ended above it did not come back.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
-        if not self._first or self._assembly is not None or number % 2 == 0 or is_above:
+        if not self._first or self._assembly is not None or self._is_network or number % 2 == 0 or is_above:
             self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)

@@ -20,8 +20,10 @@ from pyro_truncated import learn
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.models import (
     BinarySparseCoding,
+    BinaryVAE,
     DiscreteSparseCoding,
     ExponentialFamilyMaximalCauses,
+    GatedDecoder,
     GaussianMixture,
     MaximalCauses,
     MaxSpikeSlabSparseCoding,
@@ -32,6 +34,7 @@ from pyro_truncated.models import (
 from pyro_truncated.training import DisagreeingStartsWarning
 
 NUM_DATA, SIZE, NUM_BARS, NUM_COMPONENTS = 600, 6, 12, 10
+NUM_LABELLED, NUM_MOVING = 60, 150
 Made = tuple[Any, Tensor, Tensor]
 
 
@@ -116,6 +119,22 @@ def poisson_mixture(images: Images) -> Made:
     return PoissonMixture(36, NUM_COMPONENTS), torch.poisson(rates[number], generator=images.generator), rates
 
 
+def saturated(images: Images) -> Made:
+    """Bars that are no brighter where they cross: a network with rectifiers can say so, a linear model cannot."""
+    loc = (images.on @ images.bars.mT / images.bars.max()).clamp(max=1.0)
+    return BinaryVAE(36, 12), 10 * loc + 2 * images.normal(NUM_DATA, SIZE**2), images.bars
+
+
+def moving(images: Images) -> Made:
+    """Four bumps that are there or not, each in a row of its own at a place of its own; sixty signals of 210 are labelled."""
+    switches = (torch.rand(NUM_LABELLED + NUM_MOVING, 4, generator=images.generator) < 0.4).float()
+    poses = images.normal(len(switches), 4, 1)
+    rows = switches.unsqueeze(-1) * (-(torch.linspace(-2.5, 2.5, 12) - poses).square() / 0.5).exp()
+    x = rows.flatten(-2) + 0.1 * images.normal(len(switches), 48)
+    known = slice(0, NUM_LABELLED)
+    return GatedDecoder(x[known], switches[known], poses[known]), x[NUM_LABELLED:], switches[NUM_LABELLED:]
+
+
 MODELS: dict[str, Callable[[Images], Made]] = {
     "BinarySparseCoding": binary,
     "DiscreteSparseCoding": ternary,
@@ -125,17 +144,25 @@ MODELS: dict[str, Callable[[Images], Made]] = {
     "NoisyOr": noisy_or,
     "MaximalCauses": maximal,
     **{f"ExponentialFamilyMaximalCauses, {name}": family(name) for name in ("poisson", "bernoulli", "exponential", "gamma")},
+    "BinaryVAE": saturated,
+    "GatedDecoder": moving,
     "GaussianMixture": gaussian_mixture,
     "PoissonMixture": poisson_mixture,
 }
 
 
-def number_found(model: Any, truth: Tensor) -> int:
-    """Components that are recovered; the signs of ternary elements are not determined."""
+def number_found(model: Any, truth: Tensor, guide: Any = None) -> int:
+    """Components that are recovered; the signs of ternary elements are not determined. Of moving parts, signals with all of them right."""
+    if isinstance(model, GatedDecoder):
+        return int((guide.marginals()["b"].round() == truth).all(1).sum())
     if isinstance(model, (GaussianMixture, PoissonMixture)):
         learned = model.loc if isinstance(model, GaussianMixture) else model.rate
         near = torch.cdist(truth, learned.detach()).min(0)
         return len(set(near.indices[near.values < 0.3 * truth.std() * truth.shape[1] ** 0.5].tolist()))
+    if isinstance(model, BinaryVAE):
+        with torch.no_grad():
+            weight = (model.mean(torch.eye(NUM_BARS)) - model.mean(torch.zeros(1, NUM_BARS))).mT
+        return matched_bars(weight, truth)
     weight = model.weight.detach()
     return matched_bars(weight * weight.sum(0).sign() if isinstance(model, DiscreteSparseCoding) else weight, truth)
 
@@ -149,9 +176,9 @@ def run(name: str, seed: int) -> str:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", DisagreeingStartsWarning)
         guide = learn(model, y, progress=False)
-    seconds, size = time.process_time() - start, NUM_COMPONENTS if "Mixture" in name else NUM_BARS
+    seconds, size = time.process_time() - start, NUM_COMPONENTS if "Mixture" in name else NUM_MOVING if name == "GatedDecoder" else NUM_BARS
     said = "warned" if told else "silent"
-    return f"{name}, seed {seed}: {number_found(model, truth)} of {size}, {len(guide.starts)} starts, {said}, {seconds:.0f} CPU s"
+    return f"{name}, seed {seed}: {number_found(model, truth, guide)} of {size}, {len(guide.starts)} starts, {said}, {seconds:.0f} CPU s"
 
 
 def main() -> None:

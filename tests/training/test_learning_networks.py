@@ -1,0 +1,130 @@
+"""learn of models with networks: starts that exchange nothing, and models that guide their continuous latents themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
+from pyro_truncated.models import BinaryVAE, GatedDecoder
+from pyro_truncated.training import DisagreeingStartsWarning, learning, several_starts
+from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.exchanges import recombinations_of
+from pyro_truncated.training.model_parameters import copies, disturb
+from pyro_truncated.training.model_runs import Settings
+from pyro_truncated.training.starts import Start
+
+NUM_LATENTS = 3
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def behind(network: torch.nn.Module) -> Any:
+    """A function whose latents act through a network."""
+
+    def model(y: Tensor) -> None:
+        decode = pyro.module("network", network)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1))
+            pyro.sample("y", dist.Normal(decode(s), 1.0).to_event(1), obs=y)
+
+    return model
+
+
+def perceptron() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(NUM_LATENTS, 6), torch.nn.Tanh(), torch.nn.Linear(6, 5))
+
+
+@pytest.mark.parametrize(
+    ("make", "exchanges"),
+    [
+        (lambda: behind(perceptron()), False),
+        (lambda: BinaryVAE(5, NUM_LATENTS, hidden=(6,)), False),
+        (lambda: behind(torch.nn.Linear(NUM_LATENTS, 5)), True),
+        (lambda: BinaryVAE(5, NUM_LATENTS, hidden=()), True),
+    ],
+)
+def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_layer_have(make, exchanges):
+    pyro.set_rng_seed(0)
+    model, y = make(), torch.randn(10, 5, generator=generator())
+    first = copies(model, y)
+    disturb(model, y, first, generator())
+    assert bool(recombinations_of(model, y, Settings(None, 4), 0.1, copies(model, y))) == exchanges
+
+
+@pytest.mark.parametrize(("unlike", "made"), [(1.0, 3), (0.0, 8)])
+def test_starts_of_a_network_begin_anew_and_end_where_chance_decides_which_is_better(monkeypatch, unlike, made):
+    """Each reaches a nat more; free energies of the same data points differ by a deviation of ``unlike`` times ten nats."""
+    network, begun = perceptron(), []
+    y = torch.randn(60, 5, generator=generator())
+
+    def start(model, y, *args):
+        begun.append(network[0].weight.detach().clone())
+        with torch.no_grad():
+            network[0].weight.fill_(3000.0)
+        each = len(begun) + 10 * unlike * torch.randn(len(y), dtype=torch.float64)
+        return Start(Reached(float(len(begun)), each=each), copies(model, y), None)
+
+    monkeypatch.setattr(several_starts, "start", start)
+    with pytest.warns(DisagreeingStartsWarning):
+        learn(behind(network), y, steps=1, short_steps=1, progress=False)
+    assert len(begun) == made
+    # By noise as large as what was reached, around where the first one began, not around 3000.
+    assert all(float((loc - begun[0]).mean().abs()) < 2500.0 for loc in begun[1:])
+
+
+def bumps(number: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Signals with bumps in two rows of twelve pixels, each there or not, whose places are their poses."""
+    switches = torch.bernoulli(torch.full((number, 2), 0.5), generator=generator())
+    poses = torch.randn(number, 2, 1, generator=generator().manual_seed(1))
+    rows = switches.unsqueeze(-1) * (-(torch.linspace(-2.5, 2.5, 12) - poses).square() / 0.5).exp()
+    return rows.flatten(-2) + 0.1 * torch.randn(number, 24, generator=generator().manual_seed(2)), switches, poses
+
+
+@pytest.mark.slow
+def test_poses_that_a_model_guides_itself_are_left_to_it_and_parts_are_found(recwarn):
+    """At least 95 % of 100 switches right; guessing gives one half."""
+    pyro.set_rng_seed(0)
+    x, switches, poses = bumps(90)
+    model = GatedDecoder(x[:40], switches[:40], poses[:40])
+    guide = learn(model, x[40:], progress=False)
+    assert isinstance(guide, AutoTruncated)
+    assert guide.conditional == model.pose_guide
+    assert not recwarn.list
+    found = guide.infer(x[40:], ExhaustiveSearch(), steps=1).marginals()["b"].round()
+    assert float((found == switches[40:]).float().mean()) >= 0.95
+
+
+def test_what_a_model_guides_itself_is_learned_in_small_steps_unless_a_rate_is_given(monkeypatch):
+    x, switches, poses = bumps(12)
+    rates = []
+    monkeypatch.setattr(learning, "Settings", lambda *args, **kwargs: rates.append(args[2]) or Settings(*args, **kwargs))
+    for options in ({}, {"lr": 0.3}):
+        model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)
+        learn(model, x[8:], starts=1, steps=1, short_steps=1, progress=False, **options)
+    learn(behind(perceptron()), torch.randn(8, 5), starts=1, steps=1, short_steps=1, progress=False)
+    assert rates == [0.02, 0.3, 0.1]
+
+
+def test_a_decoder_forgets_what_it_has_learned_and_a_seed_repeats_its_start():
+    x, switches, poses = bumps(12)
+    model = GatedDecoder(x[:8], switches[:8], poses[:8], width=4)
+    before = {name: value.clone() for name, value in model.state_dict().items() if not name.startswith("network")}
+    starts = []
+    for seed in (1, 1, 2):
+        disturb(model, x, copies(model, x), generator())
+        assert model.initialize(x[8:], torch.Generator().manual_seed(seed)) is model
+        starts.append(model.network[0].weight.detach().clone())
+        for name, value in before.items():
+            torch.testing.assert_close(model.state_dict()[name], value)
+    assert torch.equal(starts[0], starts[1])
+    assert not torch.equal(starts[0], starts[2])
+    with pytest.raises(ValueError, match=r"y must be images \(N, 24\)"):
+        model.initialize(x[:, :3])
