@@ -11,9 +11,13 @@ from torch import Tensor
 
 # Deviation of a score from the quadratic function, in nats, and its share in how far the score lies below the best one.
 _NOISE, _SHARE = 1.0, 0.4
-# Deviation of a data point's own effects before anything is known, and the least that it can become.
-_START, _LEAST = 100.0, 1.0
-_RIDGE = 1e-3
+# Deviations of a data point's own effects before anything is known, the most that they become, and those of shared effects: all in what a
+# flip changes. The least that the first become, in nats.
+_OWN, _MOST, _SHARED, _LEAST = 0.5, 4.0, 0.16, 1.0
+# What a flip changes, in nats, where no two scores show it; scores further below the best one are of impossible states.
+_FLIP, _IMPOSSIBLE = 200.0, 1e20
+# Share of the weight of pairs that data points' own effects leave to shared ones, roughly.
+_LEFT = 0.01
 # Share of the squared residual at which conjugate gradients have arrived; beyond it they would divide rounding by rounding.
 _SOLVED = 1e-24
 
@@ -56,6 +60,12 @@ class Trials:
     steps: Tensor = dataclasses.field(init=False)
     variance: Tensor = dataclasses.field(init=False)
 
+    def change_of_flip(self) -> float | None:
+        """Median of how many nats a flip changes if flips do so independently of each other; none if there is nothing to compare."""
+        flips = self.steps.abs().sum(-1)
+        is_other = (flips > 0) & (self.gap < _IMPOSSIBLE)
+        return float((self.gap[is_other] / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
+
     def predicted(self, effects: Effects) -> Tensor:
         """Differences ``(n, M)`` from the best state by what all data points share."""
         linear = torch.einsum("nmh,nh->nm", self.steps, self.features @ effects.linear.mT)
@@ -77,8 +87,11 @@ class LogJointRegression:
     with features :math:`x_n` of the data point and :math:`g` how far the score lies below the best one of the data point. Of an exponential
     family log joints are linear in the sufficient statistics of the observation, so that effects which are linear in principal components
     of the data lack little; what they lack in a data point, :math:`\delta_n` takes up. Shared effects are estimated by generalised least
-    squares with :math:`\delta` integrated out (conjugate gradients, from the last estimate on), a data point's own by their posterior, and
-    :math:`\tau_h` from these.
+    squares with :math:`\delta` integrated out (conjugate gradients, from the last estimate on) and a ridge, that of a prior of deviation
+    :math:`\sigma = .16 \, c`, where :math:`c` is what a flip changes, in nats. A data point's own effects follow from their posterior, and
+    :math:`\tau_h`, at first :math:`c / 2`, from its expected squares. These are taken :math:`N / (N - d_h)` times, as shared effects have
+    been fitted to them, with :math:`d_h = \sum_q \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` degrees of freedom for uncorrelated
+    features with sums of squares :math:`\lambda_q`: with few data points :math:`\tau` would else be far too small, and the belief too sure.
 
     Args:
         num_latents: number of binary latents ``H``.
@@ -88,19 +101,21 @@ class LogJointRegression:
     Attributes:
         effects: the shared effects.
         variance: :math:`\tau_h^2`, ``(H,)``.
+        change: how many nats a flip changes log joints, the largest of all medians so far; 0 before the first.
     """
 
     def __init__(self, num_latents: int, num_features: int, device: torch.device | str | None = None) -> None:
         like = torch.zeros(num_latents, num_latents, dtype=torch.float64, device=device)
         self.effects = Effects(like.new_zeros(num_latents, num_features), like)
-        self.variance = torch.full_like(like[0], _START**2)
+        self.variance, self.change = torch.zeros_like(like[0]), 0.0
 
-    def fit(self, trials: Trials, iterations: int = 24) -> None:
+    def fit(self, trials: Trials, iterations: int = 8) -> None:
         r"""Takes so many steps towards the shared effects that these trials ask for, and one towards :math:`\tau`."""
+        self._compare(trials)
         belief = Belief(trials, self)
         found = list(self.effects)
         residual = _less(belief.transposed(-trials.gap), self._normal(belief, self.effects))
-        scale = self._diagonal(trials)
+        scale = self._diagonal(belief)
         direction = ready = [r / s for r, s in zip(residual, scale, strict=True)]
         length = first = _dot(residual, ready)
         for _ in range(iterations):
@@ -113,13 +128,14 @@ class LogJointRegression:
             ready = [r / s for r, s in zip(residual, scale, strict=True)]
             before, length = length, _dot(residual, ready)
             direction = [r + length / before * d for r, d in zip(ready, direction, strict=True)]
-        self.effects = Effects(*found)
-        squares = Belief(trials, self).mean_squares()
-        self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2)
+        self.effects = belief.effects = Effects(*found)
+        squares = self._inflation(trials) * belief.mean_squares()
+        self.variance = (0.5 * (self.variance + squares)).clamp(min=_LEAST**2, max=(_MOST * self.change) ** 2)
 
     def state_dict(self) -> dict[str, Tensor]:
         """All that was learned."""
-        return {"linear": self.effects.linear.clone(), "pairs": self.effects.pairs.clone(), "variance": self.variance.clone()}
+        effects = {"linear": self.effects.linear.clone(), "pairs": self.effects.pairs.clone()}
+        return {**effects, "variance": self.variance.clone(), "change": torch.tensor(self.change)}
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> LogJointRegression:
@@ -127,20 +143,34 @@ class LogJointRegression:
         num_latents, num_features = state["linear"].shape
         regression = cls(num_latents, num_features, state["linear"].device)
         regression.effects = Effects(state["linear"].clone(), state["pairs"].clone())
-        regression.variance = state["variance"].clone()
+        regression.variance, regression.change = state["variance"].clone(), float(state["change"])
         return regression
 
-    @staticmethod
-    def _normal(belief: Belief, effects: Effects) -> list[Tensor]:
-        image = belief.transposed(belief.trials.predicted(effects))
-        return [value + _RIDGE * effect for value, effect in zip(image, effects, strict=True)]
+    def _compare(self, trials: Trials) -> None:
+        """Learns how much a flip changes log joints, and the first time how much a data point's own effects deviate."""
+        change = max(trials.change_of_flip() or self.change or _FLIP, _LEAST)
+        if self.change == 0:
+            self.variance = torch.full_like(self.variance, max(_OWN * change, _LEAST) ** 2)
+        self.change = max(self.change, change)
 
-    @staticmethod
-    def _diagonal(trials: Trials) -> list[Tensor]:
-        """Roughly the diagonal of the normal equations."""
-        weight = trials.variance.reciprocal()
-        linear = torch.einsum("nmh,nm->nh", trials.steps.square(), weight).mT @ trials.features.square()
-        return [value / 10 + _RIDGE for value in (linear, 2 * _products(trials.states, weight))]
+    def _ridge(self) -> float:
+        return (_SHARED * self.change) ** -2
+
+    def _inflation(self, trials: Trials) -> Tensor:
+        """How many times expected squares of own effects are taken, as shared effects have been fitted to them, ``(H,)``."""
+        number, squares = len(trials.features), trials.features.square().sum(0)
+        taken = (squares / (squares + (self.variance * self._ridge()).unsqueeze(1))).sum(1)
+        return number / (number - taken).clamp(min=1.0)
+
+    def _normal(self, belief: Belief, effects: Effects) -> list[Tensor]:
+        image = belief.transposed(belief.trials.predicted(effects))
+        return [value + self._ridge() * effect for value, effect in zip(image, effects, strict=True)]
+
+    def _diagonal(self, belief: Belief) -> list[Tensor]:
+        """The diagonal of the normal equations, of pairs roughly."""
+        linear = belief.informed().mT @ belief.trials.features.square()
+        pairs = 2 * _products(belief.trials.states, belief.trials.variance.reciprocal())
+        return [linear + self._ridge(), _LEFT * pairs + self._ridge()]
 
 
 class Belief:
@@ -155,10 +185,14 @@ class Belief:
         """What residuals ``(n, M)`` ask of the shared effects, a data point's own integrated out."""
         return self.trials.transposed(self._solve(values.unsqueeze(1)).squeeze(1))
 
+    def informed(self) -> Tensor:
+        """What scores say of linear effects of data points, own ones integrated out: inverse variances ``(n, H)``."""
+        informed: Tensor = torch.linalg.solve_triangular(self._factor, self.trials.steps, upper=False).square().sum(1)
+        return informed
+
     def mean_squares(self) -> Tensor:
         """Expected squares of the data points' own effects, averaged over these, ``(H,)``."""
-        half = torch.linalg.solve_triangular(self._factor, self.trials.steps * self.variance, upper=False)
-        left = (self.variance - half.square().sum(1)).clamp(min=0.0)
+        left = (self.variance * (1 - self.variance * self.informed())).clamp(min=0.0)
         mean = self._own(-self.trials.gap.unsqueeze(1) - self.trials.predicted(self.effects).unsqueeze(1)).squeeze(1)
         squares: Tensor = (mean.square() + left).mean(0)
         return squares

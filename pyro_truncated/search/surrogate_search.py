@@ -36,8 +36,8 @@ class SurrogateSearch(Search):
     state of the population drawn by its weight climbs to an optimum of the quadratic function that they make, and the best of that optimum
     and of the states one or two flips away which has not been scored before is scored. The first child takes the means, the others deviate
     from them by half to twice as much as is believed, because a quadratic function is not the whole truth, and by twice that in data
-    points for which two steps have found no better state. So no state is scored twice,
-    flips that are known to be bad are not tried again, and what was learned from other data points tells where to look.
+    points for which two steps have found no better state. So no state is scored twice, flips that are known to be bad are not tried
+    again, and what was learned from other data points tells where to look.
 
     What was scored under other parameters is forgotten, but for the regression, so that in training, too, each step starts from what the
     steps before have learned. Where a score takes some tens of microseconds or more, this pays. For binary latents.
@@ -185,47 +185,73 @@ def _best_unseen(start: Tensor, effects: Tensor, pairs: Tensor, scored: ScoredSt
     # States are known by their words, or by one number made of these; each latent adds its own.
     latent_keys = _keys(scored.space.pack(torch.eye(start.shape[-1], dtype=torch.int64, device=start.device)))
     taken, children = _keys(scored.words).sort(1).values, []
-    for state, linear in zip(optimum.unbind(1), effects.unbind(1), strict=True):
-        values, flipped = _neighbours(state, linear, pairs)
-        sign = _with_none(1 - 2 * state.long())
-        keys = (state.long() * latent_keys).sum(-1, keepdim=True)
-        keys = keys + (sign * _with_none(latent_keys)).unsqueeze(1).expand(-1, flipped.shape[1], -1).gather(2, flipped).sum(-1)
+    for state, gain in zip(optimum.unbind(1), _gains(optimum, effects, pairs).unbind(1), strict=True):
+        near, sign = Neighbours.of(gain), 1 - 2 * state
+        values = near.sums(gain)
+        values[:, 1 + gain.shape[1] :] += near.between(pairs) * near.products(sign)
+        keys = near.sums(sign.long() * latent_keys) + (state.long() * latent_keys).sum(-1, keepdim=True)
         at = torch.searchsorted(taken, keys).clamp(max=taken.shape[1] - 1)
         best = values.masked_fill(taken.gather(1, at) == keys, -math.inf).argmax(1, keepdim=True)
-        changed = torch.zeros_like(sign).scatter_(1, flipped.gather(1, best.unsqueeze(-1).expand(-1, 1, 2)).squeeze(1), 1)[:, :-1]
-        children.append((state - changed).abs())
+        children.append((state - near.flips(best).to(state)).abs())
         taken = torch.cat([taken, keys.gather(1, best)], 1).sort(1).values
     return torch.stack(children, 1)
+
+
+def _gains(states: Tensor, effects: Tensor, pairs: Tensor) -> Tensor:
+    """What flips of each latent alone add to quadratic functions."""
+    return (1 - 2 * states) * (effects + states @ pairs)
 
 
 def _climbed(states: Tensor, effects: Tensor, pairs: Tensor) -> Tensor:
     """States ``(n, C, H)`` after flips that each raise their quadratic functions most."""
     for _ in range(_CLIMB):
-        gain, latent = ((1 - 2 * states) * (effects + states @ pairs)).max(-1, keepdim=True)
+        gain, latent = _gains(states, effects, pairs).max(-1, keepdim=True)
         flip = torch.zeros_like(states).scatter_(-1, latent, (gain > 0).to(states))
         states = (states - flip).abs()
     return states
 
 
-def _neighbours(state: Tensor, linear: Tensor, pairs: Tensor) -> tuple[Tensor, Tensor]:
-    """How much higher states near states ``(n, H)`` are, and which two latents are flipped in them, ``H`` for none, ``(n, P, 2)``.
+class Neighbours(NamedTuple):
+    """A state, all that are one flip away, and those two flips away of the latents that alone would gain most, for each data point.
 
-    They are the states themselves, all that are one flip away, and those two flips away of the latents that alone would gain most.
+    Attributes:
+        best: these latents, ``(n, B)``.
+        one: which of them is flipped first in states two flips away.
+        other: which second.
+        num_latents: number of all latents ``H``.
     """
-    (number, num_latents), sign = state.shape, 1 - 2 * state
-    gain = sign * (linear + state @ pairs)
-    best = gain.topk(min(_PAIRED, num_latents), 1).indices
-    one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=state.device)
-    alone = torch.arange(num_latents + 1, device=state.device).expand(number, -1)
-    flipped = torch.stack([torch.cat([alone, best[:, one]], 1), torch.cat([torch.full_like(alone, num_latents), best[:, other]], 1)], -1)
-    gain, sign, pairs = _with_none(gain), _with_none(sign), _with_none(_with_none(pairs).mT).mT
-    both = pairs[flipped[..., 0], flipped[..., 1]] * sign.gather(1, flipped[..., 0]) * sign.gather(1, flipped[..., 1])
-    return gain.gather(1, flipped[..., 0]) + gain.gather(1, flipped[..., 1]) + both, flipped
 
+    best: Tensor
+    one: Tensor
+    other: Tensor
+    num_latents: int
 
-def _with_none(values: Tensor) -> Tensor:
-    """Values ``(..., H)`` with a zero for a latent that is none."""
-    return torch.nn.functional.pad(values, (0, 1))
+    @classmethod
+    def of(cls, gain: Tensor) -> Neighbours:
+        """Those of states whose flips gain this, ``(n, H)``."""
+        best = gain.topk(min(_PAIRED, gain.shape[1]), 1).indices
+        one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
+        return cls(best, one, other, gain.shape[1])
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sums ``(n, 1 + H + len(one))`` over the flipped latents of values ``(n, H)``."""
+        best = values.gather(1, self.best)
+        return torch.cat([torch.zeros_like(values[:, :1]), values, best[:, self.one] + best[:, self.other]], 1)
+
+    def products(self, values: Tensor) -> Tensor:
+        """Products ``(n, len(one))`` of values of the two latents of states two flips away."""
+        best = values.gather(1, self.best)
+        return best[:, self.one] * best[:, self.other]
+
+    def between(self, pairs: Tensor) -> Tensor:
+        """Entries ``(n, len(one))`` of a matrix at the two latents of states two flips away."""
+        return pairs[self.best.unsqueeze(2), self.best.unsqueeze(1)][:, self.one, self.other]
+
+    def flips(self, chosen: Tensor) -> Tensor:
+        """Which latents are flipped in the chosen ones ``(n, 1)``, booleans ``(n, H)``."""
+        latent, pair = torch.arange(self.num_latents, device=chosen.device), chosen - 1 - self.num_latents
+        one, other = (self.best.gather(1, which[pair.clamp(min=0)]) for which in (self.one, self.other))
+        return torch.where(pair < 0, latent == chosen - 1, (latent == one) | (latent == other))
 
 
 def _keys(words: Tensor) -> Tensor:
