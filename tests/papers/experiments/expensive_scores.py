@@ -23,6 +23,8 @@ from pyro_truncated.search import LearnedFlips, Preselection, Search, SearchBatc
 
 SIDE, NUM_STATES, NOISE, PRIOR = 16, 16, 0.05, 0.12
 NUM_NEW = 200
+# Rays that are followed at a time: what fits into the cache, so that a score costs the same whatever a search asks for at once.
+BLOCK = 2**17
 # Free energies within so many nats per image of the log joint of the states that made it are good.
 SLACK = 1.0
 
@@ -47,6 +49,10 @@ class Renderer:
     def __call__(self, states: Tensor) -> Tensor:
         """Images ``(..., SIDE ** 2)`` of states ``(..., H)``, the first object in front."""
         self.num_scores += states[..., 0].numel()
+        blocks = states.flatten(0, -2).split(max(1, BLOCK // self.opacity.shape[1]))
+        return torch.cat([self._rendered(block) for block in blocks]).unflatten(0, states.shape[:-1])
+
+    def _rendered(self, states: Tensor) -> Tensor:
         passed = torch.ones(*states.shape[:-1], self.opacity.shape[1])
         image = torch.zeros_like(passed)
         for on, opacity, shade in zip(states.unbind(-1), self.opacity, self.shade, strict=True):
@@ -163,7 +169,7 @@ def run(
 
 
 def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
-    """Left: free energy against scores. Right: CPU time to the goal against the cost of a score, from scores and overhead."""
+    """Left: free energy against scores. Right: CPU time to the goal against the cost of a score, from scores and overhead; marks as run."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -184,7 +190,7 @@ def picture(lines: Sequence[dict[str, object]], file: Path) -> None:
                     times = [max(0.0, later) + line["new_scores"] * cost for cost in costs]
                     right.plot(costs, times, "--", color=f"C{number}", label=f"{name}, later images")
             elif line["search"] == name and line["free_energy"] >= line["goal"]:
-                right.plot(line["cost"], line["cpu"] / line["data"], "o", color=f"C{number}")
+                right.plot(line["cost"], line["cpu"] / line["data"], "s" if line["renderer"] == "network" else "o", color=f"C{number}")
     left.set(xscale="log", yscale="log", ylim=(0.5, 1000), xlabel="scores per image", ylabel="nats per image below the goal")
     right.set(xscale="log", yscale="log", xlabel="CPU seconds of a score", ylabel="CPU seconds per image to the goal")
     left.legend(fontsize=7)
