@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pyro_truncated.restoration",
         description="Takes noise off a picture, or fills in what is missing, from the picture alone.",
-        epilog="A megapixel takes a quarter of an hour to an hour of a processor core, longest in colour and with a mask; with --stride 2 "
+        epilog="A megapixel takes a quarter of an hour to more than an hour of a processor core, longest in colour; with --stride 2 "
         "a fifth of it, and a little more noise is left. Pictures of more than half a million numbers are restored in parts.",
     )
     parser.add_argument("image", type=Path, help=_IMAGE)
