@@ -67,7 +67,7 @@ class Assembly:
             if self._take(other) | self._gains_by(self._untangle) | self._gains_by(self._turn) | self._gains_by(self._change_roles):
                 waiting = [start for start in self._starts if start is not other]
         if self._best is before:
-            self._use_spare_latents()
+            self.use_spare_latents()
 
     def is_complete(self) -> bool:
         """Whether two starts have found each latent of the best, none of which is spare: of two that are the same one may be elsewhere."""
@@ -167,12 +167,18 @@ class Assembly:
         member = member._replace(beside=found.beside, spread=0.0)
         return member._replace(spread=found.reached.free_energy - member.free_energy)
 
-    def _use_spare_latents(self) -> None:
-        """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains."""
+    def use_spare_latents(self) -> bool:
+        """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains.
+
+        Returns:
+            Whether it has gained.
+        """
+        before = self._best
         while self._best is not None and self._best is not self._tried:
             self._tried = self._best
             for group in self._recombinations:
                 self._best = self._with_spare_latent_used(group, self._best)
+        return self._best is not before
 
     def _with_spare_latent_used(self, group: Recombination, member: Member) -> Member:
         spare = self._are_spare(group)

@@ -119,6 +119,7 @@ class SeveralStarts:
             if self._is_enough():
                 return
             number += 1
+        self._gains_by_spare_latents()
 
     def _start(self) -> Start:
         plan = self._plan
@@ -159,7 +160,16 @@ class SeveralStarts:
             return False
         if (can_complete(self._model) or self._is_network) and hardly_pays(self._apart):
             return True
-        return self._have_agreed() or (self._assembly is not None and self._assembly.is_complete())
+        if self._assembly is not None and self._assembly.is_complete():
+            return True
+        return self._have_agreed() and not self._gains_by_spare_latents()
+
+    def _gains_by_spare_latents(self) -> bool:
+        """Whether the best start is mended by its own spare latents, which are not tried while others still add to it."""
+        if self._assembly is None or not self._assembly.use_spare_latents():
+            return False
+        self.best = max(self.best, self._assembly.best, key=lambda one: one.reached.free_energy)
+        return True
 
     def _have_agreed(self) -> bool:
         """Whether two starts have reached the same free energy, by the same latents, and none has reached more."""
