@@ -244,6 +244,7 @@ class GatedDecoder(UniqueModule):
         means = total / weights.unsqueeze(-1)
         return torch.einsum("ns,nsd->nd", population.weights().to(means), means)
 
+    @torch.enable_grad()
     def dream(self, steps: int, batch_size: int = 128, lr: float = 3e-3) -> list[float]:
         """Teaches the network the poses of present parts in images drawn from the model; returns the mean negative log densities."""
         optimizer = torch.optim.Adam(self.network.parameters(), lr)
@@ -261,6 +262,8 @@ class GatedDecoder(UniqueModule):
             loss.backward()
             optimizer.step()
             losses.append(loss.item())
+        # The next optimiser would add its gradients to the last ones.
+        optimizer.zero_grad()
         return losses
 
     def parts(self, switches: Tensor, poses: Tensor) -> Tensor:

@@ -103,7 +103,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
         size = _FEW_TRIALS * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
-        is_near = (_squared(points[drawn], torch.arange(size, device=drawn.device)) <= at_most.unsqueeze(1)).cpu().numpy()
+        is_near = (_squared(points[drawn], torch.arange(size, device=drawn.device)) <= at_most).cpu().numpy()
         taken = drawn[torch.tensor(_taken(is_near, _FEW_TRIALS), dtype=torch.int64, device=drawn.device)]
         nearest = taken[_nearest_of(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
@@ -130,12 +130,13 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
 
 
 def _taken(is_near: np.ndarray, trials: int) -> list[int]:
-    """The first of so many draws at a time that none is near to that was taken before, if there is one."""
-    is_taken, taken = np.zeros(len(is_near), dtype=bool), []
+    """The first of so many draws at a time that is not among those near to one taken before ``(T, T)``, if there is one."""
+    has_near, taken = np.zeros(len(is_near), dtype=bool), []
     for start in range(0, len(is_near), trials):
-        own = next((i for i in range(start, start + trials) if not (is_near[i] & is_taken).any()), None)
-        if own is not None:
-            is_taken[own] = True
+        free = np.flatnonzero(~has_near[start : start + trials])
+        if len(free):
+            own = start + int(free[0])
+            has_near |= is_near[own]
             taken.append(own)
     return taken
 
@@ -222,5 +223,6 @@ def partners(near: Tensor, number: int, most: int) -> Tensor:
     code = code[order[(code[order] // number).argsort(stable=True)]]
     own = code // number
     rank = torch.arange(len(code), device=code.device) - torch.searchsorted(own, own)
-    pairs: Tensor = torch.stack([own, code % number], 1)[rank < most].sort(1).values.unique(dim=0)
-    return pairs
+    pairs = torch.stack([own, code % number], 1)[rank < most].sort(1).values
+    code = (pairs[:, 0] * number + pairs[:, 1]).unique()
+    return torch.stack([code // number, code % number], 1)

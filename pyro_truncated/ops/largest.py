@@ -34,7 +34,6 @@ def largest_of_groups(
     num_groups: int,
     asked: Tensor,
     number: int,
-    beside: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same among the functions of those groups that are looked at.
 
@@ -43,14 +42,12 @@ def largest_of_groups(
         coefficients: of the functions, ``(K, F)``.
         group: of every function, ``(K,)``; none is empty.
         num_groups: how many there are.
-        asked: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together,
-            or else as many are known.
+        asked: different groups to look at for every data point, ``(N, L)``, which have at least ``number`` functions together.
         number: how many functions.
-        beside: what is known to be large in other groups: values and functions, ``(N, number)``, the largest first.
     """
     features, coefficients = _computed(features, coefficients)
     found: tuple[Tensor, Tensor]
-    found = backend("largest", features).largest_of_groups(features, coefficients, group, num_groups, asked, number, beside)
+    found = backend("largest", features).largest_of_groups(features, coefficients, group, num_groups, asked, number)
     return found
 
 

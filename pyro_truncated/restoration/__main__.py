@@ -19,6 +19,8 @@ from torch import Tensor
 from pyro_truncated.restoration.parts import restored_in_parts
 from pyro_truncated.restoration.restore import denoise, inpaint
 
+# By how much transparency may differ in a file, of 255.
+_NEARLY = 16
 # Grey, of sixteen or thirty-two bits.
 _DEEP = ("I;16", "I;16L", "I;16B", "I;16N", "I", "F")
 _IMAGE = (
@@ -136,8 +138,11 @@ def _write(path: Path, pixels: Tensor, picture: _Picture) -> str:
 def _is_kept(picture: Image.Image, path: Path) -> bool:
     """Whether a file that was written has transparency, or sixteen bits: some formats leave them out and say nothing."""
     with Image.open(path) as written:
-        is_same = written.has_transparency_data if picture.has_transparency_data else np.array_equal(np.array(written), np.array(picture))
-    return bool(is_same)
+        if picture.has_transparency_data:
+            # Lossy formats keep it nearly.
+            alphas = (np.array(some.convert("RGBA").getchannel("A"), dtype=np.int16) for some in (written, picture))
+            return written.has_transparency_data and bool(np.abs(np.subtract(*alphas)).max() <= _NEARLY)
+        return np.array_equal(np.array(written), np.array(picture))
 
 
 def _with_holes(pixels: Tensor, path: Path) -> Tensor:

@@ -30,12 +30,19 @@ def restored_in_parts(
 
     Returns:
         The restored image, and the root of the mean square of the noise that was learned.
+
+    Raises:
+        ValueError: before any work is done, if in a part that is restored by itself all is missing.
     """
     if image.numel() <= most:
         whole = restore(image, progress)
         return whole.image, whole.noise
     side = math.isqrt(most // image[0, 0].numel())
     places = list(itertools.product(*(spans(size, side) for size in image.shape[:2])))
+    for rows, columns in places:
+        if bool(image[rows, columns].isnan().all()):
+            where = f"rows {rows.start} to {rows.stop - 1} and columns {columns.start} to {columns.stop - 1}"
+            raise ValueError(f"the image is restored in parts of {side} x {side} pixels, and all of {where} is missing: make it smaller")
     total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
     with progress_bar(progress, total=len(places), desc="parts") as bar:
         for place in places:

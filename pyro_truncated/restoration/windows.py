@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class Patches:
         self.shape = tuple(check_count("shape", n) for n in shape)
         if not self.shape:
             raise ValueError("shape must have one dimension or more; got ()")
-        sizes = size if isinstance(size, Sequence) else [size] * len(self.shape)
+        sizes: Sequence[Any] = [size] * len(self.shape) if isinstance(size, numbers.Number) else size  # type: ignore[assignment]
         self.size = tuple(check_count("size", n) for n in sizes)
         self.stride = check_count("stride", stride)
         self.channels = None if channels is None else check_count("channels", channels)

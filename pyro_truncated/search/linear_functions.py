@@ -17,8 +17,9 @@ _FEW, _ROWS_PER_FUNCTION = 3000, 10
 # Of the rest: the groups that are looked at first, and at most; the neighbours of each function; and of how many of the best functions
 # these are looked at, and of how many where the best is known.
 _FIRST, _LOOKED_AT, _NEIGHBOURS, _DEPTH, _DEPTH_WHERE_KNOWN = 2, 16, 32, 2, 1
-# Of the data points so many parts, but no smaller ones, look further in turn, until of a part fewer than this share gains.
-_PARTS, _SMALLEST, _GAINING = 32, 256, 0.02
+# Of the data points so many parts, but no smaller ones, look further in turn, until of a part fewer than this share gains. Where of the
+# first data points, such a part of a block, most have looked further, all others look at all these groups at once.
+_PARTS, _SMALLEST, _GAINING, _FIRST_PART, _MOST_LOOKED = 32, 256, 0.02, 8, 0.5
 # Neighbours are looked for in more groups, once for all data; everywhere if these groups are more than a share of all.
 _LOOKED_AT_FOR_NEIGHBOURS, _MOST = 60, 0.3
 _ROWS = 2**14
@@ -32,8 +33,9 @@ class LinearFunctions:
 
     Up to three thousand functions, and for fewer than ten data points per function, all are looked at. Of more first the two groups of
     functions that are largest on average, then the neighbours of the best ones found there: those functions that are largest where these
-    belong. Then fourteen more groups, and neighbours again, for those data points whose largest function is low: a thirty-second part of
-    them after another, the lowest first, as long as two in a hundred gain a larger one. Some of the largest are missed.
+    belong. Then sixteen groups, and neighbours again, for those data points whose largest function is low: a thirty-second part of them
+    after another, the lowest first, as long as two in a hundred gain a larger one. Where most of the first data points do, as where
+    functions are hardly apart, all others look at sixteen groups at once. Some of the largest are missed.
 
     Example:
         >>> places = torch.randn(40, 2)
@@ -72,6 +74,7 @@ class LinearFunctions:
         num_data = check_count("num_data", num_data, least=0)
         self.coefficients, self.features = coefficients, features
         self._find_group, self._find_offset = group, offset
+        self._looks_at_all: bool | None = None
         self.are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
 
     def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
@@ -96,13 +99,13 @@ class LinearFunctions:
             return largest_of_all(features, self.coefficients, number)[1]
         if self._sizes.sort().values[:_FIRST].sum() < number:
             return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH, known)[1]
-        first = self._of_groups(features, number, _FIRST)
         if known is None:
-            return self._sought(features, first)
+            return self._found(features, number)
+        first = self._of_groups(features, number, _FIRST)
         is_held = (known == first[1][:, :1]).any(1)
         held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
         index[held] = self._walked(features[held], _of(first, held), _DEPTH_WHERE_KNOWN, known[held])[1]
-        index[lacking] = self._sought(features[lacking], _of(first, lacking), known[lacking])
+        index[lacking], _ = self._sought(features[lacking], _of(first, lacking), known[lacking])
         return index
 
     def offset(self, features: Tensor) -> Tensor | None:
@@ -116,26 +119,30 @@ class LinearFunctions:
         check_below(known, len(self.coefficients))
         return known
 
-    def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> Tensor:
-        """The largest of what the first groups gave, of neighbours, and of more groups where these are low."""
+    def _found(self, features: Tensor, number: int) -> Tensor:
+        """The largest where none is known; how to look for them is seen by the first data points that ever come."""
+        if self._looks_at_all is None:
+            some, rest = features.tensor_split([max(_SMALLEST, len(features) // _FIRST_PART)])
+            index, share = self._sought(some, self._of_groups(some, number, _FIRST))
+            self._looks_at_all = share > _MOST_LOOKED if len(rest) else None
+            return torch.cat([index, self._found(rest, number)]) if len(rest) else index
+        if self._looks_at_all:
+            return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH)[1]
+        return self._sought(features, self._of_groups(features, number, _FIRST))[0]
+
+    def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
+        """The largest of what the first groups gave, of neighbours, and of more groups where these are low; the share that looked there."""
         value, index = self._walked(features, first, _DEPTH, known)
-        offset = self.offset(features)
+        offset, looked = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
         for rows in order.split(max(_SMALLEST, -(-len(order) // _PARTS))):
-            best = index[rows, 0]
-            index[rows] = self._further(features[rows], _of(first, rows), index[rows])
+            best, some = index[rows, 0], features[rows]
+            more = self._of_groups(some, first[1].shape[1], _LOOKED_AT)
+            index[rows] = self._walked(some, more, _DEPTH, index[rows])[1]
+            looked += len(rows)
             if (index[rows, 0] != best).sum() < _GAINING * len(rows):
                 break
-        return index
-
-    def _further(self, features: Tensor, first: Found, known: Tensor) -> Tensor:
-        """The largest where more groups are looked at than the first ones, which gave this, and led to what is known."""
-        asked, number = self._asked(features, _LOOKED_AT), known.shape[1]
-        value, index = self._of_these(features, asked[:, _FIRST:], number, first)
-        # Where fewer are above minus infinity, both parts may have been filled up with the same ones.
-        is_few = value[:, -1] == -torch.inf
-        value[is_few], index[is_few] = self._of_these(features[is_few], asked[is_few], number)
-        return self._walked(features, (value, index), _DEPTH, known)[1]
+        return index, looked / max(1, len(order))
 
     def _walked(self, features: Tensor, found: Found, depth: int, known: Tensor | None = None) -> Found:
         return walked(features, self.coefficients, self._neighbours, *found, depth, known)
@@ -147,14 +154,9 @@ class LinearFunctions:
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
 
     def _of_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
-        return self._of_these(features, self._asked(features, looked_at), number)
-
-    def _asked(self, features: Tensor, looked_at: int) -> Tensor:
-        """The groups to look at, those that are largest on average first."""
-        return largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
-
-    def _of_these(self, features: Tensor, asked: Tensor, number: int, beside: Found | None = None) -> Found:
-        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number, beside)
+        """The largest of the groups that are largest on average."""
+        asked = largest_of_all(features, self._mean, min(looked_at, len(self._sizes)))[1]
+        return largest_of_groups(features, self.coefficients, self._group, len(self._sizes), asked, number)
 
     @functools.cached_property
     def _group(self) -> Tensor:

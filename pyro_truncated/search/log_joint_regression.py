@@ -135,7 +135,7 @@ class LogJointRegression:
     def state_dict(self) -> dict[str, Tensor]:
         """All that was learned."""
         effects = {"linear": self.effects.linear.clone(), "pairs": self.effects.pairs.clone()}
-        return {**effects, "variance": self.variance.clone(), "change": torch.tensor(self.change)}
+        return {**effects, "variance": self.variance.clone(), "change": torch.tensor(self.change, dtype=torch.float64)}
 
     @classmethod
     def of(cls, state: Mapping[str, Tensor]) -> LogJointRegression:

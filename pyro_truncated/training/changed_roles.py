@@ -14,7 +14,7 @@ from pyro_truncated.training.exchangeable import Exchangeable
 
 # What is on together in less than a fifth of the data points that chance would have it in, ten at least, is taken to exclude each other.
 _TOGETHER, _FEWEST = 0.2, 10
-# The most changes that are looked at, and those of them that are proposed.
+# The most sets of latents, and changes, that are looked at, and the changes that are proposed.
 _MOST_SEEN, _MOST = 1000, 3
 
 
@@ -55,14 +55,23 @@ def changed_roles(values: Exchangeable, latents: Exchangeable, population: Popul
 def _changes(lacking: Tensor, number: int, base: int) -> Iterator[tuple[float, list[int], list[int]]]:
     """How clearly latents exclude each other and the values that stay; the values that go, and the latents that take their places."""
     others = [value for value in range(number) if value != base]
-    for size in range(1, number):
-        for gone in itertools.combinations(others, size):
-            stay = [value for value in others if value not in gone]
-            fit = [latent for latent in range(number, len(lacking)) if bool((lacking[latent, stay] > 0).all())]
-            for chosen in itertools.combinations(fit, size):
-                pairs = [lacking[one, two] for one, two in itertools.combinations((*stay, *chosen), 2) if two >= number]
-                if all(bool(pair > 0) for pair in pairs):
-                    yield float(sum(pairs)), list(gone), [latent - number for latent in chosen]
+    for chosen in itertools.islice(_excluding(lacking > 0, number, len(others)), _MOST_SEEN):
+        fit = [value for value in others if bool((lacking[chosen, value] > 0).all())]
+        for stay in itertools.combinations(fit, len(others) - len(chosen)):
+            pairs = [lacking[one, two] for one, two in itertools.combinations((*stay, *chosen), 2) if two >= number]
+            # A latent that excludes nothing, as there is nothing else, shows nothing.
+            if pairs:
+                yield float(sum(pairs)), [value for value in others if value not in stay], [latent - number for latent in chosen]
+
+
+def _excluding(excludes: Tensor, number: int, most: int) -> Iterator[list[int]]:
+    """Sets of latents, at most so many, each of which excludes all others of its set; they come after the values."""
+    waiting = [[latent] for latent in range(len(excludes) - 1, number - 1, -1)]
+    while waiting:
+        chosen = waiting.pop()
+        yield chosen
+        if len(chosen) < most:
+            waiting += [[*chosen, latent] for latent in range(chosen[-1] + 1, len(excludes)) if bool(excludes[chosen, latent].all())]
 
 
 def _changed(

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
+from pyro_truncated.utils.rows import signed
 
 # Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
 _LEAST_SIZE = 0.2
@@ -37,7 +38,7 @@ def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def layers_of(model: Any, y: Tensor) -> set[str]:
-    """The names of those that are weights and biases of torch's own layers, as networks have them."""
+    """The names of those that are weights and biases of torch's own layers, as networks have them; of functions, of all their modules."""
     if not isinstance(model, torch.nn.Module):
         return {name for name in tensors_of(model, y) if _OF_A_MODULE in name}
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
@@ -84,7 +85,7 @@ def least_size(y: Tensor) -> float:
     Which unit a parameter has is not known: log odds, say, that start small but not at zero move slowly beside data in a small unit. Of
     several processes each looks at its own data.
     """
-    low, high = y.nan_to_num().aminmax()
+    low, high = signed(y).nan_to_num().aminmax()
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 

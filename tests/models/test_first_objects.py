@@ -141,7 +141,9 @@ class Rising:
 
     def __init__(self, values: list[float]) -> None:
         self.values, self.taken = values, 0
-        self.guide = self.truncated = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1)))
+        self.guide = self.truncated = SimpleNamespace(
+            conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(1))
+        )
 
     def step(self, y: torch.Tensor) -> float:
         self.taken += 1

@@ -179,19 +179,39 @@ def test_data_points_whose_largest_function_is_low_look_further(monkeypatch: pyt
     own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
     coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
     functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
-    nearest, looked, further = torch.cdist(x, places).argmin(1), [], LinearFunctions._further
+    nearest, looked, of_groups = torch.cdist(x, places).argmin(1), [], LinearFunctions._of_groups
 
-    def counted(self: LinearFunctions, features: Tensor, *rest: Any) -> Tensor:
-        looked.append(len(features))
-        return further(self, features, *rest)
+    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
+        looked.append(len(features) * (looked_at == 16))
+        return of_groups(self, features, number, looked_at)
 
-    monkeypatch.setattr(LinearFunctions, "_further", counted)
+    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
     missed = int((functions.largest(features, 4)[:, 0] != nearest).sum())
-    monkeypatch.setattr(LinearFunctions, "_further", lambda self, features, first, known: known)
+    assert 0 < sum(looked) < 3000
+    monkeypatch.setattr(linear_functions, "_LOOKED_AT", 2)
     missed_before = int((functions.largest(features, 4)[:, 0] != nearest).sum())
     assert missed_before > 30
     assert missed < missed_before / 4
-    assert sum(looked) < 3000
+
+
+@pytest.mark.usefixtures("few_are_many", "kind")
+def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places, x = (torch.randn(number, 12, generator=generator, dtype=D64) for number in (1500, 6000))
+    own, features = (torch.cat([torch.ones(len(some), 1, dtype=D64), some], 1) for some in (places, x))
+    coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+    functions = LinearFunctions(coefficients, own, lambda: grouped(places), len(x), lambda some: -0.5 * some[:, 1:].square().sum(1))
+    looked, of_groups = [], LinearFunctions._of_groups
+
+    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
+        looked.append((looked_at, len(features)))
+        return of_groups(self, features, number, looked_at)
+
+    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
+    functions.largest(features, 4)
+    # The first 750 data points try it, two groups first.
+    assert looked[0] == (2, 750)
+    assert looked[-1] == (16, 5250)
 
 
 def test_more_than_three_thousand_components_are_searched_in_groups() -> None:

@@ -138,10 +138,11 @@ def test_moments_are_those_of_the_conditioned_gaussian(kind: str, num_latents: i
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
-def test_expected_log_prior_is_that_of_the_posterior(kind: str, with_missing: bool) -> None:
-    words, states, value, parameters = draw(5, with_missing)
+@pytest.mark.parametrize("num_latents", [5, 9, 20])
+def test_expected_log_prior_is_that_of_the_posterior(kind: str, num_latents: int, with_missing: bool) -> None:
+    words, states, value, parameters = draw(num_latents, with_missing)
     weights = torch.rand(NUM_DATA, NUM_STATES).double()
-    means, covariances = torch.randn(3, 5).double(), torch.stack([covariance_matrix(5) for _ in range(3)])
+    means, covariances = torch.randn(3, num_latents).double(), torch.stack([covariance_matrix(num_latents) for _ in range(3)])
     expected = torch.zeros(3).double()
     for n in range(NUM_DATA):
         for c in range(NUM_STATES):

@@ -42,6 +42,13 @@ def test_parts_that_are_kept_as_they_are_make_up_the_image(shape):
     assert noise == pytest.approx(math.sqrt(sum(number**2 for number in range(1, 13)) / 12))
 
 
+def test_a_hole_as_large_as_a_part_is_refused_before_any_work():
+    image = torch.zeros(60, 140)
+    image[:, :72] = torch.nan
+    with pytest.raises(ValueError, match="parts of 60 x 60 pixels, and all of rows 0 to 59 and columns 0 to 59 is missing"):
+        restored_in_parts(image, lambda part, bar: pytest.fail("work was done"), most=60 * 60)
+
+
 def test_one_part_fades_into_the_next():
     levels = iter([0.0, 1.0])
     found, _ = restored_in_parts(torch.zeros(46, 60), lambda part, bar: SimpleNamespace(image=part + next(levels), noise=1.0), most=46 * 46)

@@ -63,6 +63,16 @@ def test_nothing_changes_where_latents_do_not_exclude_each_other() -> None:
     assert changed_roles(CAUSES, VALUES, population(StateSpace([3, 2, 2, 2, 2]), the_wrong_way_round(z, s))) == []
     wide = population(StateSpace([3, 3, 3, 3, 3]), the_wrong_way_round(z, s))
     assert changed_roles(VALUES, CAUSES, wide) == []
+    # Of two values none is left for a latent to exclude.
+    two = torch.cat([z.clamp(max=1).unsqueeze(1), s], 1)
+    assert changed_roles(Exchangeable(slice(0, 1), {}, 2), CAUSES, population(StateSpace([2, 2, 2, 2, 2]), two)) == []
+
+
+def test_many_values_beside_many_latents_are_looked_at_in_no_time() -> None:
+    # 2^29 sets of values: looking at all of them would take hours.
+    levels = torch.cat([torch.arange(NUM_DATA).remainder(30).unsqueeze(1), states()[1].repeat(1, 6)], 1)
+    many = population(StateSpace([30, *[2] * 24]), levels)
+    assert changed_roles(Exchangeable(slice(0, 1), {}, 30), Exchangeable(slice(1, 25), {}), many) == []
 
 
 def test_the_most_frequent_values_of_the_larger_of_two_latents_go_to_the_smaller_one() -> None:

@@ -112,7 +112,7 @@ def test_a_search_that_was_asked_for_stays():
 
 
 def run_of(values):
-    guide = SimpleNamespace(population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
+    guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
     return SimpleNamespace(step=lambda y: values.pop(0), look_closely=lambda: None, end=lambda: None, truncated=guide, guide=guide)
 
 

@@ -37,13 +37,9 @@ def largest_of_groups(
     num_groups: int,
     asked: Tensor,
     number: int,
-    beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`: of each data point one group after the other."""
-    if beside is None:
-        value, index = _none(features, number)
-    else:
-        value, index = beside[0].to(features).numpy().copy(), beside[1].numpy().copy()
+    value, index = _none(features, number)
     members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
     by_feature = _by_feature(coefficients.contiguous().numpy(), members, first)
     _enter_groups(

@@ -24,7 +24,6 @@ def largest_of_groups(
     num_groups: int,
     asked: Tensor,
     number: int,
-    beside: tuple[Tensor, Tensor] | None,
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`: one table of all functions of the groups that are looked at."""
     sizes = torch.bincount(group, minlength=num_groups).tolist()
@@ -43,11 +42,7 @@ def largest_of_groups(
         best = table.view(len(some), looked_at * width).topk(number)
         values.append(torch.where(best.values > least, best.values, best.values.clamp(max=-math.inf)))
         indices.append(members[starts[own.gather(1, best.indices // width)] + best.indices % width])
-    value, index = torch.cat(values), torch.cat(indices)
-    if beside is None:
-        return value, index
-    value, place = torch.cat([beside[0].to(value), value], 1).topk(number)
-    return value, torch.cat([beside[1], index], 1).gather(1, place)
+    return torch.cat(values), torch.cat(indices)
 
 
 def walked(
