@@ -97,11 +97,9 @@ class LinearFunctions:
         known = None if known is None else self._checked(known, features)
         if self.are_few or not self._are_apart(number):
             return largest_of_all(features, self.coefficients, number)[1]
-        if self._sizes.sort().values[:_FIRST].sum() < number:
-            return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH, known)[1]
         if known is None:
             return self._found(features, number)
-        first = self._of_groups(features, number, _FIRST)
+        first = self._of_first_groups(features, number)
         is_held = (known == first[1][:, :1]).any(1)
         held, lacking, index = is_held.nonzero()[:, 0], (~is_held).nonzero()[:, 0], torch.empty_like(first[1])
         index[held] = self._walked(features[held], _of(first, held), _DEPTH_WHERE_KNOWN, known[held])[1]
@@ -123,12 +121,12 @@ class LinearFunctions:
         """The largest where none is known; how to look for them is seen by the first data points that ever come."""
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(_SMALLEST, len(features) // _FIRST_PART)])
-            index, share = self._sought(some, self._of_groups(some, number, _FIRST))
+            index, share = self._sought(some, self._of_first_groups(some, number))
             self._looks_at_all = share > _MOST_LOOKED if len(rest) else None
             return torch.cat([index, self._found(rest, number)]) if len(rest) else index
         if self._looks_at_all:
             return self._walked(features, self._of_groups(features, number, _LOOKED_AT), _DEPTH)[1]
-        return self._sought(features, self._of_groups(features, number, _FIRST))[0]
+        return self._sought(features, self._of_first_groups(features, number))[0]
 
     def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
         """The largest of what the first groups gave, of neighbours, and of more groups where these are low; the share that looked there."""
@@ -152,6 +150,11 @@ class LinearFunctions:
         sizes = self._sizes.sort().values
         looked_at = min(_LOOKED_AT, len(sizes))
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
+
+    def _of_first_groups(self, features: Tensor, number: int) -> Found:
+        """The same of two groups, or of as many as have enough functions even if they are the smallest."""
+        too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
+        return self._of_groups(features, number, max(_FIRST, too_few + 1))
 
     def _of_groups(self, features: Tensor, number: int, looked_at: int) -> Found:
         """The largest of the groups that are largest on average."""

@@ -214,6 +214,27 @@ def test_where_functions_are_hardly_apart_all_data_points_look_at_all_groups_at_
     assert looked[-1] == (16, 5250)
 
 
+@pytest.mark.usefixtures("few_are_many", "kind")
+def test_small_groups_are_looked_at_in_such_numbers_that_they_have_enough_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    places = 3 * torch.randn(1500, 2, generator=generator, dtype=D64)
+    own = torch.cat([torch.ones(1500, 1, dtype=D64), places], 1)
+    coefficients = torch.cat([-0.5 * places.square().sum(1, keepdim=True), places], 1)
+    # Groups of 2, 3 and 4 functions, and of some 30.
+    group = torch.cat([torch.repeat_interleave(torch.arange(3), torch.tensor([2, 3, 4])), 3 + torch.arange(1491) % 50])
+    looked, of_groups = [], LinearFunctions._of_groups
+
+    def counted(self: LinearFunctions, features: Tensor, number: int, looked_at: int) -> Any:
+        looked.append(looked_at)
+        return of_groups(self, features, number, looked_at)
+
+    monkeypatch.setattr(LinearFunctions, "_of_groups", counted)
+    functions = LinearFunctions(coefficients, own, lambda: group, 300)
+    found = functions.largest(own[:300], 8, torch.arange(8).repeat(300, 1))
+    assert looked[0] == 3
+    assert found.sort(1).values.diff().min() > 0
+
+
 def test_more_than_three_thousand_components_are_searched_in_groups() -> None:
     generator = torch.Generator().manual_seed(0)
     model = GaussianMixture(2, 3100, covariance="spherical")
