@@ -11,12 +11,16 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population, UniqueModule, check_counts, check_observable, learn, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.models.binary_causes import activation, check_data, in_type_of
+from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale
 
-_SCALE_FLOOR = 1e-3
+_SCALE_FLOOR, _STEPS = 1e-3, 10
+# States that a network is fitted to a linear model in at a time, steps of Adam, their rate and what is left of it in the end, and the part
+# of the states that have a latent, or not, at least.
+_FITTED, _FITTING, _RATE, _LAST, _SEEN = 200, 300, 1e-2, 0.1, 0.2
 
 
 class BinaryVAE(UniqueModule):
@@ -124,6 +128,56 @@ class BinaryVAE(UniqueModule):
         self.prior = torch.full_like(self.prior, min(0.5, 2 / self.num_latents))
         return self
 
+    @names_arguments
+    @takes_arrays
+    def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> BinaryVAE:
+        """Begins as the linear model that explains the data best, and with a new network: what :func:`~pyro_truncated.learn` starts from.
+
+        From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
+        of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
+        learns what is not linear in them. A start of that model takes a few seconds; then the network is fitted to it. Layers whose
+        weights torch can draw anew forget what they have learned.
+
+        Args:
+            y: data ``(N, D)``, NaN where missing.
+            generator: source of randomness; default: torch's global one.
+
+        Returns:
+            The model itself.
+
+        Raises:
+            ValueError: as :meth:`initialize`.
+        """
+        with torch.random.fork_rng(enabled=generator is not None):
+            if generator is not None:
+                torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
+            for layer in self.decoder.modules():
+                if hasattr(layer, "reset_parameters"):
+                    layer.reset_parameters()
+            self.initialize(y)
+            linear = _linear_start(y.to(self.prior.dtype), self.num_latents)
+            self._fit(linear)
+        return self
+
+    def _fit(self, linear: BinarySparseCoding) -> None:
+        """Fits the network to a linear model, in states that have each latent as often as this, and at least in a fifth of them."""
+        weight, bias, prior = (
+            value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
+        )
+        often = prior.clamp(_SEEN, 1 - _SEEN).expand(_FITTED, -1)
+        optimizer = torch.optim.Adam(self.decoder.parameters(), lr=_RATE)
+        slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _LAST ** (1 / _FITTING))
+        for _ in range(_FITTING):
+            states = torch.bernoulli(often.cpu()).to(often)
+            target = (states @ weight.mT + bias - self.center) / self.unit
+            optimizer.zero_grad()
+            (self.decoder(states) - target).square().mean().backward()
+            optimizer.step()
+            slower.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            self.prior, self.scale = prior.clone(), linear.scale.detach().to(self.scale)
+
     def mean(self, states: Tensor) -> Tensor:
         """Means of observations ``(*batch, D)`` with states ``(*batch, H)``."""
         mean: Tensor = self.center + self.unit * self.decoder(states)
@@ -147,3 +201,14 @@ def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Mod
     for inputs, outputs in itertools.pairwise(sizes):
         layers += [torch.nn.Linear(inputs, outputs, dtype=dtype), torch.nn.LeakyReLU(0.1)]
     return torch.nn.Sequential(*layers[:-1])
+
+
+def _linear_start(y: Tensor, num_latents: int) -> BinarySparseCoding:
+    """A linear model after one annealed start, whose parameters Pyro's store does not keep."""
+    linear = BinarySparseCoding(y.shape[1], num_latents, dtype=y.dtype).to(y.device)
+    store = pyro.get_param_store()
+    before = set(store)
+    learn(linear, y, starts=1, steps=_STEPS, progress=False)
+    for name in set(store) - before:
+        del store[name]
+    return linear

@@ -20,7 +20,7 @@ from pyro_truncated.training.starts import Start
 # Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
 _GAIN = 0.1
 # The part of the latents of one of two starts that the other one may have missed, if both have found the same: what differs is exchanged.
-_MOST_MISSED = 0.1
+MOST_MISSED = 0.1
 
 
 def can_complete(model: Any) -> bool:
@@ -73,7 +73,7 @@ def have_found_the_same(model: Any, y: Tensor, settings: Settings, one: Start, o
     if not recombinations or one.states is None or other.states is None:
         return True
     first = recombinations[0].known(one.parameters, one.states)
-    return recombinations[0].share_most(first, recombinations[0].known(other.parameters, other.states), _MOST_MISSED)
+    return recombinations[0].share_most(first, recombinations[0].known(other.parameters, other.states), MOST_MISSED)
 
 
 def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:

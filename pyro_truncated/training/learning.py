@@ -19,7 +19,14 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.training.model_kinds import ConditionalModel, has_others_beside, is_mixture, starting, starts_near_the_end
+from pyro_truncated.training.model_kinds import (
+    ConditionalModel,
+    StartingModel,
+    has_others_beside,
+    is_mixture,
+    starting,
+    starts_near_the_end,
+)
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import finished
@@ -238,7 +245,7 @@ def _num_causes(model: Any, space: StateSpace | None) -> int:
 
 
 def _defaults(model: Any, space: StateSpace | None) -> tuple[float, float]:
-    if starts_near_the_end(model):
+    if starts_near_the_end(model) or isinstance(model, StartingModel):
         return _DEFAULTS_NEAR_THE_END
     if space is not None and space.num_latents == 1:
         return _DEFAULTS_OF_MIXTURES

@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, Protocol, Self, runtime_checkable
 
+import torch
 from torch import Tensor
 
 from pyro_truncated.em.closed_form import ClosedFormModel
@@ -39,6 +40,14 @@ class ConditionalModel(Protocol):
 
     def default_conditional(self) -> Conditional:
         """What :class:`~pyro_truncated.AutoTruncated` takes as its ``conditional``."""
+
+
+@runtime_checkable
+class StartingModel(Protocol):
+    """A model trained by gradients that says itself where a start may lie, otherwise than by ``initialize``; starts are not annealed."""
+
+    def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """Goes there, for each start anew."""
 
 
 def starts_near_the_end(model: Any) -> bool:

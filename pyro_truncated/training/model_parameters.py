@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from pyro.params.param_store import normalize_param_name
 from torch import Tensor
 
+from pyro_truncated.training.model_kinds import StartingModel
 from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.rows import signed
@@ -45,6 +47,12 @@ def layers_of(model: Any, y: Tensor) -> set[str]:
     return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own, _ in part.named_parameters(recurse=False)}
 
 
+def is_a_network(model: Any, y: Tensor) -> bool:
+    """Whether there are layers on top of each other: at least two of torch's own hold weights."""
+    tensors = tensors_of(model, y)
+    return sum(tensors[name].dim() > 1 for name in layers_of(model, y)) > 1
+
+
 def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
     """What a model has learned, by name, apart from the model."""
     return {name: value.clone() for name, value in tensors_of(model, y).items()}
@@ -74,9 +82,14 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
 
 
 def draws_starts(model: Any) -> bool:
-    """Whether a model says where a start may lie, by ``initialize(y, generator)``: what it makes of the data alone is one place only."""
+    """Whether a model says where a start may lie, by ``draw_start`` or by ``initialize(y, generator)``, which of ``y`` alone is one place."""
     initialize = getattr(model, "initialize", None)
-    return initialize is not None and len(inspect.signature(initialize).parameters) > 1
+    return isinstance(model, StartingModel) or (initialize is not None and len(inspect.signature(initialize).parameters) > 1)
+
+
+def draw_start(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
+    """Goes where a start may lie that a model draws."""
+    (model.draw_start if isinstance(model, StartingModel) else model.initialize)(y, generator)
 
 
 def least_size(y: Tensor) -> float:
@@ -89,18 +102,24 @@ def least_size(y: Tensor) -> float:
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 
-def rate_of(lr: float, lrd: float, least: float, name: str) -> dict[str, float]:
+def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
     """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number.
 
-    The unit of one that is zero is not known: it is taken to be of size one fifth.
+    The unit of one that is zero is not known: it is taken to be of size one fifth. In steps for parts of the data, as networks take them,
+    weights and biases of layers are, too, whatever their size: what they have grown by makes them no less sensitive. Gradients are not
+    clipped then: those of parts, which add up to zero in the end, clipped do so elsewhere.
     """
     store = pyro.get_param_store()
     # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
-    value: Any = store[next(key for key in store if normalize_param_name(key) == name)]
+    key = next(key for key in store if normalize_param_name(key) == name)
+    value: Any = store[key]
     free = _unconstrained(value)
+    clipping = {"clip_norm": math.inf} if is_in_parts else {}
+    if is_in_parts and _OF_A_MODULE in key:
+        return {"lr": lr * _LEAST_SIZE, "lrd": lrd, **clipping}
     # Others move on logarithmic scales or alike, which know no units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
-    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd}
+    return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd, **clipping}
 
 
 @contextmanager

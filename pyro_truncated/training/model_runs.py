@@ -35,6 +35,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
 from pyro_truncated.training.model_parameters import least_size, rate_of
+from pyro_truncated.training.parts import parts_of
 from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
@@ -111,13 +112,21 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, settings.lrd, least_size(y))))
+        self._parts = None if self.truncated is None else parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model))
+        self._steps_each = 1 if self._parts is None else self._parts.number
+        lrd = settings.lrd ** (1 / self._steps_each)
+        optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, lrd, least_size(y), self.is_in_parts)))
         self._svi = SVI(model, self.guide, optim, elbo)
 
     @property
     def is_by_gradients(self) -> bool:
         """Whether the model has no M-steps of its own."""
         return self._driver is None
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether a step is a pass over the data in parts, see :class:`~pyro_truncated.training.parts.Parts`."""
+        return self._parts is not None
 
     @property
     def beside(self) -> dict[str, Tensor]:
@@ -152,7 +161,7 @@ class Run:
     def step(self, y: Tensor) -> float:
         """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
         self.relocations.before_step()
-        loss = float(self._svi.step(y))
+        loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
         value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
         self._watch(value)
         return value
@@ -161,7 +170,7 @@ class Run:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
-                group["lrd"] = LAST_RATE ** (1 / steps)
+                group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
 
     def look_closely(self) -> bool:
         """Searches more thoroughly from now on, if nobody asked for the evolution there is, and says so: that misses less, and costs more.
@@ -197,7 +206,9 @@ class Run:
             self._elbo.search = before
 
     def end(self) -> None:
-        """Leaves the model to whoever trains it next."""
+        """Leaves the model to whoever trains it next, and the guide with what has been found."""
+        if self._parts is not None:
+            self._parts.give()
         if self._driver is not None:
             self._driver.release()
 

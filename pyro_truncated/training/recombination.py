@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from scipy.sparse.csgraph import connected_components
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from pyro_truncated.search.base import Search
 from pyro_truncated.states.population import Population
+from pyro_truncated.training.codes import ROUNDING, SHARED, are_shared, matched, share_most
 from pyro_truncated.training.exchangeable import Exchangeable
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
@@ -24,8 +23,8 @@ _FILLING, _ADAPTING = 8, 2
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
 # Latents whose parameters differ by less than a fifth of their size are the same.
 _SAME = 0.2
-# The correlation above which two models have found the same latent, and that below which a latent has no counterpart at all.
-_SHARED, _COUNTERPART = 0.9, 0.5
+# The correlation below which a latent has no counterpart at all.
+_COUNTERPART = 0.5
 # The part of the latents up to which models have found nearly the same: of others every latent would be tried.
 _MOST_DIFFERENT = 0.25
 # The part of the data points that have a latent which have another one, too, if it is on only beside that.
@@ -39,8 +38,6 @@ _MOST_BESIDE = 10
 _MOSTLY = 0.5
 # How many such latents are looked at, and in what part of the data points that it is off for one may differ from another that is the same.
 _MOST_TURNED, _DIFFERENT = 10, 0.2
-# The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
-_ROUNDING = 1e-4
 
 # Noise on the parameters of a latent that begins near another one, in units of their root mean square.
 _APART = 0.3
@@ -122,7 +119,7 @@ class Recombination:
         What differs are latents that are not on for the same data points: most often none.
         """
         correlation, partner = self._matched(one, other)
-        differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _SHARED
+        differs = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < SHARED
         if not 0 < int(differs.sum()) <= _MOST_DIFFERENT * len(differs):
             return one
         partner = self._with_the_least_needed_first(one, other, correlation, partner)
@@ -195,27 +192,22 @@ class Recombination:
         together, number = share.mT @ share, share.sum(0)
         is_only = together > _BESIDE * number
         is_beside = is_only | ((together > _OFTEN_BESIDE * number) & (self.latents.cosines(member.parameters) < _AWAY))
-        pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * _ROUNDING)).nonzero()
+        pairs = (is_beside & (number < number.unsqueeze(1)) & (number > len(share) * ROUNDING)).nonzero()
         rank = number[pairs[:, 1]] + len(share) * is_only[pairs[:, 0], pairs[:, 1]]
         return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
         """How far the mean free energy of the data points that have each latent is below that of all data points, ``(H,)``."""
         share, each = self._marginals(member), member.population.free_energy().cpu()
-        return each.mean() - share.mT @ each / share.sum(0).clamp(min=_ROUNDING)
+        return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
     def are_shared(self, one: Member, other: Member) -> Tensor:
         """Whether each latent of a model has a partner in the other one that is on for the same data points, or off, ``(H,)``."""
-        correlation, partner = self._matched(one, other)
-        return correlation.gather(1, partner.unsqueeze(1)).squeeze(1) > _SHARED
+        return are_shared(self._marginals(one), self._marginals(other))
 
     def share_most(self, one: Member, other: Member, most_apart: float) -> bool:
         """Whether no larger part of the latents that are on for some data points is without a partner in the other model, either way."""
-        return all(float((~shared & varies).sum()) <= most_apart * float(varies.sum()) for shared, varies in self._both_ways(one, other))
-
-    def _both_ways(self, one: Member, other: Member) -> list[tuple[Tensor, Tensor]]:
-        pairs = (one, other), (other, one)
-        return [(self.are_shared(*pair), self._marginals(pair[0]).std(0, correction=0) > _ROUNDING) for pair in pairs]
+        return share_most(self._marginals(one), self._marginals(other), most_apart)
 
     def are_spare(self, member: Member) -> Tensor:
         """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
@@ -229,8 +221,7 @@ class Recombination:
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
         """Correlations ``(H, H)`` of the latents of two models, and the partner of each latent of the first."""
-        correlation = _correlation(self._marginals(one), self._marginals(other))
-        return correlation, torch.from_numpy(linear_sum_assignment(correlation.numpy(), maximize=True)[1])
+        return matched(self._marginals(one), self._marginals(other))
 
     def _with_the_least_needed_first(self, one: Member, other: Member, correlation: Tensor, partner: Tensor) -> Tensor:
         """Pairs anew what has no counterpart: the latent that is missed least in one model with that which is missed most in the other."""
@@ -275,16 +266,7 @@ class Recombination:
 
 def _are_off_together(one: Tensor, other: Tensor) -> bool:
     """Whether two latents with probabilities ``(N,)`` are off for nearly the same data points."""
-    return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + _ROUNDING)
-
-
-def _correlation(one: Tensor, other: Tensor) -> Tensor:
-    """Absolute correlations ``(H, H)`` of probabilities ``(N, H)``; of such that are the same everywhere, but for rounding, 0."""
-    parts = []
-    for value in (one, other):
-        deviation = value - value.mean(0)
-        parts.append(normalize(deviation.where(deviation.square().mean(0).sqrt() > _ROUNDING, 0.0), dim=0))
-    return (parts[0].mT @ parts[1]).abs()
+    return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + ROUNDING)
 
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:

@@ -23,6 +23,8 @@ _MIXTURES_AT_REST = 0.005
 _LOOKS_CLOSELY = 10
 # By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
+# The same of networks, whose weights go on changing for long once their latents are found.
+_NEARLY_ON_TOP = 0.1
 # Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
 _CALMING = 20
 
@@ -37,6 +39,10 @@ class Steps(Protocol):
     @property
     def is_by_gradients(self) -> bool:
         """Whether the model has no M-steps of its own."""
+
+    @property
+    def is_in_parts(self) -> bool:
+        """Whether a step is a pass over the data in parts."""
 
     def step(self, y: Tensor) -> float:
         """Takes a step; the free energy per data point before it."""
@@ -72,7 +78,8 @@ def trained(run: Steps, y: Tensor, steps: int) -> Reached:
 def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
     """Takes so many steps, up to three times as many more while the free energy rises, as by gradients it mostly does, and some to rest."""
     values = [run.step(y) for _ in range(steps)]
-    while len(values) < _LATEST * steps and _rise(values) > _ON_TOP:
+    most = _NEARLY_ON_TOP if run.is_in_parts else _ON_TOP
+    while len(values) < _LATEST * steps and _rise(values) > most:
         values += [run.step(y) for _ in range(min(_CLIMBING, _LATEST * steps - len(values)))]
     run.slow_down(_CALMING)
     values += [run.step(y) for _ in range(_CALMING)]

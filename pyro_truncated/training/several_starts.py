@@ -16,10 +16,11 @@ from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
 from pyro_truncated.training.assembly import Assembly
-from pyro_truncated.training.completion import can_complete, completed, have_found_the_same
+from pyro_truncated.training.codes import share_most
+from pyro_truncated.training.completion import MOST_MISSED, can_complete, completed, have_found_the_same
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
-from pyro_truncated.training.model_kinds import ResizableModel, starts_near_the_end
+from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
@@ -97,7 +98,7 @@ class SeveralStarts:
         self._fewest = _FEWEST_OF_SOME if plan.is_shared or self._has_few_rows() else 1
         self._assembly: Assembly | None = None
         # Starts of networks, which exchange nothing and hardly ever agree, all begin anew.
-        self._is_network = False
+        self._is_network = isinstance(model, StartingModel)
         self._found: list[Start] = []
 
     def _has_few_rows(self) -> bool:
@@ -129,7 +130,7 @@ class SeveralStarts:
 
     def complete(self) -> None:
         """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
-        if len(self._found) > 1:
+        if len(self._found) > 1 and can_complete(self._model):
             self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
     def _most(self) -> int:
@@ -172,10 +173,16 @@ class SeveralStarts:
         return True
 
     def _have_agreed(self) -> bool:
-        """Whether two starts have reached the same free energy, by the same latents, and none has reached more."""
+        """Whether two starts have reached the same free energy, by the same latents, and none has reached more.
+
+        Of networks that have found the same latents none need have reached what the other has: their weights differ everywhere.
+        """
         if not self._found or not self._plan.are_compared:
             return self._are_equal(self._plan.are_compared and self._are_by_gradients)
         best, *others = self._found
+        if best.probabilities is not None:
+            codes = [other.probabilities for other in others if other.probabilities is not None]
+            return any(share_most(best.probabilities, code, MOST_MISSED) for code in codes) or self._are_equal(must_be_alike=True)
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
         return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
 
@@ -217,7 +224,7 @@ class SeveralStarts:
         return assembly
 
     def _end(self, number: int, found: Start) -> None:
-        if can_complete(self._model):
+        if can_complete(self._model) or found.probabilities is not None:
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         if self._plan.is_shared:
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)

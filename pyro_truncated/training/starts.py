@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
-from pyro_truncated.training.model_parameters import copies, draws_starts, forgetting_guides
+from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.resting import nearly_rested, started
 from pyro_truncated.utils.annealing import Temperature
@@ -24,12 +24,14 @@ class Start(NamedTuple):
         parameters: those of the model, and medians of continuous latents beside.
         states: those that training shall begin with.
         beside: the state of the guide of the continuous latents.
+        probabilities: of networks of binary latents, which have no counterparts by their parameters: that these are on, ``(N, H)``.
     """
 
     reached: Reached
     parameters: dict[str, Tensor]
     states: Tensor | None
     beside: dict[str, Tensor] = {}  # noqa: RUF012  (never changed)
+    probabilities: Tensor | None = None
 
 
 def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None) -> Start:
@@ -44,13 +46,18 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         generator: source of randomness.
     """
     if draws_starts(model):
-        model.initialize(y, generator)
+        draw_start(model, y, generator)
     with forgetting_guides(model, y):
         run = Run(model, y, settings, temperature)
         if starts_near_the_end(model):
             return Start(nearly_rested(run, y, steps), copies(model, y), states_of(run))
         reached = started(run, model, y, temperature, steps)
-    return start_of(run, model, y, reached)._replace(states=None if run.truncated is None else states_of(run))
+    found = start_of(run, model, y, reached)
+    if run.truncated is None:
+        return found
+    is_told = run.is_by_gradients and run.truncated.space.is_binary and is_a_network(model, y)
+    probabilities = run.truncated.population().marginals().double().cpu() if is_told else None
+    return found._replace(states=states_of(run), probabilities=probabilities)
 
 
 def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:
