@@ -53,13 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise, denoise) if args.mask is None else (args.noise or 0.0, inpaint)
-        pixels, learned = restored_in_parts(image, lambda part, bar: method(part, noise=noise, progress=bar, **options))
+        keeps_seen = args.mask is not None and noise == 0.0
+        pixels, learned = restored_in_parts(
+            image, lambda part, bar: method(part, noise=noise, progress=bar, **options), keeps_seen=keeps_seen
+        )
         lost = _write(args.output, pixels, picture)
     except (OSError, UnidentifiedImageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     done = f"noise of standard deviation {learned:.1f} (of 255) taken off"
-    if args.mask is not None and not args.noise:
+    if keeps_seen:
         done = f"the {100 * missing:.1f} % that are missing filled in"
     rest = f"; the first of the {picture.num_pictures} pictures in {args.image} alone" if picture.num_pictures > 1 else ""
     print(f"{args.output}: {done}{lost}{rest}")

@@ -18,7 +18,12 @@ _OVERLAP = 32
 
 
 def restored_in_parts(
-    image: Tensor, restore: Callable[[Tensor, bool | None], Restored], most: int = _MOST, progress: bool | None = None
+    image: Tensor,
+    restore: Callable[[Tensor, bool | None], Restored],
+    most: int = _MOST,
+    progress: bool | None = None,
+    *,
+    keeps_seen: bool = False,
 ) -> tuple[Tensor, float]:
     """Restores an image as one, or in overlapping squares that fade into each other, if it has more entries than may be at once.
 
@@ -27,22 +32,30 @@ def restored_in_parts(
         restore: restores a part, given whether to show a progress bar.
         most: entries of the largest part.
         progress: whether to show a progress bar; default: if the output is a terminal.
+        keeps_seen: whether ``restore`` returns the entries that are seen as they are, as :func:`.inpaint` does without noise: then parts in
+            which none is missing are not restored, since nothing of what would be learned in them is used.
 
     Returns:
-        The restored image, and the root of the mean square of the noise that was learned.
+        The restored image, and the root of the mean square of the noise that was learned in the parts; zero if in none anything was.
 
     Raises:
         ValueError: before any work is done, if in a part that is restored by itself all is missing.
     """
+    is_missing = image.isnan()
+    if keeps_seen and not bool(is_missing.any()):
+        return image, 0.0
     if image.numel() <= most:
         whole = restore(image, progress)
         return whole.image, whole.noise
     side = math.isqrt(most // image[0, 0].numel())
     places = list(itertools.product(*(spans(size, side) for size in image.shape[:2])))
     for rows, columns in places:
-        if bool(image[rows, columns].isnan().all()):
+        if bool(is_missing[rows, columns].all()):
             where = f"rows {rows.start} to {rows.stop - 1} and columns {columns.start} to {columns.stop - 1}"
             raise ValueError(f"the image is restored in parts of {side} x {side} pixels, and all of {where} is missing: make it smaller")
+    if keeps_seen:
+        # All parts that cover a missing entry stay: they fade into each other there as ever.
+        places = [place for place in places if bool(is_missing[place].any())]
     total, share, squares = torch.zeros_like(image), image.new_zeros(image.shape[:2]), 0.0
     with progress_bar(progress, total=len(places), desc="parts") as bar:
         for place in places:
@@ -52,7 +65,11 @@ def restored_in_parts(
             total[place] += part.image * weight.reshape(weight.shape + (1,) * (image.dim() - 2))
             squares += part.noise**2 / len(places)
             bar.update()
-    return total / share.reshape(share.shape + (1,) * (image.dim() - 2)), math.sqrt(squares)
+    restored = total / share.reshape(share.shape + (1,) * (image.dim() - 2))
+    if keeps_seen:
+        # Exactly, which means of what is the same in all parts are not; nor is there one where no part was restored.
+        restored = torch.where(is_missing, restored, image)
+    return restored, math.sqrt(squares)
 
 
 def spans(size: int, side: int) -> list[slice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -59,8 +60,67 @@ def test_one_part_fades_into_the_next():
     assert (row[14:46].diff() > 0).all()
 
 
+@pytest.mark.parametrize("shape", [(90, 130), (90, 130, 3)])
+def test_parts_without_a_hole_are_kept_and_others_fade_into_each_other_as_ever(shape):
+    image = torch.rand(shape, generator=torch.Generator().manual_seed(0))
+    # One hole where four parts overlap, one in a single part, and one entry on the edge between two of the others.
+    for rows, columns in ((slice(40, 44), slice(40, 44)), (slice(0, 3), slice(0, 2)), (slice(89, 90), slice(55, 56))):
+        image[rows, columns] = torch.nan
+    restored = []
+
+    def filled(part, bar):
+        restored.append(part)
+        return SimpleNamespace(image=torch.where(part.isnan(), part.nanmean(), part), noise=2.0)
+
+    most = 60 * 60 * image[0, 0].numel()
+    found, noise = restored_in_parts(image, filled, most, keeps_seen=True)
+    assert 0 < len(restored) < 12
+    assert all(bool(part.isnan().any()) for part in restored)
+    seen = ~image.isnan()
+    assert torch.equal(found[seen], image[seen])
+    assert noise == pytest.approx(2.0)
+    torch.testing.assert_close(found, restored_in_parts(image, filled, most)[0])
+
+
+def test_noise_is_taken_off_parts_without_a_hole_too():
+    image = torch.zeros(60, 140)
+    image[3, 3] = torch.nan
+    found, _ = restored_in_parts(image, lambda part, bar: SimpleNamespace(image=torch.ones_like(part), noise=1.0), most=60 * 60)
+    torch.testing.assert_close(found, torch.ones(60, 140))
+
+
+@pytest.mark.parametrize("most", [60 * 60, 60 * 140])
+def test_nothing_is_learned_where_nothing_is_missing(most):
+    image = torch.rand(60, 140)
+    found, noise = restored_in_parts(image, lambda part, bar: pytest.fail("work was done"), most, keeps_seen=True)
+    assert torch.equal(found, image)
+    assert noise == 0.0
+
+
+def test_the_command_line_learns_parts_with_holes_only_unless_noise_is_to_be_taken_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "restored_in_parts", partial(restored_in_parts, most=20 * 20))
+    sizes = []
+
+    def restored(part, **options):
+        sizes.append(bool(part.isnan().any()))
+        return SimpleNamespace(image=part.nan_to_num(7.0), noise=0.0)
+
+    monkeypatch.setattr(command, "inpaint", restored)
+    given, mask = np.full((20, 70), 100, dtype=np.uint8), np.full((20, 70), 255, dtype=np.uint8)
+    mask[5, 5] = 0
+    Image.fromarray(given).save(tmp_path / "given.png")
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    arguments = [str(tmp_path / "given.png"), "--output", str(tmp_path / "out.png"), "--mask", str(tmp_path / "mask.png")]
+    assert command.main(arguments) == 0
+    assert all(sizes)
+    assert np.array_equal(np.array(Image.open(tmp_path / "out.png")), np.where(mask == 0, 7, given))
+    sizes.clear()
+    assert command.main([*arguments, "--noise", "3"]) == 0
+    assert not all(sizes)
+
+
 def test_the_command_line_restores_large_pictures_in_parts(tmp_path, monkeypatch):
-    monkeypatch.setattr(command, "restored_in_parts", lambda image, restore: restored_in_parts(image, restore, most=36 * 36))
+    monkeypatch.setattr(command, "restored_in_parts", partial(restored_in_parts, most=36 * 36))
     rng = np.random.default_rng(0)
     given, mask = rng.integers(0, 255, (20, 70), dtype=np.uint8), (rng.random((20, 70)) < 0.7).astype(np.uint8)
     Image.fromarray(given).save(tmp_path / "given.png")
