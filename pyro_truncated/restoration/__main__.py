@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         picture = _read(args.image)
         image = picture.pixels if args.mask is None else _with_holes(picture.pixels, args.mask)
         missing = float(image.isnan().double().mean())
-        _check_output(args.output, "L" if image.dim() == 2 else "RGB")
+        _check_output(args.output, "L" if image.dim() == 2 else "RGB", *image.shape[:2])
         torch.manual_seed(args.seed)
         options = {"side": args.side, "num_components": args.components, "rounds": args.rounds, "stride": args.stride}
         noise, method = (args.noise, denoise) if args.mask is None else (args.noise or 0.0, inpaint)
@@ -160,14 +160,33 @@ def _with_holes(pixels: Tensor, path: Path) -> Tensor:
     return torch.where(mask.reshape(mask.shape + (1,) * (pixels.dim() - 2)), pixels, torch.nan)
 
 
-def _check_output(path: Path, mode: str) -> None:
-    """Before the work: whether pictures of this mode can be written there."""
+def _check_output(path: Path, mode: str, height: int, width: int) -> None:
+    """Before the work: whether pictures of this mode and size can be written there, and stay as large."""
+    written, size = io.BytesIO(), f"{width}x{height}"
     try:
-        Image.new(mode, (16, 16)).save(io.BytesIO(), Image.registered_extensions()[path.suffix.lower()])
+        Image.new(mode, (width, height)).save(written, Image.registered_extensions()[path.suffix.lower()])
     except (KeyError, OSError, ValueError) as error:
-        raise ValueError(f"--output must end with the name of a format that Pillow writes pictures in, such as .png; got {path}") from error
+        raise ValueError(
+            f"--output must end with the name of a format that Pillow writes pictures of size {size} in, such as .png; got {path}"
+        ) from error
+    found = _size_of(written)
+    # Icons have certain sizes, and Pillow makes others fit without a word.
+    if found not in (size, None):
+        raise ValueError(
+            f"--output must end with the name of a format that keeps the size of the picture, {size}, such as .png; got {path}, "
+            f"in which it would become {found}"
+        )
     if not (path.parent.is_dir() and os.access(path.parent, os.W_OK)):
         raise ValueError(f"--output must lie in a folder that exists and can be written; {path.parent} does not")
+
+
+def _size_of(written: io.BytesIO) -> str | None:
+    """Width and height of a picture, or None if it is in a format that Pillow writes and does not read."""
+    try:
+        with Image.open(written) as picture:
+            return f"{picture.width}x{picture.height}"
+    except UnidentifiedImageError:
+        return None
 
 
 if __name__ == "__main__":

@@ -96,6 +96,31 @@ def test_formats_that_cannot_be_written_are_refused_before_the_work(tmp_path, ca
     assert "--output must end with the name of a format" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("ending", "size"), [(".ico", "16x14"), (".icns", "1024x1024"), (".ICO", "16x14")])
+def test_formats_that_change_the_size_are_refused_before_the_work(tmp_path, capsys, monkeypatch, ending, size):
+    monkeypatch.setattr(command, "denoise", None)
+    Image.fromarray(np.zeros((20, 23), np.uint8)).save(tmp_path / "grey.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / f"out{ending}")]) == 1
+    message = f"--output must end with the name of a format that keeps the size of the picture, 23x20, such as .png; got {tmp_path / 'out'}"
+    assert f"{message}{ending}, in which it would become {size}" in capsys.readouterr().err
+    assert not (tmp_path / f"out{ending}").exists()
+
+
+def test_pictures_that_are_too_large_for_a_format_are_refused_before_the_work(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "denoise", None)
+    Image.fromarray(np.zeros((2, 16_384), np.uint8)).save(tmp_path / "wide.png")
+    assert main([str(tmp_path / "wide.png"), "--output", str(tmp_path / "out.webp")]) == 1
+    assert "--output must end with the name of a format that Pillow writes pictures of size 16384x2 in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ending", "side"), [(".ico", 16), (".pdf", 20)])
+def test_icons_of_their_own_size_and_formats_that_are_not_read_are_written(tmp_path, ending, side):
+    grey = np.random.default_rng(0).integers(0, 255, (side, side), dtype=np.uint8)
+    Image.fromarray(grey).save(tmp_path / "grey.png")
+    assert main([str(tmp_path / "grey.png"), "--output", str(tmp_path / f"out{ending}"), *QUICK]) == 0
+    assert ending == ".pdf" or pixels_of(tmp_path / "out.ico").shape[:2] == (side, side)
+
+
 def test_grey_pictures_in_files_of_colours_are_restored_as_grey_ones(tmp_path):
     grey = np.random.default_rng(0).integers(0, 255, (12, 13), dtype=np.uint8)
     Image.fromarray(grey).save(tmp_path / "grey.png")
