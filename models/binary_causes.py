@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, TypeVar
 
+import numpy as np
 import pyro.distributions as dist
 import torch
 from pyro.distributions import TorchDistribution
@@ -31,11 +32,32 @@ def check_data(y: Tensor, num_observed: int) -> Tensor:
         ValueError: if they do not.
         TypeError: if they are complex.
     """
-    if y.is_complex():
-        raise TypeError(f"y must hold real numbers; got {y.dtype}")
+    check_real(y)
     if y.dim() != 2 or y.shape[1] != num_observed or not len(y):
         raise ValueError(f"y must have shape (N, {num_observed}) with N > 0, one row per data point; got {tuple(y.shape)}")
     return y
+
+
+def check_real(y: Tensor, name: str = "y") -> None:
+    """Refuses complex data, those in an array of NumPy, too: only real ones are made tensors.
+
+    Raises:
+        TypeError: if they are complex.
+    """
+    if y.is_complex() if isinstance(y, Tensor) else np.iscomplexobj(y):
+        raise TypeError(f"{name} must hold real numbers; got {y.dtype}")
+
+
+def number_of_data(y: Tensor | None, num_data: int | None) -> int:
+    """How many data points a model is of: those that are observed, or so many that it generates, by default one.
+
+    Raises:
+        TypeError: if they are complex: here a model sees them first.
+    """
+    if y is None:
+        return num_data or 1
+    check_real(y)
+    return len(y)
 
 
 def in_type_of(mean: Tensor, y: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, check_observable, learn, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import NormalOrMissing, or_missing
-from pyro_truncated.models.binary_causes import activation, check_data, in_type_of
+from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale
 
@@ -89,7 +89,7 @@ class BinaryVAE(UniqueModule):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         decoder, scale, prior = self.decoder, self.scale, self.prior
-        size = len(y) if y is not None else num_data or 1
+        size = number_of_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             loc = self.center + self.unit * decoder(states)

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
-from pyro_truncated.models.binary_causes import in_type_of
+from pyro_truncated.models.binary_causes import check_real, in_type_of
 
 _BLOCK = 2**22
 # What a new network is taught by.
@@ -107,14 +107,13 @@ class GatedDecoder(UniqueModule):
     @takes_arrays
     def __init__(self, outputs: Tensor, switches: Tensor, poses: Tensor, width: int = 64) -> None:
         super().__init__()
+        for name, values in {"outputs": outputs, "switches": switches, "poses": poses}.items():
+            check_real(values, f"{name} of the examples")
         if poses.dim() != 3 or poses.shape[:2] != switches.shape or len(outputs) != len(switches):
             raise ValueError(
                 f"examples (A, D), switches (A, H) and poses (A, H, P) must fit; got {tuple(outputs.shape)}, {tuple(switches.shape)}, "
                 f"{tuple(poses.shape)}"
             )
-        for name, values in {"outputs": outputs, "switches": switches, "poses": poses}.items():
-            if values.is_complex():
-                raise TypeError(f"{name} of the examples must be real; got {values.dtype}")
         if not all(bool(part.isfinite().all()) for part in (outputs, poses)):
             raise ValueError("outputs and poses of the examples must be finite")
         if not bool(((switches == 0) | (switches == 1)).all()):
@@ -153,7 +152,12 @@ class GatedDecoder(UniqueModule):
 
         Returns:
             The model itself.
+
+        Raises:
+            TypeError: if the images are complex.
+            ValueError: if they are of another shape.
         """
+        check_real(y)
         if y.ndim != 2 or y.shape[1] != self.num_outputs:
             raise ValueError(f"y must be images (N, {self.num_outputs}); got {tuple(y.shape)}")
         self._begin()
@@ -180,6 +184,7 @@ class GatedDecoder(UniqueModule):
     @takes_arrays
     def forward(self, x: Tensor, batch_size: int | None = None) -> None:
         """The generative program of images ``(N, D)`` that are not among the examples; NaN where pixels are missing."""
+        check_real(x, "x")
         active = self.active_set()
         pyro.factor("examples", active.log_prob_terms().sum())
         with pyro.plate("data", len(x), subsample_size=batch_size) as i:
@@ -193,6 +198,7 @@ class GatedDecoder(UniqueModule):
     @takes_arrays
     def poses_of(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Means and standard deviations ``(N, H, P)`` of the poses of images ``(N, D)`` under the guide."""
+        check_real(x, "x")
         loc, raw = self.network(x.nan_to_num(0.0)).unflatten(-1, (self.num_parts, 2 * self.pose_dim)).chunk(2, -1)
         return loc, nn.functional.softplus(raw) + 1e-3
 
@@ -224,6 +230,7 @@ class GatedDecoder(UniqueModule):
         Returns:
             ``(n, D)`` for the population's images.
         """
+        check_real(y)
         rows = population.rows_of(in_type_of(y, y))
         active, switches = self.active_set(), population.states(rows.dtype)
         loc, scale = (part.unsqueeze(1) for part in self.poses_of(rows))

@@ -24,7 +24,7 @@ from pyro_truncated import (
 )
 from pyro_truncated.distributions import Component
 from pyro_truncated.models.agglomeration import Agglomeration
-from pyro_truncated.models.binary_causes import MOST_ROWS, check_data
+from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown
 from pyro_truncated.models.floors import variance_floor
 from pyro_truncated.models.gaussians import Gaussians, collected, least_variance
@@ -129,7 +129,7 @@ class GaussianMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, loc, spreads = self.weights, self.loc, self._spreads()
-        size = len(y) if y is not None else num_data or 1
+        size = number_of_data(y, num_data)
         if y is not None and self.pseudo_data:  # a factor, but no device is waited for
             unit = dist.Unit(self.log_prior(spreads), validate_args=False)
             pyro.sample("covariances", unit, obs=unit.sample(), infer={"is_auxiliary": True, "of_parameters": True})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import GibbsDraws, Population, names_arguments, selected_rows, sums_of, takes_arrays
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
-from pyro_truncated.models.binary_causes import activation, check_data, in_type_of
+from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments
 from pyro_truncated.models.sparse_coding import SparseCoding
@@ -99,10 +99,10 @@ class MaxSpikeSlabSparseCoding(SparseCoding):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        size = number_of_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, slab_mean, slab_scale, weight, scale = self.prior, self.slab_mean, self.slab_scale, self.weight, self.scale
-        size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             slabs = pyro.sample("z", dist.Normal(slab_mean, slab_scale).expand([self.num_latents]).to_event(1))

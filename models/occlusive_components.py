@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
-from pyro_truncated.models.binary_causes import activation, best_prior, first_rows, in_type_of
+from pyro_truncated.models.binary_causes import activation, best_prior, check_real, first_rows, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects
 from pyro_truncated.scenes import PlacementCompletion, PlacementMoves, PlaceScan
@@ -119,7 +119,7 @@ class OcclusiveComponents(UniqueModule):
         """The model of images ``y (N, height, width, F)``; without data it generates ``num_data`` of them."""
         # Parameters that were given a prior are drawn outside of the plate, and stay what they are within a call.
         prior, *_ = self.prior, self.features, self.masks, self.scale, self.background, self.background_scale
-        size = len(y) if y is not None else num_data or 1
+        size = number_of_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             presence = pyro.sample("presence", activation(prior, self.num_objects))
             position = pyro.sample("position", Positions(presence, self.canvas.num_places))
@@ -155,7 +155,8 @@ class OcclusiveComponents(UniqueModule):
             The model itself.
 
         Raises:
-            ValueError: if the images are not finite or of another shape, or ``scale`` is not positive.
+            TypeError: if the images are complex.
+            ValueError: if they are not finite or of another shape, or ``scale`` is not positive.
         """
         if not 0 < scale < math.inf:
             raise ValueError(f"scale must be a positive number; got {scale!r}")
@@ -264,6 +265,7 @@ class OcclusiveComponents(UniqueModule):
         def complain() -> None:
             raise ValueError(f"y must be finite and of shape (N, {', '.join(map(str, expected))}) with N > 0; got {tuple(y.shape)}")
 
+        check_real(y)
         if y.dim() != 4 or y.shape[1:] != expected or not len(y):
             complain()
         refuse(~y.isfinite().all(), complain)

@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.distributions import categorical, checked_later
-from pyro_truncated.models.binary_causes import check_data, first_rows
+from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights
 from pyro_truncated.models.seeding import grouped, spread_rows
@@ -59,7 +59,7 @@ class PoissonMixture(LinearMixture):
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of counts ``y (N, D)``; without data it generates ``num_data`` observations."""
         weights, rate = self.weights, self.rate
-        size = len(y) if y is not None else num_data or 1
+        size = number_of_data(y, num_data)
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             z = pyro.sample("z", categorical(weights))
             return pyro.sample("y", _Poisson(rate[z]).to_event(1), obs=selected_rows(y, index))

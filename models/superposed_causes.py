@@ -14,7 +14,7 @@ from torch.distributions import constraints
 
 from pyro_truncated import Population, UniqueModule, check_counts, selected_rows, takes_arrays
 from pyro_truncated.distributions import Superposition
-from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, with_latents
+from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, number_of_data, with_latents
 
 
 class SuperposedCauses(UniqueModule):
@@ -61,10 +61,10 @@ class SuperposedCauses(UniqueModule):
     @takes_arrays
     def forward(self, y: Tensor | None = None, batch_size: int | None = None, num_data: int | None = None) -> Tensor:
         """The model of data ``y (N, D)``; without data it generates ``num_data`` observations."""
+        size = number_of_data(y, num_data)
         self._meet(y)
         # Outside of the plate, where parameters that were given a prior are drawn.
         prior, weight, others = self.prior, self.weight, self._parameters_of_superposition()
-        size = len(y) if y is not None else num_data or 1
         with pyro.plate("data", size, subsample_size=batch_size) as index:
             states = pyro.sample("s", activation(prior, self.num_latents))
             return pyro.sample("y", self.superposition(states, weight, *others), obs=selected_rows(y, index))

@@ -12,7 +12,6 @@ import traceback
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
@@ -28,7 +27,7 @@ _UNTOUCHED = (NotImplementedError, RecursionError, torch.OutOfMemoryError)
 # Of a kernel that there is for other types of numbers only, torch says the same as of what nobody has written yet.
 _OF_TORCH = " not implemented for '"
 _LONGEST = 120
-_HERE = str(Path(__file__).parents[1])
+_HERE = __name__.partition(".")[0] + "."
 _KINDS: dict[Any, str] = {Tensor: "a tensor", float: "a number", int: "an integer", bool: "True or False", str: "a string", None: "None"}
 
 
@@ -113,8 +112,9 @@ def _flat(signature: inspect.Signature, arguments: Mapping[str, Any]) -> dict[st
 def _is_said_by_us(error: Exception) -> bool:
     """Whether a statement of this library has raised an error, rather than something that it called."""
     *_, (frame, line) = traceback.walk_tb(error.__traceback__)
-    file = frame.f_code.co_filename
-    return file.startswith(_HERE) and linecache.getline(file, line).lstrip().startswith("raise")
+    # By the name of the module: in a checkout the models are not in the folder of the package.
+    is_ours = str(frame.f_globals.get("__name__")).startswith(_HERE)
+    return is_ours and linecache.getline(frame.f_code.co_filename, line).lstrip().startswith("raise")
 
 
 def _names_any(text: str, given: Mapping[str, Any]) -> bool:

@@ -121,8 +121,11 @@ def test_shapes_must_fit():
 
 
 @pytest.mark.parametrize("name", ["outputs", "switches", "poses"])
-def test_complex_examples_are_refused_by_name(name):
+@pytest.mark.parametrize("is_array", [False, True])
+def test_complex_examples_are_refused_by_name(name, is_array):
     examples = {"outputs": torch.rand(4, 5), "switches": torch.ones(4, 2), "poses": torch.zeros(4, 2, 1)}
     examples[name] = examples[name].to(torch.complex64)
-    with pytest.raises(TypeError, match=f"{name} of the examples must be real"):
+    if is_array:
+        examples = {name: values.numpy() for name, values in examples.items()}
+    with pytest.raises(TypeError, match=f"^{name} of the examples must hold real numbers; got .*complex64$"):
         GatedDecoder(**examples)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pyro
+import pyro.distributions as dist
 import pytest
 import torch
 from pyro.infer import SVI
@@ -20,16 +21,19 @@ from pyro_truncated import (
     GibbsGuide,
     Preselection,
     Truncated_ELBO,
+    learn,
 )
 from pyro_truncated.models import (
     BinarySparseCoding,
     BinaryVAE,
     DiscreteSparseCoding,
     ExponentialFamilyMaximalCauses,
+    GatedDecoder,
     GaussianMixture,
     MaximalCauses,
     MaxSpikeSlabSparseCoding,
     NoisyOr,
+    OcclusiveComponents,
     PoissonMixture,
     SpikeSlabSparseCoding,
 )
@@ -49,6 +53,13 @@ OF_COUNTS: dict[str, Callable[[], Any]] = {
     "normal mixture": lambda: GaussianMixture(5, 3),
     "poisson mixture": lambda: PoissonMixture(5, 3),
     "network": lambda: BinaryVAE(5, 3, hidden=(4,)),
+}
+OTHERS: dict[str, Callable[[], Any]] = {
+    "maximal slabs": lambda: MaxSpikeSlabSparseCoding(5, 3),
+    "full covariances": lambda: GaussianMixture(5, 3, covariance="full"),
+    "low rank": lambda: GaussianMixture(5, 3, covariance="low-rank", rank=1),
+    "decoder": lambda: GatedDecoder(torch.rand(6, 5), torch.ones(6, 2), torch.randn(6, 2, 1)),
+    "objects": lambda: OcclusiveComponents(2, (5, 5), (2, 2), num_channels=1),
 }
 
 
@@ -76,10 +87,39 @@ def test_types_of_numbers_make_no_difference(name: str) -> None:
         found, reconstructed = trained(make, y.numpy().astype(kind))
         assert found == pytest.approx(loss, rel=1e-5)
         torch.testing.assert_close(reconstructed, means)
-    with pytest.raises(TypeError, match="y must hold real numbers"):
-        make().initialize(y.to(torch.complex64))
     with pytest.raises(TypeError, match="y must be a tensor"):
         make().initialize(y.tolist())
+
+
+@pytest.mark.parametrize("name", [*OF_COUNTS, *OF_BOOLEANS, *OTHERS])
+@pytest.mark.parametrize("is_array", [False, True])
+def test_complex_data_are_refused_where_they_are_seen_first(name: str, is_array: bool) -> None:
+    make = {**OF_COUNTS, **OF_BOOLEANS, **OTHERS}[name]
+    y: Any = torch.ones((20, 5, 5, 1) if name == "objects" else (20, 5)).to(torch.complex64)
+    y = y.numpy() if is_array else y
+    message = "^[xy] must hold real numbers; got (torch.)?complex64$"
+    with pytest.raises(TypeError, match=message):
+        make().initialize(y)
+    model = make()
+    guide = AutoTruncated(model, num_states=4, conditional=getattr(model, "default_conditional", lambda: None)())
+    optimizer: Any = ClosedForm(model) if isinstance(model, ClosedFormModel) else pyro.optim.Adam({"lr": 0.01})
+    with pytest.raises(TypeError, match=message):
+        SVI(model, guide, optimizer, Truncated_ELBO(ExhaustiveSearch())).step(y)
+    with pytest.raises(TypeError, match=message):
+        learn(make(), y, progress=False)
+
+
+def test_programs_may_split_complex_data_themselves() -> None:
+    y = torch.fft.fft(torch.randn(20, 5))
+
+    def model(y: Tensor) -> None:
+        loc = pyro.param("loc", torch.randn(3, 10))
+        with pyro.plate("data", len(y)):
+            z = pyro.sample("z", dist.Categorical(torch.ones(3)))
+            pyro.sample("y", dist.Normal(loc[z], 1.0).to_event(1), obs=torch.view_as_real(y).flatten(1))
+
+    svi = SVI(model, AutoTruncated(model, num_states=3), pyro.optim.Adam({"lr": 0.1}), Truncated_ELBO())
+    assert svi.step(y) > svi.step(y)
 
 
 def test_means_of_draws_for_integers_are_none() -> None:
