@@ -13,6 +13,7 @@ import pyro.poutine as poutine
 import torch
 from pyro.params.param_store import normalize_param_name
 from torch import Tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_truncated.training.model_kinds import StartingModel
 from pyro_truncated.utils.generators import device_of
@@ -44,7 +45,7 @@ def layers_of(model: Any, y: Tensor) -> set[str]:
     if not isinstance(model, torch.nn.Module):
         return {name for name in tensors_of(model, y) if _OF_A_MODULE in name}
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
-    return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own, _ in part.named_parameters(recurse=False)}
+    return {f"{name}.{own}".lstrip(".") for name, part in layers.items() for own in _names_in(part)}
 
 
 def is_a_network(model: Any, y: Tensor) -> bool:
@@ -132,6 +133,13 @@ def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
     finally:
         for name in set(store) - before - tensors_of(model, y).keys():
             del store[name]
+
+
+def _names_in(layer: Any) -> Iterator[str]:
+    """The names of a layer's own parameters, also of those that a weight is made of, normalised say, in a module within the layer."""
+    yield from (name for name, _ in layer.named_parameters(recurse=False))
+    if is_parametrized(layer):
+        yield from (f"parametrizations.{name}" for name, _ in layer.parametrizations.named_parameters())
 
 
 def _size(value: Tensor) -> float:

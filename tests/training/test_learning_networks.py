@@ -9,13 +9,14 @@ import pyro.distributions as dist
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import parametrizations
 
 from pyro_truncated import AutoTruncated, ExhaustiveSearch, learn
 from pyro_truncated.models import BinaryVAE, GatedDecoder
 from pyro_truncated.training import DisagreeingStartsWarning, learning, several_starts
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.exchanges import recombinations_of
-from pyro_truncated.training.model_parameters import copies, disturb
+from pyro_truncated.training.model_parameters import copies, disturb, layers_of
 from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.starts import Start
 
@@ -57,6 +58,23 @@ def test_latents_of_a_network_have_nothing_to_exchange_but_those_of_a_linear_lay
     first = copies(model, y)
     disturb(model, y, first, generator())
     assert bool(recombinations_of(model, y, Settings(None, 4), 0.1, copies(model, y))) == exchanges
+
+
+@pytest.mark.parametrize("parametrize", [parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal])
+def test_weights_that_are_made_of_others_are_those_of_layers(parametrize):
+    model, y = BinaryVAE(5, NUM_LATENTS, hidden=(6,)), torch.randn(10, 5, generator=generator())
+    assert layers_of(model, y) == {f"decoder.{layer}.{name}" for layer in (0, 2) for name in ("weight", "bias")}
+    for layer in (model.decoder[0], model.decoder[2]):
+        parametrize(layer)
+    parameters = {name for name, _ in model.named_parameters() if name.startswith("decoder.")}
+    assert "decoder.0.bias" in parameters
+    assert layers_of(model, y) == parameters
+    alone = parametrize(torch.nn.Linear(2, 3, bias=False))
+    assert layers_of(alone, y) == {name for name, _ in alone.named_parameters()} != set()
+    # What is behind a network is not exchanged, as if its weights were its own.
+    first = copies(model, y)
+    disturb(model, y, first, generator())
+    assert not recombinations_of(model, y, Settings(None, 4), 0.1, copies(model, y))
 
 
 @pytest.mark.parametrize(("unlike", "made"), [(1.0, 3), (0.0, 8)])
