@@ -202,7 +202,7 @@ def best_claims(
     sums = dict(zip(names, total([parts[name] for name in names]), strict=True))
     wins = sums["wins"]
     allowed = sums["errors"] + _ROUNDING * sums["magnitude"]
-    step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(_weight_floor(sums)) - weight
+    step = torch.where(wins > NEVER_SEEN, sums["won"] / wins, weight).maximum(weight_floor(sums)) - weight
     chosen = weight + step
     errors = errors_of(chosen, slice(None))
     is_better = total([errors])[0] <= allowed
@@ -237,12 +237,13 @@ def _take_shorter_steps_(
 
 def claimed_dictionary(weight: Tensor, statistics: dict[str, Tensor], gain: Tensor | float = 1.0) -> Tensor:
     """The dictionary of the claims of :func:`best_claims`, divided by a ``gain``; entries that never win stay as they are."""
-    wins, floor = statistics["wins"], _weight_floor(statistics)
+    wins, floor = statistics["wins"], weight_floor(statistics)
     claimed = torch.where(wins > NEVER_SEEN, statistics["claims"] / wins, weight).maximum(floor)
     return (claimed / gain).maximum(floor)
 
 
-def _weight_floor(statistics: dict[str, Tensor]) -> Tensor:
+def weight_floor(statistics: dict[str, Tensor]) -> Tensor:
+    """The smallest entry of a positive dictionary, from ``squares`` and ``observed``: a millionth of :func:`data_scale`."""
     return WEIGHT_FLOOR * data_scale(statistics["squares"].sum(), statistics["observed"].sum())
 
 

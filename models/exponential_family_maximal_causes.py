@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,8 @@ from torch.distributions import constraints
 from pyro_truncated import Population, check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
-from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale
+from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale, weight_floor
+from pyro_truncated.models.hidden_means import left_to_background, raised_means, with_returns
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 
 _FAMILIES: dict[str, type[FamilyMaximum]] = {
@@ -42,8 +44,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     dimension without a cause. Entries of the data that are NaN are missing: likelihood and M-step are those of the observed entries.
 
     The M-step of the dictionary is the same for all families: it averages the data that each cause wins. As the winners depend on the
-    dictionary, that may lower the expected log joint; the step is then halved, in the dimensions concerned, until it does not. So with the
-    full batch the free energy never decreases.
+    dictionary, that may lower the expected log joint; the step is then halved, in the dimensions concerned, until it does not. A mean
+    below the background wins nothing; it comes back where data of its cause ask for more, and the expected log joint rises by it. So with
+    the full batch the free energy never decreases.
 
     Example:
         >>> y = torch.poisson(5 * linear_bars(50, 3, mean_active=2.0).data.clamp(min=0))
@@ -143,7 +146,9 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
     ) -> dict[str, Tensor]:
         r"""Sums over the population's data points that :meth:`maximize` needs, see :class:`~pyro_truncated.ClosedFormModel`.
 
-        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones.
+        The step of the dictionary is chosen here, where the data are at hand to compare it with shorter ones. So it is here that means
+        below the background come back, one of a dimension at a time: to that of the data points that have the cause and nothing stronger,
+        if this is above what the background explains, and the expected losses fall.
 
         Returns:
             Those of :meth:`.FamilyMaximum.statistics`; with ``claims``, the wins times the means ``(D, H + 1)`` of causes and background
@@ -156,20 +161,26 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
         def likelihood_of(means: Tensor) -> Any:
             return self.superposition(states.to(means), means[:, :-1], means[:, -1], validate_args=False)
 
+        def losses_of(means: Tensor, sums: dict[str, Tensor]) -> Tensor:
+            won, lost = _losses(likelihood, means, sums)
+            return lost - won
+
         def errors_of(means: Tensor, dimensions: Tensor | slice) -> Tensor:
             """Expected losses under other means."""
-            other = likelihood_of(means)
-            won, lost = _losses(other, means, other.wins(population.words, weights, rows[:, dimensions]))
-            return (lost - won).sum(1)
+            return losses_of(means, likelihood_of(means).wins(population.words, weights, rows[:, dimensions])).sum(1)
 
-        likelihood = likelihood_of(means)
-        statistics = likelihood.statistics(own, rows, temperature)
+        likelihood, raised = likelihood_of(means), raised_means(means)
+        apart = likelihood_of(raised).statistics(own, rows, temperature)
+        statistics = {**apart, **{name: left_to_background(apart[name], raised > means) for name in ("wins", "won")}}
         won, lost = _losses(likelihood, means, statistics)
         statistics |= {"errors": (lost - won).sum(1), "magnitude": (lost.abs() + won.abs()).sum(1)}
         total = sums_of(y)
-        won, wins = total([statistics["won"], statistics["wins"]])
+        names = ("won", "wins", "squares", "observed")
+        won, wins, squares, observed = total([statistics[name] for name in names])
+        within = partial(self._within, floor=weight_floor({"squares": squares, "observed": observed}))
         statistics["won"] = statistics["wins"] * self._within(won / wins.clamp(min=NEVER_SEEN), 0.0)
         claims: dict[str, Tensor] = best_claims(means, statistics, errors_of, total)
+        claims = with_returns(means, apart, claims, losses_of, errors_of, within, total)
         if self.family == "gamma":
             claims["logs"] = torch.where(rows.isnan(), 1.0, rows.double()).log().sum(0)
         return claims
@@ -180,8 +191,8 @@ class ExponentialFamilyMaximalCauses(SuperposedCauses):
 
         :math:`W_{dh}` is the mean of the data that latent ``h`` wins in dimension ``d``, :math:`b_d` that of the data that no latent wins,
         or on the way there (see :meth:`sufficient_statistics`), and :math:`\pi = \frac1N \sum_n \langle s \rangle`, averaged over the
-        latents if shared. Entries that never win stay as they are: one that has fallen below the background comes back by another start
-        only. The concentration of gamma distributions solves
+        latents if shared. Entries that never win stay as they are, unless the background alone hides them from data that ask for more.
+        The concentration of gamma distributions solves
         :math:`\log k - \psi(k) = \langle \log m + y / m - \log y \rangle - 1` over the observed entries.
         """
         means = self._within(claimed_dictionary(self._means(), statistics), 0.0)

@@ -1,0 +1,86 @@
+"""Causes whose mean lies below the background, which hides it: how an M-step brings them back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.models.dictionary import NEVER_SEEN
+
+# Above what means are rounded to before they are compared, and far below what a free energy shows.
+_ABOVE = 1e-9
+
+_Limits = Callable[[Tensor], Tensor]
+_Losses = Callable[[Tensor, dict[str, Tensor]], Tensor]
+_Errors = Callable[[Tensor, Tensor], Tensor]
+_Total = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+
+
+def raised_means(means: Tensor) -> Tensor:
+    """Means of causes and, last, of the background, ``(D, H + 1)``, with those that it hides a little above it."""
+    background = means[:, -1:]
+    return torch.cat([means[:, :-1].maximum(background * (1 + _ABOVE)), background], -1)
+
+
+def left_to_background(sums: Tensor, is_left: Tensor) -> Tensor:
+    """Sums ``(D, H + 1)`` with those of some causes given to the background, which comes last."""
+    given = (sums * is_left).sum(-1, keepdim=True)
+    return torch.cat([sums.masked_fill(is_left, 0.0)[:, :-1], sums[:, -1:] + given], -1)
+
+
+def with_returns(
+    means: Tensor,
+    apart: dict[str, Tensor],
+    claims: dict[str, Tensor],
+    losses_of: _Losses,
+    errors_of: _Errors,
+    within: _Limits,
+    total: _Total,
+) -> dict[str, Tensor]:
+    r"""Claims in which a hidden cause has come back, in the dimensions where the expected losses are lower by it.
+
+    A mean below the background wins nothing, so that an average of what it wins leaves it there for ever. To the likelihood it is the
+    same as one at the background, where the data points that have the cause and nothing stronger are as well its own. If their mean is
+    above that of all that the background explains, what it hides included, the two means explain them better than the common one. Of
+    each dimension the cause that gains most by that is tried at its mean, and the background at that of what is left to it. It is one at
+    a time, as causes that are on together would each ask for what is due to one of them; the others have their turn in later steps.
+
+    Args:
+        means: those of the causes and, last, of the background, ``(D, H + 1)`` in float64.
+        apart: ``wins`` and what is ``won``, ``(D, H + 1)`` each, under :func:`raised_means`.
+        claims: what :func:`~pyro_truncated.models.dictionary.best_claims` has returned for hidden causes that win nothing.
+        losses_of: expected losses ``(D, H + 1)`` of what is won at other means, which need not be those that win it.
+        errors_of: expected losses ``(K,)`` of dimensions ``(K,)`` under other means ``(K, H + 1)``.
+        within: means within their limits.
+        total: sums over the data of all processes.
+
+    Returns:
+        The claims, with other ``wins``, ``claims`` and ``errors`` in those dimensions.
+    """
+    is_hidden, parts = raised_means(means) > means, {"wins": apart["wins"], "won": apart["won"], "errors": claims["errors"]}
+    sums = dict(zip(parts, total(list(parts.values())), strict=True))
+    left = {name: left_to_background(sums[name], is_hidden)[:, -1:] for name in ("wins", "won")}
+    common = within(_per_win(left))
+    asked = within(_per_win(sums)).maximum(common)
+    gains = (losses_of(common, sums) - losses_of(asked, sums)).masked_fill(~is_hidden, 0.0)
+    most, first = gains.max(-1, keepdim=True)
+    may_gain = most.squeeze(-1) > 0
+    # On a device all dimensions are tried: to see which of them may gain would be to wait for it.
+    where = may_gain.nonzero().squeeze(-1) if means.is_cpu else torch.arange(len(means), device=means.device)
+    if not len(where):
+        return claims
+    is_left = is_hidden.scatter(-1, first, False)[where]
+    left = {name: left_to_background(sums[name][where], is_left) for name in ("wins", "won")}
+    tried = within(torch.where(left["wins"] > NEVER_SEEN, _per_win(left), means[where]))
+    wins, errors = left_to_background(apart["wins"][where], is_left), errors_of(tried, where)
+    is_lower = may_gain[where] & (total([errors])[0] < sums["errors"][where])
+    changed = {"wins": wins, "claims": wins * tried}
+    taken = {name: torch.where(is_lower.unsqueeze(-1), value, claims[name][where]) for name, value in changed.items()}
+    taken["errors"] = torch.where(is_lower, errors, claims["errors"][where])
+    return {**claims, **{name: claims[name].index_copy(0, where, value) for name, value in taken.items()}}
+
+
+def _per_win(sums: dict[str, Tensor]) -> Tensor:
+    return sums["won"] / sums["wins"].clamp(min=NEVER_SEEN)
