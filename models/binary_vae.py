@@ -136,7 +136,7 @@ class BinaryVAE(UniqueModule):
         From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
         of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
         learns what is not linear in them. A start of that model takes a few seconds; then the network is fitted to it. Layers whose
-        weights torch can draw anew forget what they have learned.
+        weights torch can draw anew forget what they have learned; those that take no gradients stay as they are.
 
         Args:
             y: data ``(N, D)``, NaN where missing.
@@ -148,26 +148,29 @@ class BinaryVAE(UniqueModule):
         Raises:
             ValueError: as :meth:`initialize`.
         """
+        check_observable(self, check_data(y, self.num_observed), or_missing(constraints.real))
         with torch.random.fork_rng(enabled=generator is not None):
             if generator is not None:
                 torch.manual_seed(int(torch.randint(2**62, (), generator=generator, device=generator.device)))
             for layer in self.decoder.modules():
-                if hasattr(layer, "reset_parameters"):
-                    layer.reset_parameters()
+                is_learned = any(value.requires_grad for value in layer.parameters(recurse=False))
+                if is_learned and callable(reset := getattr(layer, "reset_parameters", None)):
+                    reset()
             self.initialize(y)
-            linear = _linear_start(y.to(self.prior.dtype), self.num_latents)
-            self._fit(linear)
+            self._fit(_linear_start(y.to(self.prior.dtype), self.num_latents))
         return self
 
+    @torch.enable_grad()
     def _fit(self, linear: BinarySparseCoding) -> None:
         """Fits the network to a linear model, in states that have each latent as often as this, and at least in a fifth of them."""
         weight, bias, prior = (
             value.detach().to(self.prior) for value in (linear.weight, linear.bias, linear.prior.expand(self.num_latents))
         )
         often = prior.clamp(_SEEN, 1 - _SEEN).expand(_FITTED, -1)
-        optimizer = torch.optim.Adam(self.decoder.parameters(), lr=_RATE)
+        learned = [value for value in self.decoder.parameters() if value.requires_grad]
+        optimizer = torch.optim.Adam([{"params": learned}], lr=_RATE)
         slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _LAST ** (1 / _FITTING))
-        for _ in range(_FITTING):
+        for _ in range(_FITTING if learned else 0):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit
             optimizer.zero_grad()

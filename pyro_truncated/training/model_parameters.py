@@ -83,7 +83,7 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
 
 
 def draws_starts(model: Any) -> bool:
-    """Whether a model says where a start may lie, by ``draw_start`` or by ``initialize(y, generator)``, which of ``y`` alone is one place."""
+    """Whether a model draws starts, by ``draw_start`` or by ``initialize(y, generator)``, which of ``y`` alone is one place."""
     initialize = getattr(model, "initialize", None)
     return isinstance(model, StartingModel) or (initialize is not None and len(inspect.signature(initialize).parameters) > 1)
 

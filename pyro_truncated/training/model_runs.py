@@ -35,7 +35,7 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
 from pyro_truncated.training.model_parameters import least_size, rate_of
-from pyro_truncated.training.parts import parts_of
+from pyro_truncated.training.passes import parts_of
 from pyro_truncated.training.prior_draws import prior_draw
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a step is a pass over the data in parts, see :class:`~pyro_truncated.training.parts.Parts`."""
+        """Whether a step is a pass over the data in parts, see :class:`~pyro_truncated.training.passes.Parts`."""
         return self._parts is not None
 
     @property

@@ -190,7 +190,7 @@ def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
     slowed = []
     rising = [float(step) for step in range(36)] + [36.0] * 90
     run = run_of(rising)
-    run.slow_down = lambda steps: slowed.append((126 - len(rising), steps))
+    run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(rising), steps)), False
     # Steps 41 to 50 are on average above those before; the ten after them are not.
     assert climbed(run, None, 20).free_energy == 36.0
     assert slowed == [(60, 20)]

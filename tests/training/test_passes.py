@@ -1,0 +1,201 @@
+"""Networks are trained in parts of the data, begin as linear models, and agree by what their latents are on for."""
+
+from __future__ import annotations
+
+import math
+
+import pyro
+import pyro.distributions as dist
+import pytest
+import torch
+from torch import Tensor
+
+from pyro_truncated import learn
+from pyro_truncated.datasets import bar_components, matched_bars
+from pyro_truncated.distributed import shard
+from pyro_truncated.models import BinarySparseCoding, BinaryVAE
+from pyro_truncated.training.codes import share_most
+from pyro_truncated.training.model_parameters import is_a_network, rate_of
+from pyro_truncated.training.model_runs import Run, Settings
+
+NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4
+
+
+def data() -> Tensor:
+    return torch.randn(NUM_DATA, NUM_OBSERVED, generator=torch.Generator().manual_seed(0))
+
+
+def network() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(NUM_LATENTS, 8), torch.nn.Tanh(), torch.nn.Linear(8, NUM_OBSERVED))
+
+
+def program(decode: torch.nn.Module, beside: Tensor | None = None, is_shared: bool = False):
+    """Binary latents under a network, with numbers of the rows beside them or shared by all rows."""
+
+    def model(y: Tensor) -> None:
+        net = pyro.module("net", decode)
+        prior = dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1)
+        if is_shared:
+            s = pyro.sample("s", prior)
+        with pyro.plate("data", len(y)):
+            if not is_shared:
+                s = pyro.sample("s", prior)
+            pyro.sample("y", dist.Normal(net(s) + (0.0 if beside is None else beside), 1.0).to_event(1), obs=y)
+
+    return model
+
+
+def test_a_pass_takes_a_step_for_each_part_and_its_loss_is_that_of_all_data():
+    """All 16 states are there, so that the loss is minus the log evidence; at a rate of nearly zero no step changes it."""
+    y, model = data(), BinaryVAE(NUM_OBSERVED, NUM_LATENTS, hidden=(8,))
+    settings = Settings(None, 16, lr=1e-9)
+    run = Run(model, y, settings)
+    value = run.step(y)
+    run.end()
+    assert run.truncated is not None
+    each = run.truncated.population().free_energy()
+    assert value == pytest.approx(float(each.mean()), rel=1e-5)
+    # Every data point has its own population: rows of a part lie three apart.
+    with torch.no_grad():
+        exact = run.truncated.posterior(y).free_energy()
+    torch.testing.assert_close(each, exact, rtol=1e-5, atol=0)
+
+
+def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
+    y, model = data(), BinaryVAE(NUM_OBSERVED, 12, hidden=(8,))
+    run = Run(model, y, Settings(None, 8, lr=1e-9))
+    before = run.truncated.refresh_(y).free_energy()
+    run.step(y)
+    run.end()
+    gained = run.truncated.population().free_energy() - before
+    assert float(gained.min()) > -1e-3
+    assert float((gained > 1e-3).float().mean()) > 0.9
+
+
+def in_parts(model, y: Tensor) -> bool:
+    pyro.clear_param_store()
+    return Run(model, y, Settings(None, 4)).is_in_parts
+
+
+def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
+    y = data()
+    assert in_parts(program(network()), y)
+    assert in_parts(program(network()), shard(y))
+    assert in_parts(program(network(), torch.ones(NUM_OBSERVED)), y)
+    assert not in_parts(program(network()), y[:299])
+    assert not in_parts(program(network(), torch.ones(NUM_DATA, NUM_OBSERVED)), y)
+    assert not in_parts(program(network(), is_shared=True), y)
+    assert not in_parts(program(torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED)), y)
+    assert not in_parts(BinarySparseCoding(NUM_OBSERVED, NUM_LATENTS).initialize(y), y)
+
+
+def test_layers_on_top_of_each_other_are_a_network():
+    y = data()
+    for decode, expected in ((network(), True), (torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED), False)):
+        pyro.clear_param_store()
+        assert is_a_network(program(decode), y) == expected
+        assert is_a_network(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y) == expected
+
+
+def test_gradients_of_parts_are_not_clipped_and_layers_keep_their_unit():
+    decode = network()
+    with torch.no_grad():
+        decode[0].weight.fill_(10.0)
+    program(decode)(data())
+    assert rate_of(0.1, 0.9, 0.2, True, "net.0.weight") == {"lr": pytest.approx(0.02), "lrd": 0.9, "clip_norm": math.inf}
+    assert rate_of(0.1, 0.9, 0.2, False, "net.0.weight") == {"lr": pytest.approx(1.0), "lrd": 0.9}
+
+
+def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
+    """Two thirds of the rows at 1, one third at 100: clipped gradients of the rows end near the median, unclipped ones at the mean."""
+    y = torch.ones(NUM_DATA, 1)
+    y[::3] = 100.0
+    decode = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    with torch.no_grad():
+        for layer in decode:
+            layer.weight.zero_()
+            layer.bias.zero_()
+
+    def model(rows: Tensor) -> None:
+        net = pyro.module("net", decode)
+        with pyro.plate("data", len(rows)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((1,), 0.5)).to_event(1))
+            pyro.sample("y", dist.Normal(net(0.0 * s), 1.0).to_event(1), obs=rows)
+
+    run = Run(model, y, Settings(None, 2, lr=5.0).slowing(200, 1e-3))
+    for _ in range(200):
+        run.step(y)
+    assert run.is_in_parts
+    assert float(decode(torch.zeros(1, 1)).detach()) == pytest.approx(34.0, abs=1.0)
+
+
+def test_latents_are_the_same_in_any_order_and_turned_round():
+    on = (torch.rand(500, 10, generator=torch.Generator().manual_seed(0)) < 0.3).double()
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(1))
+    other = on[:, order]
+    other[:, 3] = 1 - other[:, 3]
+    assert share_most(on, other, 0.0)
+    other[:, 7] = other[:, 7].roll(1)
+    assert not share_most(on, other, 0.0)
+    assert share_most(on, other, 0.1)
+    other[:, 8] = other[:, 8].roll(1)
+    assert not share_most(on, other, 0.1)
+
+
+def sums_of_bars(seed: int, number: int = 300, largest: float = math.inf) -> tuple[Tensor, Tensor]:
+    """Eight bars on 4x4 pixels, two of them on average, no brighter than ``largest`` where they cross."""
+    generator = torch.Generator().manual_seed(seed)
+    bars = bar_components(4)
+    on = (torch.rand(number, 8, generator=generator) < 0.25).float()
+    means = 5 * (on @ (bars / bars.max()).mT).clamp(max=largest)
+    return means + 0.5 * torch.randn(means.shape, generator=generator), bars
+
+
+def test_a_start_is_the_linear_model_that_explains_the_data_and_a_seed_repeats_it():
+    pyro.clear_param_store()
+    y, bars = sums_of_bars(0)
+    model, weights = BinaryVAE(16, 8, hidden=(32,)), []
+    for seed in (1, 1, 2):
+        assert model.draw_start(y, torch.Generator().manual_seed(seed)) is model
+        weights.append(model.decoder[0].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[0], weights[2])
+    with torch.no_grad():
+        single = (model.mean(torch.eye(8)) - model.mean(torch.zeros(1, 8))).mT
+        pairs = torch.combinations(torch.arange(8))
+        both = model.mean(torch.eye(8)[pairs].sum(1)) - model.mean(torch.zeros(1, 8))
+    assert matched_bars(single, bars) == 8
+    # What two latents add is the sum of what each does.
+    torch.testing.assert_close(both, single.mT[pairs].sum(1), rtol=0, atol=0.5)
+    assert not len(pyro.get_param_store())
+    assert all(value.grad is None for value in model.parameters())
+
+
+def test_a_start_leaves_layers_alone_that_take_no_gradients_and_refuses_bad_data_before_it_changes_any():
+    y, _ = sums_of_bars(0, number=40)
+    decode = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 16).requires_grad_(False)).eval()
+    model = BinaryVAE(16, 8, decoder=decode)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"y must have shape \(N, 16\)"):
+        model.draw_start(y[:, :3])
+    with pytest.raises(ValueError, match="y"):
+        model.draw_start(y.clone().fill_(math.inf))
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    model.draw_start(y)
+    assert torch.equal(decode[1].weight, before["decoder.1.weight"])
+    assert not torch.equal(decode[0].weight, before["decoder.0.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share_missing", [0.0, 0.2])
+def test_bars_under_a_network_are_all_found_in_silence(recwarn, share_missing):
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y, bars = sums_of_bars(3, number=600, largest=1.0)
+    y[torch.rand(y.shape) < share_missing] = torch.nan
+    model = BinaryVAE(16, 8, hidden=(32,))
+    guide = learn(model, y, num_states=32, progress=False)
+    assert len(guide.starts) == 2
+    assert not [warning for warning in recwarn if "starts" in str(warning.message)]
+    with torch.no_grad():
+        assert matched_bars((model.mean(torch.eye(8)) - model.mean(torch.zeros(1, 8))).mT, bars) == 8
