@@ -197,10 +197,16 @@ def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
     assert 126 - len(rising) == 80
     forever = [float(step) for step in range(126)]
     run = run_of(forever)
-    run.slow_down = lambda steps: slowed.append((126 - len(forever), steps))
+    run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(forever), steps)), False
     assert climbed(run, None, 20).free_energy == 99.0
     assert slowed[1:] == [(80, 20)]
     assert len(forever) == 26
+    # Ten steps raise it by a twentieth: in parts another ten are not worth while.
+    slowly = [0.05 * step / 10 for step in range(126)]
+    run = run_of(slowly)
+    run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(slowly), steps)), True
+    climbed(run, None, 20)
+    assert slowed[2:] == [(20, 20)]
 
 
 def clusters(y):

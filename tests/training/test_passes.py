@@ -107,9 +107,9 @@ def test_gradients_of_parts_are_not_clipped_and_layers_keep_their_unit():
 
 
 def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
-    """Two thirds of the rows at 1, one third at 100: clipped gradients of the rows end near the median, unclipped ones at the mean."""
+    """Two parts of the rows are at 1, one is at 10: clipped gradients of parts end near 1, unclipped ones at the mean."""
     y = torch.ones(NUM_DATA, 1)
-    y[::3] = 100.0
+    y[::3] = 10.0
     decode = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
     with torch.no_grad():
         for layer in decode:
@@ -122,11 +122,11 @@ def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
             s = pyro.sample("s", dist.Bernoulli(torch.full((1,), 0.5)).to_event(1))
             pyro.sample("y", dist.Normal(net(0.0 * s), 1.0).to_event(1), obs=rows)
 
-    run = Run(model, y, Settings(None, 2, lr=5.0).slowing(200, 1e-3))
-    for _ in range(200):
+    run = Run(model, y, Settings(None, 2, lr=1.0).slowing(300, 1e-3))
+    for _ in range(300):
         run.step(y)
     assert run.is_in_parts
-    assert float(decode(torch.zeros(1, 1)).detach()) == pytest.approx(34.0, abs=1.0)
+    assert float(decode(torch.zeros(1, 1)).detach()) == pytest.approx(4.0, abs=0.1)
 
 
 def test_latents_are_the_same_in_any_order_and_turned_round():
