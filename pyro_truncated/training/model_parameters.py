@@ -106,9 +106,8 @@ def least_size(y: Tensor) -> float:
 def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
     """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number.
 
-    The unit of one that is zero is not known: it is taken to be of size one fifth. In steps for parts of the data, as networks take them,
-    weights and biases of layers are, too, whatever their size: what they have grown by makes them no less sensitive. Gradients are not
-    clipped then: those of parts, which add up to zero in the end, clipped do so elsewhere.
+    The unit of one that is zero is not known: it is taken to be of size one fifth. Gradients of parts of the data are not clipped: they add
+    up to zero in the end, and clipped they would do so elsewhere.
     """
     store = pyro.get_param_store()
     # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
@@ -116,8 +115,6 @@ def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -
     value: Any = store[key]
     free = _unconstrained(value)
     clipping = {"clip_norm": math.inf} if is_in_parts else {}
-    if is_in_parts and _OF_A_MODULE in key:
-        return {"lr": lr * _LEAST_SIZE, "lrd": lrd, **clipping}
     # Others move on logarithmic scales or alike, which know no units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
     return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd, **clipping}

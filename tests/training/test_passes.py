@@ -15,7 +15,7 @@ from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.distributed import shard
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE
 from pyro_truncated.training.codes import share_most
-from pyro_truncated.training.model_parameters import is_a_network, rate_of
+from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.training.model_runs import Run, Settings
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4
@@ -95,15 +95,6 @@ def test_layers_on_top_of_each_other_are_a_network():
         pyro.clear_param_store()
         assert is_a_network(program(decode), y) == expected
         assert is_a_network(BinaryVAE(NUM_OBSERVED, NUM_LATENTS, decoder=decode), y) == expected
-
-
-def test_gradients_of_parts_are_not_clipped_and_layers_keep_their_unit():
-    decode = network()
-    with torch.no_grad():
-        decode[0].weight.fill_(10.0)
-    program(decode)(data())
-    assert rate_of(0.1, 0.9, 0.2, True, "net.0.weight") == {"lr": pytest.approx(0.02), "lrd": 0.9, "clip_norm": math.inf}
-    assert rate_of(0.1, 0.9, 0.2, False, "net.0.weight") == {"lr": pytest.approx(1.0), "lrd": 0.9}
 
 
 def test_training_in_parts_ends_where_the_gradient_of_all_data_is_zero():
