@@ -113,24 +113,24 @@ def learn(
     model says by ``default_conditional()`` what samples them given the states, as :class:`~pyro_truncated.models.GatedDecoder` does.
 
     Args:
-        model: a model that is called with the data; its parameters are changed in place. With ``initialize(y, generator)`` it says
-            itself where a start may lie. Others start where they are (where ``initialize(y)`` takes them, if they have it), then there with
-            noise as large as what their parameters have reached; in turn with where the best start has ended, if they cannot exchange
-            latents.
+        model: a model that is called with the data; its parameters are changed in place. With ``draw_start(y, generator)`` or
+            ``initialize(y, generator)`` it says itself where a start may lie. Others start where they are (where ``initialize(y)`` takes
+            them, if they have it), then there with noise as large as what their parameters have reached; in turn with where the best start
+            has ended, if they cannot exchange latents.
         y: data, ``(N, ...)``, the model's argument; of a model of several arrays these side by side, ``torch.cat([x, y], 1)``.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
             population holds all states, evolutionary with crossover for latents most of which are binary (unless all of more
             than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
         num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
-        steps: training steps on all data after the best start; with closed-form M-steps the most of them, by gradients and by Gibbs
-            sampling all of them; default: 100, but 200 where continuous latents are beside.
+        steps: training steps on all data after the best start, of networks passes over these in parts; with closed-form M-steps the most
+            of them, by gradients and by Gibbs sampling all of them; default: 100, but 200 where continuous latents are beside.
         starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary latents.
         short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
             most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
             learning rate falls.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
-            near the end and for mixtures, those with a single discrete latent per data point: the components that a high temperature makes
-            equal do not part again.
+            near the end or have ``draw_start``, and for mixtures, those with a single discrete latent per data point: the components that a
+            high temperature makes equal do not part again.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05 (at least half a nat of
             all data together, as where these share one posterior), but 0.01 for mixtures,
             whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
