@@ -32,9 +32,13 @@ def are_shared(one: Tensor, other: Tensor) -> Tensor:
 
 def share_most(one: Tensor, other: Tensor, most_apart: float) -> bool:
     """Whether no larger part of the latents that are on for some data points is without a partner in the other model, either way."""
-    pairs = (one, other), (other, one)
-    apart = [(~are_shared(*pair), pair[0].std(0, correction=0) > ROUNDING) for pair in pairs]
+    apart = [(~are_shared(*pair), vary(pair[0])) for pair in ((one, other), (other, one))]
     return all(float((lost & varies).sum()) <= most_apart * float(varies.sum()) for lost, varies in apart)
+
+
+def vary(code: Tensor) -> Tensor:
+    """Whether each latent of probabilities ``(N, H)`` is on for some data points and off for others, ``(H,)``."""
+    return code.std(0, correction=0) > ROUNDING
 
 
 def _correlation(one: Tensor, other: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.training.agreement import Reached
+from pyro_truncated.training.codes import vary
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
@@ -24,7 +25,8 @@ class Start(NamedTuple):
         parameters: those of the model, and medians of continuous latents beside.
         states: those that training shall begin with.
         beside: the state of the guide of the continuous latents.
-        probabilities: of networks of binary latents, which have no counterparts by their parameters: that these are on, ``(N, H)``.
+        probabilities: of networks of binary latents, which have no counterparts by their parameters: that these are on, ``(N, H)``; none
+            where all latents are the same for all data points, as where nothing was found.
     """
 
     reached: Reached
@@ -57,7 +59,8 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         return found
     is_told = run.is_by_gradients and run.truncated.space.is_binary and is_a_network(model, y)
     probabilities = run.truncated.population().marginals().double().cpu() if is_told else None
-    return found._replace(states=states_of(run), probabilities=probabilities)
+    is_code = probabilities is not None and bool(vary(probabilities).any())
+    return found._replace(states=states_of(run), probabilities=probabilities if is_code else None)
 
 
 def start_of(run: Run, model: Any, y: Tensor, reached: Reached) -> Start:

@@ -17,6 +17,7 @@ from pyro_truncated.models import BinarySparseCoding, BinaryVAE
 from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.starts import start
 
 NUM_DATA, NUM_OBSERVED, NUM_LATENTS = 450, 6, 4
 
@@ -131,6 +132,21 @@ def test_latents_are_the_same_in_any_order_and_turned_round():
     assert share_most(on, other, 0.1)
     other[:, 8] = other[:, 8].roll(1)
     assert not share_most(on, other, 0.1)
+
+
+@pytest.mark.parametrize(("rate", "is_code"), [(0.3, True), (1e-12, False)])
+def test_latents_that_are_never_on_are_no_code_that_starts_could_agree_on(rate, is_code):
+    pyro.clear_param_store()
+
+    def model(y: Tensor) -> None:
+        net = pyro.module("net", decode)
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), rate)).to_event(1))
+            pyro.sample("y", dist.Normal(net(s), 1.0).to_event(1), obs=y)
+
+    decode, y = network(), data()
+    found = start(model, y, Settings(None, 16), 1.0, 1, None)
+    assert (found.probabilities is not None) == is_code
 
 
 def sums_of_bars(seed: int, number: int = 300, largest: float = math.inf) -> tuple[Tensor, Tensor]:
