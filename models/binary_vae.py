@@ -157,7 +157,7 @@ class BinaryVAE(UniqueModule):
                 if is_learned and callable(reset := getattr(layer, "reset_parameters", None)):
                     reset()
             self.initialize(y)
-            self._fit(_linear_start(y.to(self.prior.dtype), self.num_latents))
+            self._fit(_linear_start(y.to(torch.promote_types(self.prior.dtype, torch.float32)), self.num_latents))
         return self
 
     @torch.enable_grad()

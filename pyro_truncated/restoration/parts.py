@@ -43,7 +43,7 @@ def restored_in_parts(
     """
     is_missing = image.isnan()
     if keeps_seen and not bool(is_missing.any()):
-        return image, 0.0
+        return image.clone(), 0.0
     if image.numel() <= most:
         whole = restore(image, progress)
         return whole.image, whole.noise

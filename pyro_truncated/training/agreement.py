@@ -99,7 +99,8 @@ def hardly_pays(reached: Sequence[Reached]) -> bool:
     best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
     if best.each is None or second.each is None:
         return False
-    error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if len(reached) >= _FEWEST else 0.0
+    can_differ = len(reached) >= _FEWEST and len(best.each) > 1
+    error = float((best.each - second.each).std()) / math.sqrt(len(best.each)) if can_differ else 0.0
     return (best.free_energy - second.free_energy) / len(reached) < max(min(best.rise, second.rise), error)
 
 

@@ -49,7 +49,7 @@ def layers_of(model: Any, y: Tensor) -> set[str]:
 
 
 def is_a_network(model: Any, y: Tensor) -> bool:
-    """Whether there are layers on top of each other: at least two of torch's own hold weights."""
+    """Whether at least two layers of torch's own hold weights, on top of each other or beside: what is behind them is no sum of latents."""
     tensors = tensors_of(model, y)
     return sum(tensors[name].dim() > 1 for name in layers_of(model, y)) > 1
 

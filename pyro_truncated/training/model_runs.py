@@ -30,6 +30,7 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.combined_flips import CombinedFlips
 from pyro_truncated.search.conditional import ConditionalSearch
 from pyro_truncated.search.evolutionary import EvolutionarySearch
+from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.training.elbo import Truncated_ELBO
@@ -112,7 +113,9 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        self._parts = None if self.truncated is None else parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model))
+        # A search of somebody's own may remember what it has seen of the data points, each by its place among all.
+        is_divisible = self._is_search_ours or isinstance(settings.search, (EvolutionarySearch, ExhaustiveSearch))
+        self._parts = parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model)) if is_divisible else None
         self._steps_each = 1 if self._parts is None else self._parts.number
         lrd = settings.lrd ** (1 / self._steps_each)
         optim = self._driver or ClippedAdam(cast("Any", partial(rate_of, settings.lr, lrd, least_size(y), self.is_in_parts)))

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pyro.poutine as poutine
 import torch
 from pyro.infer import SVI
 from torch import Tensor
 
+from pyro_truncated import ops
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.guide.auto_truncated import AutoTruncated
@@ -17,7 +19,9 @@ from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 # Rows of a part, and the most parts: of very many data a step for so many of them is enough, and each has a guide of its own.
-_ROWS, _MOST = 150, 64
+_ROWS, _MOST = 150, 32
+# What the same log joints differ by from rounding.
+_EQUAL = 1e-3
 
 
 class Parts:
@@ -28,14 +32,16 @@ class Parts:
     Args:
         y: all data.
         guide: that of all data, which says what the parts begin with, and gets what they have found.
-        guides: one for each part.
+        rows: the parts.
+        guides: one for each of them.
         elbo: the loss, whose search and temperature are theirs.
     """
 
-    def __init__(self, y: Tensor, guide: AutoTruncated, guides: Sequence[AutoTruncated], elbo: Truncated_ELBO) -> None:
-        self._y, self._guide, self._guides, self._elbo = y, guide, guides, elbo
+    def __init__(
+        self, y: Tensor, guide: AutoTruncated, rows: Sequence[Tensor], guides: Sequence[AutoTruncated], elbo: Truncated_ELBO
+    ) -> None:
+        self._y, self._guide, self._rows, self._guides, self._elbo = y, guide, rows, guides, elbo
         self._elbos = [Truncated_ELBO(elbo.search, temperature=elbo.temperature) for _ in guides]
-        self._rows = [part_of(y, first, len(guides)) for first in range(len(guides))]
         self._have_begun = False
 
     @property
@@ -83,22 +89,44 @@ def part_of(rows: Tensor, first: int, number: int) -> Tensor:
 def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[], AutoTruncated]) -> Parts | None:
     """What a network is trained in whose data points share no latents, if one process has all of them; ``None`` for all other models.
 
-    Programs that do not take some of the rows of the data, as they hold others that belong to these, are trained on all at once.
+    Programs in which parts are not what they are among all data are trained on all at once: such that hold others beside these rows, look
+    at neighbours, or have something to observe that belongs to no data point and would count once for each part.
     """
     if not isinstance(guide, AutoTruncated) or isinstance(model, ClosedFormModel) or guide.conditional is not None:
         return None
     number = min(_MOST, len(y) // _ROWS)
-    is_whole = guide.layout.num_data == len(y) == total_rows(y)
-    if number < 2 or elbo.search.learns or not is_whole or not is_a_network(model, y):
+    is_whole = guide.layout.num_data == len(y) == total_rows(y) and getattr(y, "file", None) is None
+    if number < 2 or not is_whole or not is_a_network(model, y):
         return None
-    guides = [guide_of() for _ in range(number)]
-    for first, part in enumerate(guides):
-        rows = part_of(y, first, number)
-        try:
-            with spare_random_numbers():
-                part.setup(rows)
-        except (ValueError, RuntimeError, IndexError):
+    with spare_random_numbers(), poutine.block(), torch.no_grad():
+        guide.populations.seed_()
+        whole = guide.batch_of(y)
+        words = whole.population().words[:, :1]
+        scores = whole.scorer.score(words)
+        if float(whole.outside().detach()) != 0.0:
             return None
-        if part.layout.num_data != len(rows):
-            return None
-    return Parts(y, guide, guides, elbo)
+        rows = [part_of(y, first, number).contiguous() for first in range(number)]
+        guides = [_guide_of(guide, part, first, guide_of) for first, part in enumerate(rows)]
+        for first, (part, own) in enumerate(zip(rows, guides, strict=True)):
+            if own is None or not _are_as_among_all(own, part, part_of(words, first, number), part_of(scores, first, number)):
+                return None
+    return Parts(y, guide, rows, [own for own in guides if own is not None], elbo)
+
+
+def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, guide_of: Callable[[], AutoTruncated]) -> AutoTruncated | None:
+    """A guide of a part, with random numbers of its own, of the same states as that of all data; ``None`` if there is none."""
+    assert guide.populations.seed is not None
+    made = guide_of()
+    made.populations.seed = ops.mixed(guide.populations.seed, first)
+    try:
+        made.setup(rows)
+    except Exception:  # whatever a program says that takes all rows, but not some of them
+        return None
+    is_alike = made.layout.num_data == len(rows) and made.space.cardinalities == guide.space.cardinalities
+    return made if is_alike and made.num_states == guide.num_states else None
+
+
+def _are_as_among_all(guide: AutoTruncated, rows: Tensor, words: Tensor, scores: Tensor) -> bool:
+    """Whether states of a part have the log joints ``scores`` that they have among all data."""
+    own = guide.log_joint_of(rows).score(words)
+    return own.shape == scores.shape and torch.allclose(own, scores, rtol=_EQUAL, atol=_EQUAL)

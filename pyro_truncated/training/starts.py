@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.training.agreement import Reached
 from pyro_truncated.training.codes import vary
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
-from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.model_runs import Run, Settings, num_posteriors
 from pyro_truncated.training.resting import nearly_rested, started
 from pyro_truncated.utils.annealing import Temperature
 
@@ -57,7 +58,8 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
     found = start_of(run, model, y, reached)
     if run.truncated is None:
         return found
-    is_told = run.is_by_gradients and run.truncated.space.is_binary and is_a_network(model, y)
+    are_apart = num_posteriors(run.truncated.layout, y) == total_rows(y)
+    is_told = are_apart and run.is_by_gradients and run.truncated.space.is_binary and is_a_network(model, y)
     probabilities = run.truncated.population().marginals().double().cpu() if is_told else None
     is_code = probabilities is not None and bool(vary(probabilities).any())
     return found._replace(states=states_of(run), probabilities=probabilities if is_code else None)

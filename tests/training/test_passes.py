@@ -14,6 +14,7 @@ from pyro_truncated import learn
 from pyro_truncated.datasets import bar_components, matched_bars
 from pyro_truncated.distributed import shard
 from pyro_truncated.models import BinarySparseCoding, BinaryVAE
+from pyro_truncated.search import EvolutionarySearch, Search, SurrogateSearch
 from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.training.model_runs import Run, Settings
@@ -73,9 +74,9 @@ def test_what_all_data_had_is_begun_with_and_what_parts_have_found_is_kept():
     assert float((gained > 1e-3).float().mean()) > 0.9
 
 
-def in_parts(model, y: Tensor) -> bool:
+def in_parts(model, y: Tensor, search: Search | None = None) -> bool:
     pyro.clear_param_store()
-    return Run(model, y, Settings(None, 4)).is_in_parts
+    return Run(model, y, Settings(search, 4)).is_in_parts
 
 
 def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
@@ -88,6 +89,57 @@ def test_only_networks_of_which_some_rows_can_be_taken_are_trained_in_parts():
     assert not in_parts(program(network(), is_shared=True), y)
     assert not in_parts(program(torch.nn.Linear(NUM_LATENTS, NUM_OBSERVED)), y)
     assert not in_parts(BinarySparseCoding(NUM_OBSERVED, NUM_LATENTS).initialize(y), y)
+
+
+def test_searches_that_may_remember_data_points_see_all_of_them():
+    assert in_parts(program(network()), data(), EvolutionarySearch())
+    assert not in_parts(program(network()), data(), SurrogateSearch())
+
+
+def changed(kind: str):
+    """A network whose data points are not what they are among others if only some of them are given, or that holds more than these."""
+    decode, covariates = network(), torch.randn(NUM_DATA, NUM_OBSERVED, generator=torch.Generator().manual_seed(1))
+
+    def model(y: Tensor) -> None:
+        net = pyro.module("net", decode)
+        if kind == "size":
+            assert len(y) == NUM_DATA
+        if kind == "outside":
+            pyro.factor("small weights", -decode[0].weight.square().sum())
+        with pyro.plate("data", len(y)) as index:
+            if kind == "counts":
+                s = pyro.sample("s", dist.Binomial(y[:, :1].abs().ceil().clamp(max=3.0).expand(-1, NUM_LATENTS), 0.5).to_event(1))
+            else:
+                s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1))
+            loc = net(s)
+            if kind == "index":
+                loc = loc + covariates[index]
+            elif kind == "neighbours":
+                loc = loc + torch.cat([torch.zeros(1, NUM_OBSERVED), y[:-1]])
+            elif kind == "mean":
+                loc = loc + y.mean(0)
+            pyro.sample("y", dist.Normal(loc, 1.0).to_event(1), obs=y)
+
+    return model
+
+
+@pytest.mark.parametrize("kind", ["index", "neighbours", "mean", "outside", "size"])
+def test_programs_in_which_parts_would_be_something_else_are_trained_on_all_rows_at_once(kind):
+    assert in_parts(changed("none"), data())
+    assert not in_parts(changed(kind), data())
+
+
+def test_counts_whose_bound_is_that_of_all_rows_are_not_divided():
+    y = data().clamp(-1.0, 1.0)
+    assert in_parts(changed("counts"), y)
+    y[3, 0] = 3.0
+    assert not in_parts(changed("counts"), y)
+
+
+def test_data_points_of_different_parts_get_different_random_numbers():
+    run = Run(BinaryVAE(NUM_OBSERVED, 12, hidden=(8,)), data(), Settings(None, 8))
+    seeds = [guide.populations.seed for guide in run._parts._guides]
+    assert len({*seeds, run.truncated.populations.seed}) == 4
 
 
 def test_layers_on_top_of_each_other_are_a_network():
