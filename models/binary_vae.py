@@ -17,7 +17,9 @@ from pyro_truncated.models.binary_causes import activation, check_data, in_type_
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale
 
-_SCALE_FLOOR, _STEPS = 1e-3, 10
+_SCALE_FLOOR = 1e-3
+# Steps of the linear model after its start: where it ends exactly does not matter to a network that goes on from there.
+_STEPS = 10
 # States that a network is fitted to a linear model in at a time, steps of Adam, their rate and what is left of it in the end, and the part
 # of the states that have a latent, or not, at least.
 _FITTED, _FITTING, _RATE, _LAST, _SEEN = 200, 300, 1e-2, 0.1, 0.2
@@ -136,7 +138,8 @@ class BinaryVAE(UniqueModule):
         From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
         of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
         learns what is not linear in them. A start of that model takes a few seconds; then the network is fitted to it. Layers whose
-        weights torch can draw anew forget what they have learned; those that take no gradients stay as they are.
+        weights torch can draw anew forget what they have learned; those that take no gradients stay as they are, and a network
+        of such layers alone is not fitted to anything.
 
         Args:
             y: data ``(N, D)``, NaN where missing.
@@ -157,7 +160,8 @@ class BinaryVAE(UniqueModule):
                 if is_learned and callable(reset := getattr(layer, "reset_parameters", None)):
                     reset()
             self.initialize(y)
-            self._fit(_linear_start(y.to(torch.promote_types(self.prior.dtype, torch.float32)), self.num_latents))
+            if any(value.requires_grad for value in self.decoder.parameters()):
+                self._fit(_linear_start(y.to(torch.promote_types(self.prior.dtype, torch.float32)), self.num_latents))
         return self
 
     @torch.enable_grad()
@@ -168,9 +172,9 @@ class BinaryVAE(UniqueModule):
         )
         often = prior.clamp(_SEEN, 1 - _SEEN).expand(_FITTED, -1)
         learned = [value for value in self.decoder.parameters() if value.requires_grad]
-        optimizer = torch.optim.Adam([{"params": learned}], lr=_RATE)
+        optimizer = torch.optim.Adam(learned, lr=_RATE)
         slower = torch.optim.lr_scheduler.ExponentialLR(optimizer, _LAST ** (1 / _FITTING))
-        for _ in range(_FITTING if learned else 0):
+        for _ in range(_FITTING):
             states = torch.bernoulli(often.cpu()).to(often)
             target = (states @ weight.mT + bias - self.center) / self.unit
             optimizer.zero_grad()

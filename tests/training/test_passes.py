@@ -243,6 +243,13 @@ def test_a_start_leaves_layers_alone_that_take_no_gradients_and_refuses_bad_data
     model.draw_start(y)
     assert torch.equal(decode[1].weight, before["decoder.1.weight"])
     assert not torch.equal(decode[0].weight, before["decoder.0.weight"])
+    # A network that nothing changes is not asked to be linear: prior and noise are those of `initialize`.
+    decode.requires_grad_(False)
+    fixed, prior, scale = decode[0].weight.clone(), model.initialize(y).prior.detach().clone(), model.scale.detach().clone()
+    model.draw_start(y)
+    assert torch.equal(decode[0].weight, fixed)
+    assert torch.equal(model.prior, prior)
+    assert torch.equal(model.scale, scale)
 
 
 @pytest.mark.slow
