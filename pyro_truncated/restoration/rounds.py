@@ -32,6 +32,9 @@ _LEAST_ERROR = 0.03
 _AGREEMENTS, _SHARE, _PART = 2, 0.3, 0.5
 # In the first round; of several channels in roots of the number of a patch's entries: more entries are more parameters of a component.
 _PATCHES_PER_COMPONENT, _PATCHES_PER_ROOT = 120, 20
+# How many times as many the rounds have, the last number from there on: of one channel and of several, and without noise.
+_GROWTH, _GROWTH_OF_COLOURS = (1.0, 2.0), (1.0, 2.0, 4.0)
+_GROWTH_IF_CLEAN = (0.4, 0.4, 1.2, 1.2, 3.0)
 # The likelihood takes its candidates in blocks itself: the model is run once on all of them.
 _BUDGET = 2**36
 # Steps count as many numbers as they go through, which says nothing to anybody.
@@ -61,6 +64,8 @@ def learned_in_rounds(
     generator: torch.Generator | None,
     progress: bool | None,
     desc: str = "restoring",
+    *,
+    is_clean: bool = False,
 ) -> tuple[list[Learned], Tensor]:
     """Rounds of mixtures of patches of several sides; each but the first learns from the mean of the arrays of the one before.
 
@@ -73,23 +78,26 @@ def learned_in_rounds(
         generator: source of randomness.
         progress: whether to show a progress bar.
         desc: what it says.
+        is_clean: whether there is hardly any noise: then it stays as it is, and the first rounds, which start far from the missing
+            entries, have few components. Else after the first round it is on half of the way to what that has found.
 
     Returns:
         What was learned in the last round with each side; and the mean of the arrays of the last two rounds, or of the last alone if it is
         the only one or its mixtures have more components.
     """
-    means = [weighted_mean([_thresholded(filled, windows, noise) for windows in per_round[0]])]
-    counts = []
+    counts: list[int] = []
+    is_missing = bool(image.isnan().any())
+    means = [filled if is_missing else weighted_mean([_thresholded(filled, windows, noise) for windows in per_round[0]])]
     numbers = sum(len(windows) * windows.num_observed for of_round in per_round for windows in of_round)
     with progress_bar(progress, total=_ITERATIONS * numbers, desc=desc, bar_format=_BAR) as bar:
         for number, of_round in enumerate(per_round):
             learned = []
             for windows in of_round:
-                wanted = min(num_components or _num_components(windows, number), len(windows))
+                wanted = min(num_components or _num_components(windows, number, is_clean=is_clean), len(windows))
                 learned.append(_restored_by_mixture(image, means[-1], windows, wanted, noise, generator, bar))
             means.append(weighted_mean([of_side.array for of_side in learned]))
             counts.append(learned[0].mixture.num_components)
-            if number == 0:
+            if number == 0 and not is_clean:
                 # Half of the way: the first mixture is fitted to what is left of the noise, too.
                 noise = 0.5 * (noise + learned[-1].noise)
     is_last_alone = len(counts) == 1 or counts[-1] > counts[-2]
@@ -107,15 +115,13 @@ def expected_errors(learned: Sequence[Learned], weights: Tensor | None = None) -
     return weighted_mean([of_side.errors for of_side in learned], weights)
 
 
-def _num_components(patches: Patches, number: int) -> int:
+def _num_components(patches: Patches, number: int, *, is_clean: bool) -> int:
     """Components of the mixture of a round."""
+    usual = _GROWTH if patches.channels is None else _GROWTH_OF_COLOURS
+    growth = _GROWTH_IF_CLEAN if is_clean else usual
     roots = _PATCHES_PER_ROOT * math.sqrt(patches.num_observed)
-    return math.ceil(_growth(patches, number) * len(patches) / (_PATCHES_PER_COMPONENT if patches.channels is None else roots))
-
-
-def _growth(patches: Patches, number: int) -> int:
-    """How many times as many components a round has as the first."""
-    return int(2 ** min(number, 1 if patches.channels is None else 2))
+    first = len(patches) / (_PATCHES_PER_COMPONENT if patches.channels is None else roots)
+    return math.ceil(growth[min(number, len(growth) - 1)] * first)
 
 
 def _thresholded(image: Tensor, patches: Patches, noise: float) -> Tensor:

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration import denoise, restore, rounds
+from pyro_truncated.restoration import denoise, inpaint, restore, rounds
+from pyro_truncated.restoration.first_guesses import nearly_no_noise
 from pyro_truncated.utils.progress import ProgressBar
 
 
@@ -29,6 +30,29 @@ def generator(seed: int = 0) -> torch.Generator:
 def test_components_double_once_and_with_channels_twice(shape, number, expected):
     image = 20 * torch.randn(shape, generator=generator())
     assert denoise(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == expected
+
+
+@pytest.mark.parametrize(("number", "share"), [(1, 0.4), (2, 0.4), (3, 1.2), (4, 1.2), (5, 3.0), (6, 3.0)])
+@pytest.mark.parametrize(("shape", "first"), [((20, 20), 17**2 / 120), ((12, 12, 3), 9**2 / (20 * 48**0.5))])
+def test_in_painting_has_few_components_first(shape, first, number, share):
+    image = 20 * torch.randn(shape, generator=generator())
+    image[2, 3] = math.nan
+    assert inpaint(image, side=4, rounds=number, generator=generator(1), progress=False).model.num_components == math.ceil(share * first)
+
+
+def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
+    learned = recorded(monkeypatch, "_restored_by_mixture")
+    image = noisy((16, 16), 8.0)
+    image[3:5, 6] = math.nan
+    little = nearly_no_noise(image)
+    assert little == pytest.approx(0.04 * image[~image.isnan()].std(correction=0).item())
+    for noise in (little, 8.0, None):
+        denoise(image, noise=noise, rounds=2, side=4, generator=generator(1), progress=False)
+    rounds_of = [learned[start : start + 2] for start in (0, 2, 4)]
+    (first, then), *others = [[arguments[4] for arguments, _ in found] for found in rounds_of]
+    assert first == then == little
+    for (first, then), found in zip(others, rounds_of[1:], strict=True):
+        assert then == 0.5 * (first + found[0][1].noise)
 
 
 def recorded(monkeypatch, name):

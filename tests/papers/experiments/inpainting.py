@@ -23,6 +23,7 @@ from PIL import Image
 
 from pyro_truncated.datasets import load
 from pyro_truncated.restoration import denoise
+from pyro_truncated.restoration.first_guesses import nearly_no_noise
 from tests.papers.experiments.restoration import decibels
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -69,14 +70,15 @@ def seen(image: np.ndarray, name: str, missing: int, seed: int, folder: Path) ->
 def measured(name: str, missing: int, seed: int, folder: Path) -> dict[str, Any]:
     """A line of the results: decibels of what :func:`.inpaint` returns, and of the same before what is seen is put back.
 
-    The second is what :func:`.denoise` returns for the array with NaN where nothing is seen, which is all that ``inpaint(image, mask)``
-    does before it puts back what is seen.
+    The second is what :func:`.denoise` returns for the array with NaN where nothing is seen and nearly no noise, which is all that
+    ``inpaint(image, mask)`` does before it puts back what is seen.
     """
     image = picture(name, folder)
     mask = seen(image, name, missing, seed, folder)
     torch.manual_seed(0)
     start = time.process_time()
-    restored = denoise(np.where(mask, image, np.nan), progress=False)
+    damaged = np.where(mask, image, np.float32(np.nan))
+    restored = denoise(damaged, nearly_no_noise(torch.from_numpy(damaged)), progress=False)
     seconds = time.process_time() - start
     without = restored.image.numpy()
     return {

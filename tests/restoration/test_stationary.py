@@ -1,0 +1,100 @@
+"""What is missing is predicted from covariances by distance, as loops over pairs and conditional normal distributions say."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from pyro_truncated.restoration import inpaint
+from pyro_truncated.restoration import stationary as module
+from pyro_truncated.restoration.first_guesses import filled
+from pyro_truncated.restoration.stationary import predicted
+
+
+def generator(seed):
+    return torch.Generator().manual_seed(seed)
+
+
+def waves(side):
+    steps = torch.linspace(0.0, 3.0, side)
+    return (2.0 * steps.unsqueeze(1)).sin() + (5.0 * steps).cos()
+
+
+def with_holes(image, share, seed):
+    return torch.where(torch.rand(image.shape, generator=generator(seed), dtype=image.dtype) < share, math.nan, image)
+
+
+def by_loops(rest, side, noise):
+    """The prediction of a single window of the size of the array, by the covariances of all pairs of its entries."""
+    height, width, channels = rest.shape
+    entries = list(itertools.product(range(side), range(side), range(channels)))
+    covariance = torch.zeros(len(entries), len(entries), dtype=rest.dtype)
+    for (a, first), (b, second) in itertools.product(enumerate(entries), repeat=2):
+        down, right = second[0] - first[0], second[1] - first[1]
+        products = [
+            float(rest[i, j, first[2]] * rest[i + down, j + right, second[2]])
+            for i, j in itertools.product(range(height), range(width))
+            if 0 <= i + down < height and 0 <= j + right < width
+        ]
+        pairs = [product for product in products if not math.isnan(product)]
+        covariance[a, b] = sum(pairs) / max(1, len(pairs))
+    values, vectors = torch.linalg.eigh((covariance + covariance.mT) / 2)
+    covariance = (vectors * values.where(values > 0.05 * noise**2, 0.0)) @ vectors.mT
+    flat = rest.flatten()
+    seen = ~flat.isnan()
+    within = covariance[seen][:, seen] + noise**2 * torch.eye(int(seen.sum()), dtype=rest.dtype)
+    return (covariance[:, seen] @ torch.linalg.solve(within, flat[seen])).reshape(rest.shape)
+
+
+def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs():
+    image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
+    smooth = module._smoothed(filled(image, 2), 2)
+    expected = smooth + by_loops(image - smooth, 4, 0.2)
+    torch.testing.assert_close(predicted(image, 2, 0.2), expected)
+
+
+def test_channels_tell_what_others_are():
+    # Three channels of the same texture: of each four in five entries are missing.
+    texture = torch.randn(48, 48, 1, generator=generator(3)).repeat(1, 1, 3)
+    damaged = with_holes(texture, 0.6, 4)
+    seen_in_one = ~damaged.isnan().all(-1, keepdim=True).expand_as(damaged)
+    missing = damaged.isnan() & seen_in_one
+    errors = [float((guess - texture)[missing].square().mean()) for guess in (predicted(damaged, 2, 0.05), filled(damaged, 2))]
+    assert errors[0] < 0.1
+    assert errors[1] > 0.5  # the mean of neighbours knows nothing of white noise
+
+
+@pytest.mark.parametrize(("shape", "num_dims"), [((50,), 1), ((60, 2), 1), ((9, 12), 2), ((6, 7, 5), 3), ((5, 6, 4, 3), 3), ((1, 9), 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_arrays_of_any_dimensions_have_finite_predictions(shape, num_dims, dtype):
+    array = with_holes(torch.randn(shape, generator=generator(5), dtype=dtype), 0.5, 6)
+    found = predicted(array, num_dims, 1e-3)
+    assert found.shape == shape
+    assert found.dtype == dtype
+    assert bool(found.isfinite().all())
+    seen = ~array.isnan()
+    assert float((found - array)[seen].square().mean()) < 0.01
+
+
+def test_large_holes_and_single_entries_are_no_obstacle():
+    array = torch.full((30, 30), math.nan)
+    array[3, 4] = 2.0
+    torch.testing.assert_close(predicted(array, 2, 0.1), torch.full((30, 30), 2.0))
+    image = waves(30)
+    image[8:22, 8:22] = math.nan
+    assert bool(predicted(image, 2, 0.1).isfinite().all())
+
+
+def test_without_missing_entries_nothing_is_done():
+    image = torch.randn(8, 8, generator=generator(7))
+    assert predicted(image, 2, 0.5) is image
+
+
+def test_colours_that_are_missing_by_themselves_come_back_in_painting():
+    texture = waves(32).unsqueeze(-1) * torch.tensor([1.0, -0.5, 0.8])
+    damaged = with_holes(texture, 0.7, 8)
+    missing = damaged.isnan()
+    restored = inpaint(damaged, generator=generator(9), progress=False).image
+    ratio = float((restored - texture)[missing].square().mean() / (filled(damaged, 2) - texture)[missing].square().mean())
+    assert ratio < 0.1
