@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
-from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.training.agreement import Reached, are_alike, hardly_pays, have_agreed
 from pyro_truncated.training.assembly import Assembly
@@ -20,12 +20,15 @@ from pyro_truncated.training.codes import share_most
 from pyro_truncated.training.completion import MOST_MISSED, can_complete, completed, have_found_the_same
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
+from pyro_truncated.training.linear_causes import LinearCauses
+from pyro_truncated.training.linear_codes import decoded_values, likeliest_states, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
 from pyro_truncated.training.starts import Start, start
+from pyro_truncated.training.temperature import cooling
 from pyro_truncated.training.waking import woken
-from pyro_truncated.utils.progress import ProgressBar
+from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
 # Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, of small mixtures, and
@@ -40,6 +43,8 @@ _KEPT = 3
 # The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
 # expected to gain, a best one that no other comes near may be an accident.
 _FARTHEST = 4
+# States, first temperature and tolerance of the starts of the linear model that networks take codes from: those of such a model by itself.
+_STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +105,8 @@ class SeveralStarts:
         # Starts of networks, which exchange nothing and hardly ever agree, all begin anew.
         self._is_network = isinstance(model, StartingModel)
         self._found: list[Start] = []
+        # What a network decodes states into, where a linear model can find the first ones.
+        self._decoded: Tensor | None = None
 
     def _has_few_rows(self) -> bool:
         """Whether two starts agree easily in a bad optimum, and another one costs little."""
@@ -126,7 +133,22 @@ class SeveralStarts:
         plan = self._plan
         if self._is_resized:
             return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
-        return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator)
+        if self._decoded is None:
+            return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator)
+        states = self._linear_code(self._decoded)
+        teach(self._model, self._y, self._settings, states, plan.steps)
+        return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
+
+    def _linear_code(self, decoded: Tensor) -> Tensor:
+        """The states ``(N, H)`` that a linear model of several starts explains what a network decodes by."""
+        linear = LinearCauses(decoded.shape[1], layout_of(self._model, self._y, self._settings).space.num_latents).to(decoded.device)
+        falling = cooling(_TEMPERATURE_OF_CODES, self._plan.steps)
+        plan = Plan(None, self._plan.steps, falling, _TOLERANCE_OF_CODES, self._plan.generator, are_compared=True)
+        found = SeveralStarts(linear, decoded, settings := Settings(None, _STATES_OF_CODES), plan)
+        with undriven(linear), progress_bar(False) as bar:
+            found.make(bar)
+            found.complete()
+        return likeliest_states(linear, decoded, settings, found.best)
 
     def complete(self) -> None:
         """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
@@ -203,6 +225,11 @@ class SeveralStarts:
         if number == 1:
             self._assembly = self._assembled(self._first)
             self._is_network = self._assembly is None and bool(layers_of(self._model, self._y))
+            self._decoded = decoded_values(self._model, self._y, self._settings) if self._is_network else None
+        if self._decoded is not None:
+            put_back(self._model, self._y, self._first)
+            shuffle(self._model, self._y, self._plan.generator)
+            return
         is_near_best = number % 2 == 1 and self._assembly is None and not self._is_network
         self._disturb(self.best.parameters if is_near_best else self._first)
 

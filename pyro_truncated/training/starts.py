@@ -13,7 +13,7 @@ from pyro_truncated.training.codes import vary
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.model_kinds import starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, draw_start, draws_starts, forgetting_guides, is_a_network
-from pyro_truncated.training.model_runs import Run, Settings, num_posteriors
+from pyro_truncated.training.model_runs import Run, Settings, num_posteriors, offer
 from pyro_truncated.training.resting import nearly_rested, started
 from pyro_truncated.utils.annealing import Temperature
 
@@ -37,7 +37,15 @@ class Start(NamedTuple):
     probabilities: Tensor | None = None
 
 
-def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None) -> Start:
+def start(
+    model: Any,
+    y: Tensor,
+    settings: Settings,
+    temperature: Temperature,
+    steps: int,
+    generator: torch.Generator | None,
+    states: Tensor | None = None,
+) -> Start:
     """A short run from where the model says that one may start, by ``initialize``, or from where it is.
 
     Args:
@@ -47,11 +55,14 @@ def start(model: Any, y: Tensor, settings: Settings, temperature: Temperature, s
         temperature: as a function of the step.
         steps: steps of training.
         generator: source of randomness.
+        states: one of each data point, ``(N, L)``, which the search begins with.
     """
     if draws_starts(model):
         draw_start(model, y, generator)
     with forgetting_guides(model, y):
         run = Run(model, y, settings, temperature)
+        if states is not None:
+            offer(run, y, states.unsqueeze(1))
         if starts_near_the_end(model):
             return Start(nearly_rested(run, y, steps), copies(model, y), states_of(run))
         reached = started(run, model, y, temperature, steps)

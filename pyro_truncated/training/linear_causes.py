@@ -1,0 +1,103 @@
+"""Binary causes that add up: the model whose causes a network of a user's own begins with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Self
+
+import pyro
+import pyro.distributions as dist
+import torch
+from torch import Tensor
+
+from pyro_truncated.distributions.linear import LinearSuperposition
+from pyro_truncated.em.closed_form import Statistics
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.generators import device_of
+
+# The smallest noise, in units of the data, and probability; what the M-step is regularised by, as a part of how often latents are on.
+_SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
+# The least part of a data point that a latent starts with.
+_LEAST_PART = 0.1
+
+
+class LinearCauses(torch.nn.Module):
+    r"""Binary sparse coding with an offset, :math:`s_h \sim \mathrm{Bernoulli}(\pi)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
+
+    The least that :class:`~pyro_truncated.training.several_starts.SeveralStarts` need to find causes of data that are of size one about
+    zero, complete, and in one process.
+
+    Args:
+        num_observed: number of observed dimensions ``D``.
+        num_latents: number of latents ``H``.
+
+    Attributes:
+        weight: dictionary :math:`W`, ``(D, H)``.
+        bias: offset :math:`b`, ``(D,)``.
+        scale: noise standard deviation :math:`\sigma`, a scalar.
+        prior: probability :math:`\pi` that a latent is on, a scalar.
+    """
+
+    weight: Tensor
+    bias: Tensor
+    scale: Tensor
+    prior: Tensor
+
+    def __init__(self, num_observed: int, num_latents: int) -> None:
+        super().__init__()
+        self.num_latents = num_latents
+        self.register_buffer("weight", torch.zeros(num_observed, num_latents))
+        self.register_buffer("bias", torch.zeros(num_observed))
+        self.register_buffer("scale", torch.ones(()))
+        self.register_buffer("prior", torch.tensor(min(0.5, 2 / num_latents)))
+
+    def forward(self, y: Tensor) -> None:
+        """The model of data ``y (N, D)``."""
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(self.prior).expand([self.num_latents]).to_event(1))
+            pyro.sample("y", LinearSuperposition(s, self.weight, self.scale, self.bias), obs=y)
+
+    @torch.no_grad()
+    def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
+        """Starts from random data points: that part of each that as many data points have in them as have a latent on at first.
+
+        A whole one may explain that data point, and no other one.
+        """
+        prior = min(0.5, 2 / self.num_latents)
+        order = torch.randperm(len(y), generator=generator, device=device_of(generator)).to(y.device)
+        rows = y[order.repeat(-(-self.num_latents // len(y)))[: self.num_latents]]
+        parts = y @ rows.mT / rows.square().sum(1).clamp(min=torch.finfo(y.dtype).tiny)
+        # Not of the first one: that may be the data point itself.
+        part = parts.topk(min(len(y), 1 + max(1, round(prior * len(y)))), 0).values[1:].mean(0).nan_to_num()
+        self.weight.copy_(rows.mT * part.clamp(_LEAST_PART, 1.0))
+        self.bias.zero_()
+        self.scale.copy_(y.std(correction=0).clamp(min=_SCALE_FLOOR))
+        self.prior.fill_(prior)
+        return self
+
+    def with_latents(self, index: Tensor) -> Self:
+        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one; as many are on, on average."""
+        other = copy.deepcopy(self)
+        other.num_latents = len(index)
+        other.weight = self.weight[:, index.to(self.weight.device)].clone()
+        other.prior = (self.prior * self.num_latents / len(index)).clamp(max=0.5)
+        return other
+
+    def sufficient_statistics(self, population: Population, y: Tensor, *, temperature: float = 1.0) -> Statistics:
+        """Those of :meth:`~pyro_truncated.distributions.LinearSuperposition.statistics`."""
+        return LinearSuperposition.statistics(population, y, temperature)
+
+    @torch.no_grad()
+    def maximize(self, statistics: Statistics) -> None:
+        r"""Least squares, with the offset as the element of a latent that is always on; what is never on stays as it is."""
+        number, often = statistics["num_data"], statistics["states"]
+        moments = torch.cat([torch.cat([statistics["pairs"], often.unsqueeze(1)], 1), torch.cat([often, number.view(1)]).unsqueeze(0)])
+        cross = torch.cat([statistics["cross"], statistics["sums"].unsqueeze(1)], 1)
+        before = torch.cat([self.weight, self.bias.unsqueeze(1)], 1).to(moments)
+        ridge = _RIDGE * moments.diagonal().mean() * torch.eye(len(moments), dtype=moments.dtype, device=moments.device)
+        learned = before + torch.linalg.solve(moments + ridge, cross - before @ moments, left=False)
+        self.weight.copy_(learned[:, :-1])
+        self.bias.copy_(learned[:, -1])
+        errors = LinearSuperposition(often, learned[:, :-1], 1.0, learned[:, -1], validate_args=False).square_error(statistics)
+        self.scale.copy_((errors.sum() / statistics["observed"].sum()).clamp(min=0.0).sqrt().clamp(min=_SCALE_FLOOR))
+        self.prior.copy_((often.mean() / number).clamp(_PRIOR_FLOOR, 1 - _PRIOR_FLOOR))

@@ -1,0 +1,86 @@
+"""Codes that a network of a user's own begins with: the causes that a linear model finds in the same data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+from torch.distributions import constraints
+
+from pyro_truncated.distributed.shards import total_rows
+from pyro_truncated.em.closed_form import ClosedFormModel
+from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.search.automatic import is_of_many
+from pyro_truncated.training.exchanges import AsTheyAre
+from pyro_truncated.training.linear_causes import LinearCauses
+from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, parameters_of, put_back
+from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.resting import trained
+from pyro_truncated.training.starts import Start
+from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+
+def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
+    """The real numbers ``(N, D)`` that a network decodes the states of one site of binary latents into, in units of their deviation.
+
+    ``None`` for models that are something else: whose starts are drawn, or of which parts are elsewhere - data points that share latents,
+    several processes, files -, and of which a linear model says little: latents of several sites, or beside continuous ones, counts,
+    missing values.
+    """
+    if isinstance(model, (ClosedFormModel, GibbsModel)) or draws_starts(model) or not is_a_network(model, y):
+        return None
+    layout = layout_of(model, y, settings)
+    is_apart = num_posteriors(layout, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
+    if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or is_of_many(layout.space):
+        return None
+    with spare_random_numbers(), poutine.block(), torch.no_grad():
+        nodes = poutine.trace(model).get_trace(y)
+    observed = [nodes.nodes[name] for name in nodes.observation_nodes if name not in layout.sites]
+    if len(observed) != 1 or not _is_real(observed[0]["fn"].support):
+        return None
+    value = observed[0]["value"]
+    if value.dim() < 2 or len(value) != len(y) or layout.space.num_latents < 2:
+        return None
+    value = value.detach().as_subclass(Tensor).flatten(1).float()
+    value = value - value.mean(0)
+    unit = value.std(correction=0)
+    return value / unit if bool(unit > 0) and bool(value.isfinite().all()) else None
+
+
+def _is_real(support: Any) -> bool:
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support is constraints.real
+
+
+def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, found: Start) -> Tensor:
+    """The likeliest state of each data point, ``(N, H)``, of those that a linear model has found."""
+    assert found.states is not None
+    put_back(model, values, found.parameters)
+    with forgetting_guides(model, values):
+        run = Run(model, values, settings)
+        offer(run, values, found.states)
+        assert run.truncated is not None
+        return run.truncated.space.unpack(run.truncated.population().mode())
+
+
+@torch.no_grad()
+def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
+    """Draws parameters that gradients change anew: each has the numbers that it has, in another order."""
+    for value in parameters_of(model, y).values():
+        order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
+        value.copy_(value.flatten()[order].view_as(value))
+
+
+def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -> None:
+    """Steps in which a network learns to decode states ``(N, H)``, one of each data point, which stay as they are."""
+    with forgetting_guides(model, y):
+        run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1))
+        assert run.truncated is not None
+        words = run.truncated.space.pack(code.unsqueeze(1))
+        run.truncated.populations.store_(run.scorer(y).score(words), None, words)
+        trained(run, y, steps)
