@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 
 import pyro
@@ -11,7 +12,17 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, check_observable, learn, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import (
+    DisagreeingStartsWarning,
+    Population,
+    UniqueModule,
+    check_counts,
+    check_observable,
+    learn,
+    names_arguments,
+    selected_rows,
+    takes_arrays,
+)
 from pyro_truncated.distributions import NormalOrMissing, or_missing
 from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
@@ -137,7 +148,8 @@ class BinaryVAE(UniqueModule):
 
         From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
         of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
-        learns what is not linear in them. A start of that model takes a few seconds; then the network is fitted to it. Layers whose
+        learns what is not linear in them. To learn that model takes a few seconds, and more starts than one: a linear model in a worse
+        optimum led to a worse code. Then the network is fitted to it. Layers whose
         weights torch can draw anew forget what they have learned; those that take no gradients stay as they are, and a network
         of such layers alone is not fitted to anything.
 
@@ -211,11 +223,14 @@ def _perceptron(sizes: Sequence[int], dtype: torch.dtype | None) -> torch.nn.Mod
 
 
 def _linear_start(y: Tensor, num_latents: int) -> BinarySparseCoding:
-    """A linear model after one annealed start, whose parameters Pyro's store does not keep."""
+    """A linear model of several annealed starts, whose parameters Pyro's store does not keep."""
     linear = BinarySparseCoding(y.shape[1], num_latents, dtype=y.dtype).to(y.device)
     store = pyro.get_param_store()
     before = set(store)
-    learn(linear, y, starts=1, steps=_STEPS, progress=False)
+    with warnings.catch_warnings():
+        # The network goes on from there, and its own starts are compared.
+        warnings.simplefilter("ignore", DisagreeingStartsWarning)
+        learn(linear, y, steps=_STEPS, progress=False)
     for name in set(store) - before:
         del store[name]
     return linear
