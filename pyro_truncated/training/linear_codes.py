@@ -16,7 +16,7 @@ from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.automatic import is_of_many
 from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.linear_causes import LinearCauses
-from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, parameters_of, put_back
+from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start
@@ -28,10 +28,13 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     """The real numbers ``(N, D)`` that a network decodes the states of one site of binary latents into, in units of their deviation.
 
     ``None`` for models that are something else: whose starts are drawn, or of which parts are elsewhere - data points that share latents,
-    several processes, files -, and of which a linear model says little: latents of several sites, or beside continuous ones, counts,
-    missing values.
+    several processes, files -, whose networks are frozen, and of which a linear model says little: latents of several sites, or beside
+    continuous ones, counts, missing values.
     """
     if isinstance(model, (ClosedFormModel, GibbsModel)) or draws_starts(model) or not is_a_network(model, y):
+        return None
+    parameters = parameters_of(model, y)
+    if not any(takes_gradients(model, parameters[name]) for name in layers_of(model, y) & parameters.keys()):
         return None
     layout = layout_of(model, y, settings)
     is_apart = num_posteriors(layout, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
@@ -68,10 +71,17 @@ def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, fo
         return run.truncated.space.unpack(run.truncated.population().mode())
 
 
+def takes_gradients(model: Any, value: Tensor) -> bool:
+    """Whether a parameter is learned: all of Pyro's store are, and of modules those that are not frozen."""
+    return value.requires_grad or not isinstance(model, torch.nn.Module)
+
+
 @torch.no_grad()
 def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Draws parameters that gradients change anew: each has the numbers that it has, in another order."""
+    """Draws parameters that gradients change anew: each has the numbers that it has, in another order; frozen ones stay."""
     for value in parameters_of(model, y).values():
+        if not takes_gradients(model, value):
+            continue
         order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
         value.copy_(value.flatten()[order].view_as(value))
 
