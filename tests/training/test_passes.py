@@ -224,8 +224,8 @@ def test_a_start_is_the_linear_model_that_explains_the_data_and_a_seed_repeats_i
         pairs = torch.combinations(torch.arange(8))
         both = model.mean(torch.eye(8)[pairs].sum(1)) - model.mean(torch.zeros(1, 8))
     assert matched_bars(single, bars) == 8
-    # What two latents add is the sum of what each does.
-    torch.testing.assert_close(both, single.mT[pairs].sum(1), rtol=0, atol=0.5)
+    # What two latents add is the sum of what each does: bars, which are five bright.
+    assert float((both - single.mT[pairs].sum(1)).square().mean().sqrt()) < 0.25
     assert not len(pyro.get_param_store())
     assert all(value.grad is None for value in model.parameters())
 
