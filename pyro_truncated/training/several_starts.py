@@ -44,7 +44,7 @@ _KEPT = 3
 # expected to gain, a best one that no other comes near may be an accident.
 _FARTHEST = 4
 # Free energies of two networks of the same latents that are the same, for each number of a data point: a noise larger by a fiftieth.
-# Of bars, all found, two were .005 apart at most; of random networks up to .08, and the better of them 1.5 nats below the truth.
+# Of bars, all found, two were .006 apart at most; of random networks up to .08, and the better of them 1.5 nats below the truth.
 _GAP_OF_A_NUMBER = 0.02
 # States, first temperature and tolerance of the starts of the linear model that networks take codes from: those of such a model by itself.
 _STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
