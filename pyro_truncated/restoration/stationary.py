@@ -11,6 +11,8 @@ from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
 _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 5}, 3
+# Entries of a window, with all channels, at most: each window has a covariance of its own. Of more channels nothing is predicted.
+_MOST_ENTRIES = 160
 # Steps of smoothing over windows of side three: what is predicted are differences from that.
 _SMOOTHING = 16
 # Directions whose variance is below this part of the noise's change nothing.
@@ -31,7 +33,7 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     than windows both are alike.
 
     Args:
-        image: missing entries are NaN; returned as it is if there are none.
+        image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 160 channels.
         num_dims: its dimensions without channels.
         noise: standard deviation of the noise.
 
@@ -41,7 +43,9 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     if not bool(image.isnan().any()):
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
-    side = min(_SIDES.get(num_dims, _SIDE_OF_VOLUMES), *shape)
+    side = min(_SIDES.get(num_dims, _SIDE_OF_VOLUMES), *shape, int((_MOST_ENTRIES / (channels or 1)) ** (1 / num_dims)))
+    if side == 0:
+        return filled(image, num_dims)
     patches = Patches(shape, side, channels=channels)
     smooth = _smoothed(filled(image, num_dims), num_dims)
     rest = image - smooth
@@ -76,9 +80,11 @@ def _factor(rest: Tensor, patches: Patches, noise: float) -> Tensor:
 
 
 def _at_distances(array: Tensor, patches: Patches) -> Tensor:
-    """Sums of products of entries, by their distance along every dimension (negative ones count from the end) and both channels."""
+    """Sums of products of entries of windows, by their distance along every dimension (negative ones at the end) and both channels."""
     dims = list(range(len(patches.size)))
     padded = [size + side for size, side in zip(patches.shape, patches.size, strict=True)]
+    within = torch.meshgrid(*(torch.arange(1 - side, side, device=array.device).roll(1 - side) for side in patches.size), indexing="ij")
     waves = torch.fft.rfftn(array, padded, dims)
-    sums: Tensor = torch.fft.irfftn(waves.conj().unsqueeze(-1) * waves.unsqueeze(-2), padded, dims)
-    return sums
+    # One channel after the other: all distances of all pairs of them are many times the array.
+    sums = (torch.fft.irfftn(wave.conj().unsqueeze(-1) * waves, padded, dims)[within] for wave in waves.unbind(-1))
+    return torch.stack(list(sums), -2)

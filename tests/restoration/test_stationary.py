@@ -65,7 +65,9 @@ def test_channels_tell_what_others_are():
     assert errors[1] > 0.5  # the mean of neighbours knows nothing of white noise
 
 
-@pytest.mark.parametrize(("shape", "num_dims"), [((50,), 1), ((60, 2), 1), ((9, 12), 2), ((6, 7, 5), 3), ((5, 6, 4, 3), 3), ((1, 9), 2)])
+@pytest.mark.parametrize(
+    ("shape", "num_dims"), [((50,), 1), ((60, 2), 1), ((9, 12), 2), ((6, 7, 5), 3), ((5, 6, 4, 3), 3), ((1, 9), 2), ((9, 8, 70), 2)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_arrays_of_any_dimensions_have_finite_predictions(shape, num_dims, dtype):
     array = with_holes(torch.randn(shape, generator=generator(5), dtype=dtype), 0.5, 6)
@@ -98,3 +100,8 @@ def test_colours_that_are_missing_by_themselves_come_back_in_painting():
     restored = inpaint(damaged, generator=generator(9), progress=False).image
     ratio = float((restored - texture)[missing].square().mean() / (filled(damaged, 2) - texture)[missing].square().mean())
     assert ratio < 0.1
+
+
+def test_of_very_many_channels_neighbours_are_the_guess():
+    image = with_holes(torch.randn(6, 6, 161, generator=generator(10)), 0.3, 11)
+    assert torch.equal(predicted(image, 2, 0.1), filled(image, 2))
