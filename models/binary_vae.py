@@ -148,8 +148,8 @@ class BinaryVAE(UniqueModule):
 
         From random weights, data points get states by chance, which the network then learns to decode: another one for each start. Those
         of a linear model, :class:`~pyro_truncated.models.BinarySparseCoding`, mostly are the causes of the data already, and the network
-        learns what is not linear in them. To learn that model takes a few seconds, and more starts than one: a linear model in a worse
-        optimum led to a worse code. Then the network is fitted to it. Layers whose
+        learns what is not linear in them. To learn that model takes three to thirty seconds, and more starts than one: a linear
+        model in a worse optimum led to a worse code. Then the network is fitted to it. Layers whose
         weights torch can draw anew forget what they have learned; those that take no gradients stay as they are, and a network
         of such layers alone is not fitted to anything.
 

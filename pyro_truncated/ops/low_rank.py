@@ -10,6 +10,9 @@ from pyro_truncated.ops.component_sums import checked_components
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.counts import check_count
 
+# What rounding may take of the identity that the square of directions, in units of the noise, is added to.
+_LEAST_PRECISION = 0.1
+
 
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     r"""What the densities :math:`\mathcal N(\mu_k, W_k W_k^\top + \sigma_k^2 I)` need of the covariances :math:`C_k`.
@@ -68,7 +71,12 @@ def posterior_means(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, f
         The means and the variances, ``(E, D)`` both.
     """
     if bool(rows.isnan().any()):
-        return _means_of_what_is_seen(rows, row, component, loc, factor, scale)
+        given = rows, row, component, loc, factor, scale
+        if bool((factor.square().sum((1, 2)) * torch.finfo(rows.dtype).eps > _LEAST_PRECISION * scale.square()).any()):
+            # The identity would be lost beside the square of the directions.
+            found = _means_of_what_is_seen(*(array.double() if array.is_floating_point() else array for array in given))
+            return found[0].to(rows.dtype), found[1].to(rows.dtype)
+        return _means_of_what_is_seen(*given)
     whitened, _ = whiten(factor, scale)
     root = scale[:, None, None] * whitened
     variances = scale.square().unsqueeze(1) * root.square().sum(2)

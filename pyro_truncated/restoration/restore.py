@@ -11,7 +11,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.first_guesses import checked, deviation, filled, floating, nearly_no_noise, noise_level
+from pyro_truncated.restoration.first_guesses import checked, deviation, filled, floating, holds_channels, nearly_no_noise, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
@@ -80,13 +80,14 @@ def denoise(
 
     By default the overlapping patches are a mixture of normal distributions around places of the array, see :class:`.PatchMixture`, whose
     posterior is truncated to the most probable components. In each of a few rounds the mixture is learned from the patches of the array
-    restored so far - at first from cosines that exceed the noise - and the noisy patches become their posterior means. What the patches
-    say of an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those
-    of the whole patches); with patches of several sides, so are the arrays that they give. Where entries are missing, so are those of the
-    last two rounds, if the mixtures of the last one have no more components. Otherwise the patches of the last round agree on one array:
-    twice, their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left. Of images a fifth, or
-    less where mixtures are surer, is then what small windows say that are restored together with those most similar to them, whose errors
-    are other ones than those of mixtures, see :func:`~pyro_truncated.restoration.similar_windows.with_groups`.
+    restored so far - at first from cosines that exceed the noise, or where entries are missing from what is predicted of them, see
+    :func:`~pyro_truncated.restoration.stationary.predicted` - and the noisy patches become their posterior means. What the patches say of
+    an entry that they cover is averaged, weighted by the inverse of its expected squared errors (where entries are missing, of those of the
+    whole patches); with patches of several sides, so are the arrays that they give. Where entries are missing, so are those of the last two
+    rounds, if the mixtures of the last one have no more components. Otherwise the patches of the last round agree on one array: twice,
+    their mixtures are given 70 % of the restored and 30 % of the noisy array, as if half the noise were left. Of images a fifth, or less
+    where mixtures are surer, is then what small windows say that are restored together with those most similar to them, whose errors are
+    other ones than those of mixtures, see :func:`~pyro_truncated.restoration.similar_windows.with_groups`.
 
     Images without channels and missing entries, of 100 by 100 entries or more and with noise of .4 of the signal or less, are restored
     twice: from every second patch and with more noise first, by which it is found out what sides from 4 to 12 the patches of the last round
@@ -120,8 +121,8 @@ def denoise(
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
-            :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four; where entries are missing and noise of 4 % or
-            less is told, .4 of the first number in two rounds, 1.2 in two, then three.
+            :math:`20 \sqrt D` patches of ``D`` entries, in the next two rounds two and four; where entries are missing and hardly any noise
+            is told, .4 of the first number in two rounds, 1.2 in two, then three.
         rounds: rounds of mixtures; default: 3, or 8 where entries are missing.
         passes: passes of another model through all patches; fewer if the free energy stops growing.
         num_states: states per patch of another model.
@@ -144,9 +145,7 @@ def denoise(
         (num_components,) = check_counts(num_components=num_components)
     if noise is not None and not 0.0 < noise < math.inf:
         raise ValueError(f"noise must be a positive standard deviation; got {noise}")
-    if channels not in (None, True, False) or (channels and image.dim() < 2):
-        raise ValueError(f"channels must say whether the last of several dimensions holds channels, True or False; got {channels!r}")
-    has_channels = image.dim() > 1 and image.shape[-1] in (3, 4) if channels is None else channels
+    has_channels = holds_channels(image, channels)
     if has_channels and model is None and bool(torch.isclose(image, image[..., :1], 0, 0, equal_nan=True).all()):
         sizes: dict[str, Any] = {"side": side, "stride": stride, "num_components": num_components, "rounds": rounds}
         one = denoise(image[..., 0], noise, channels=False, generator=generator, progress=progress, **sizes)
@@ -182,7 +181,7 @@ def _by_mixtures(
     if candidates:
         learned, restored = restored_with_chosen_sides(above, level, patches, candidates, rounds, is_known=is_known, **options)
     else:
-        is_clean = is_missing and is_known and level <= 1.001 * nearly_no_noise(image)  # but for rounding
+        is_clean = is_missing and is_known and level <= 1.001 * nearly_no_noise(image, len(patches[0].shape))  # but for rounding
         learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
         if not is_missing:
             restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
@@ -212,7 +211,7 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0
 
     As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from what covariances by distance predict, see
     :func:`~pyro_truncated.restoration.stationary.predicted`. Of an array without noise, mixtures are told that what cannot be predicted
-    from the rest of a patch is 4 % of the deviation, another model learns it; but the observed entries are kept.
+    from the rest of a patch is 4 % of the deviation or less, another model learns it; but the observed entries are kept.
 
     Example:
         >>> image = torch.randn(16, 16)
@@ -242,7 +241,8 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0
         image = checked(torch.where(mask, floating(image), math.nan))
     if noise != 0.0:
         return denoise(image, noise, **options)
-    restored = denoise(image, nearly_no_noise(image) if options.get("model") is None else None, **options)
+    num_dims = image.dim() - holds_channels(image, options.get("channels"))
+    restored = denoise(image, nearly_no_noise(image, num_dims) if options.get("model") is None else None, **options)
     return dataclasses.replace(restored, image=torch.where(image.isnan(), restored.image, image))
 
 

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.low_rank import posterior_means
-from pyro_truncated.restoration.first_guesses import filled, neighbours
+from pyro_truncated.restoration.first_guesses import filled, smoothed
 from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
 _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 5}, 3
 # Entries of a window, with all channels, at most: each window has a covariance of its own. Of more channels nothing is predicted.
-_MOST_ENTRIES = 160
-# Steps of smoothing over windows of side three: what is predicted are differences from that.
-_SMOOTHING = 16
+_MOST_ENTRIES = 108
 # Directions whose variance is below this part of the noise's change nothing.
 _LEAST_VARIANCE = 0.05
 
@@ -33,7 +31,7 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     than windows both are alike.
 
     Args:
-        image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 160 channels.
+        image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 108 channels.
         num_dims: its dimensions without channels.
         noise: standard deviation of the noise.
 
@@ -47,7 +45,7 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     if side == 0:
         return filled(image, num_dims)
     patches = Patches(shape, side, channels=channels)
-    smooth = _smoothed(filled(image, num_dims), num_dims)
+    smooth = smoothed(filled(image, num_dims), num_dims)
     rest = image - smooth
     factor = _factor(rest, patches, noise)
     rows = patches.extract(rest).double()
@@ -55,12 +53,6 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     center, scale = rows.new_zeros(1, rows.shape[1]), rows.new_full((1,), noise)
     means, variances = posterior_means(rows, index, torch.zeros_like(index), center, factor.unsqueeze(0), scale)
     return smooth + patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2)).to(image.dtype)
-
-
-def _smoothed(image: Tensor, num_dims: int) -> Tensor:
-    for _ in range(_SMOOTHING):
-        image = neighbours(image, num_dims) / neighbours(torch.ones_like(image), num_dims)
-    return image
 
 
 def _factor(rest: Tensor, patches: Patches, noise: float) -> Tensor:

@@ -131,7 +131,7 @@ def learn(
             learning rate falls.
         temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
             near the end or have ``draw_start``, and for mixtures, those with a single discrete latent per data point: the components that a
-            high temperature makes equal do not part again.
+            high temperature makes equal do not part again. Networks that begin with the states of a linear model have 1, always.
         tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05 (at least half a nat of
             all data together, as where these share one posterior), but 0.01 for mixtures,
             whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a

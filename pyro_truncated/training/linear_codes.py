@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pyro.poutine as poutine
 import torch
+from pyro.distributions import MaskedDistribution
 from torch import Tensor
 from torch.distributions import constraints
 
@@ -43,7 +45,7 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         nodes = poutine.trace(model).get_trace(y)
     observed = [nodes.nodes[name] for name in nodes.observation_nodes if name not in layout.sites]
-    if len(observed) != 1 or not _is_real(observed[0]["fn"].support):
+    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"].support):
         return None
     value = observed[0]["value"]
     if value.dim() < 2 or len(value) != len(y) or layout.space.num_latents < 2:
@@ -52,6 +54,18 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     value = value - value.mean(0)
     unit = value.std(correction=0)
     return value / unit if bool(unit > 0) and bool(value.isfinite().all()) else None
+
+
+def _is_masked(site: dict[str, Any]) -> bool:
+    """Whether some of what is observed does not count."""
+    if site["mask"] not in (None, True):
+        return True
+    fn = site["fn"]
+    while hasattr(fn, "base_dist"):
+        if isinstance(fn, MaskedDistribution):
+            return True
+        fn = fn.base_dist
+    return False
 
 
 def _is_real(support: Any) -> bool:
@@ -78,12 +92,19 @@ def takes_gradients(model: Any, value: Tensor) -> bool:
 
 @torch.no_grad()
 def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Draws parameters that gradients change anew: each has the numbers that it has, in another order; frozen ones stay."""
+    """Draws parameters that gradients change anew: each has the numbers that it has, in another order; frozen ones stay.
+
+    To weights that are all the same, which any order leaves so and the units that they lead to, noise is added.
+    """
     for value in parameters_of(model, y).values():
         if not takes_gradients(model, value):
             continue
         order = torch.randperm(value.numel(), generator=generator, device=device_of(generator)).to(value.device)
-        value.copy_(value.flatten()[order].view_as(value))
+        values = value.flatten()[order]
+        if value.dim() > 1 and bool((values == values[0]).all()):
+            noise = torch.randn(values.shape, generator=generator, dtype=values.dtype, device=device_of(generator)).to(values.device)
+            values = values + (float(values[0].abs()) or 1 / math.sqrt(value.shape[-1])) * noise
+        value.copy_(values.view_as(value))
 
 
 def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -> None:

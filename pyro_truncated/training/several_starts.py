@@ -83,9 +83,12 @@ class Plan:
         """How far apart the best two of so many starts may be."""
         return self.tolerance * (min(number / 2, _FARTHEST) if self.is_of_gains else 1)
 
-    def gap(self, y: Tensor) -> float:
-        """How far apart two networks of the same latents may be: the weights of one may have ended in a worse optimum than the other's."""
-        return max(self.tolerance, _GAP_OF_A_NUMBER * y[0].numel())
+    def gap(self, size: int) -> float:
+        """How far apart two networks of the same latents may be, by the numbers of a data point that they decode them into.
+
+        The weights of one may have ended in a worse optimum than the other's.
+        """
+        return max(self.tolerance, _GAP_OF_A_NUMBER * size)
 
 
 class SeveralStarts:
@@ -212,7 +215,9 @@ class SeveralStarts:
             return self._are_equal(self._plan.are_compared and self._are_by_gradients)
         best, *others = self._found
         if best.probabilities is not None:
-            return bool(self._of_one_code(self._plan.gap(self._y))) or self._are_equal(must_be_alike=True)
+            # Covariates beside what is decoded do not count.
+            size = (self._y if self._decoded is None else self._decoded)[0].numel()
+            return bool(self._of_one_code(self._plan.gap(size))) or self._are_equal(must_be_alike=True)
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
         return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
 

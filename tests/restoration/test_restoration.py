@@ -196,7 +196,7 @@ def test_without_noise_what_is_seen_stays_and_its_type():
     image = picture(16).double() + 3 * torch.randn(16, 16, dtype=torch.float64, generator=generator(1))
     mask = torch.rand(16, 16, generator=generator(2)) < 0.7
     quick = {"side": 4, "rounds": 1, "generator": generator(2), "progress": False}
-    little = nearly_no_noise(torch.where(mask, image, math.nan))
+    little = nearly_no_noise(torch.where(mask, image, math.nan), 2)
     kept, estimated = inpaint(image, mask, **quick).image, inpaint(image, mask, little, **{**quick, "generator": generator(2)}).image
     assert torch.equal(kept[mask], image[mask])
     assert torch.equal(kept[~mask], estimated[~mask])

@@ -44,7 +44,7 @@ def test_noise_stays_as_it_is_told_if_there_is_hardly_any(monkeypatch):
     learned = recorded(monkeypatch, "_restored_by_mixture")
     image = noisy((16, 16), 8.0)
     image[3:5, 6] = math.nan
-    little = nearly_no_noise(image)
+    little = nearly_no_noise(image, 2)
     assert little == pytest.approx(0.04 * image[~image.isnan()].std(correction=0).item())
     for noise in (little, 8.0, None):
         denoise(image, noise=noise, rounds=2, side=4, generator=generator(1), progress=False)

@@ -6,9 +6,8 @@ import math
 import pytest
 import torch
 
-from pyro_truncated.restoration import inpaint
-from pyro_truncated.restoration import stationary as module
-from pyro_truncated.restoration.first_guesses import filled
+from pyro_truncated.restoration import denoise, inpaint
+from pyro_truncated.restoration.first_guesses import filled, nearly_no_noise, smoothed
 from pyro_truncated.restoration.stationary import predicted
 
 
@@ -49,13 +48,13 @@ def by_loops(rest, side, noise):
 
 def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs():
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
-    smooth = module._smoothed(filled(image, 2), 2)
+    smooth = smoothed(filled(image, 2), 2)
     expected = smooth + by_loops(image - smooth, 4, 0.2)
     torch.testing.assert_close(predicted(image, 2, 0.2), expected)
 
 
 def test_channels_tell_what_others_are():
-    # Three channels of the same texture: of each four in five entries are missing.
+    # Three channels of the same texture: of each three in five entries are missing.
     texture = torch.randn(48, 48, 1, generator=generator(3)).repeat(1, 1, 3)
     damaged = with_holes(texture, 0.6, 4)
     seen_in_one = ~damaged.isnan().all(-1, keepdim=True).expand_as(damaged)
@@ -103,5 +102,40 @@ def test_colours_that_are_missing_by_themselves_come_back_in_painting():
 
 
 def test_of_very_many_channels_neighbours_are_the_guess():
-    image = with_holes(torch.randn(6, 6, 161, generator=generator(10)), 0.3, 11)
+    image = with_holes(torch.randn(6, 6, 109, generator=generator(10)), 0.3, 11)
     assert torch.equal(predicted(image, 2, 0.1), filled(image, 2))
+
+
+@pytest.mark.parametrize("kind", ["channels apart", "trend", "step", "a channel in another unit"])
+def test_texture_beside_large_differences_is_no_noise(kind):
+    steps = torch.arange(32.0)
+    texture = (0.9 * steps.unsqueeze(1)).sin() * (0.8 * steps).cos()
+    image = torch.stack([texture, texture.mT, texture + texture.mT], -1)
+    if kind == "channels apart":
+        image = image + torch.tensor([0.0, 100.0, -100.0])
+    elif kind == "trend":
+        image = image + steps.view(-1, 1, 1)
+    elif kind == "step":
+        image = image + 50 * (steps > 15).view(-1, 1, 1)
+    else:
+        image = image * torch.tensor([1.0, 1.0, 100.0])
+    damaged = with_holes(image, 0.3, 12)
+    assert nearly_no_noise(damaged, 2) < 0.04 * damaged[~damaged.isnan()].std()
+    missing = damaged[..., 0].isnan()
+    restored = inpaint(damaged, generator=generator(13), progress=False).image
+    assert (restored - image)[..., 0][missing].square().mean().sqrt() < 0.4 * texture.std()
+
+
+def test_channels_without_any_entry_are_refused():
+    image = torch.randn(8, 8, 3, generator=generator(14))
+    image[..., 1] = math.nan
+    with pytest.raises(ValueError, match=r"of channels \[1\] no entry is observed"):
+        inpaint(image)
+
+
+@pytest.mark.parametrize("seen", [0.7, 1.0])
+def test_noise_that_single_precision_loses_is_restored_in_double(seen):
+    image = 1e4 * waves(16)
+    damaged = with_holes(image, 1.1 - seen, 15)
+    restored = denoise(damaged, noise=0.01, side=4, rounds=1, generator=generator(16), progress=False).image
+    assert bool(restored.isfinite().all())

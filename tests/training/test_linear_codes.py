@@ -57,6 +57,8 @@ def behind(network: torch.nn.Module, kind: str = "normal", rate: float = 0.3):
                 loc = loc + pyro.sample("x", dist.Normal(torch.zeros(()), 1.0)).unsqueeze(-1)
             noise = pyro.param("noise", torch.tensor(1.0), constraint=dist.constraints.positive)
             likelihood = dist.Poisson(loc.exp()) if kind == "counts" else dist.Normal(loc, noise)
+            if kind == "masked":
+                likelihood = likelihood.mask(y > 0)
             pyro.sample("y", likelihood.to_event(1), obs=y)
 
     return model
@@ -90,7 +92,7 @@ def test_what_a_network_decodes_states_into_is_given_in_units_of_its_deviation(m
     torch.testing.assert_close(ratio, ratio[0, 0].expand_as(ratio), rtol=1e-3, atol=0)
 
 
-KINDS = ["counts", "counts of latents", "two sites", "continuous beside", "shared"]
+KINDS = ["counts", "counts of latents", "two sites", "continuous beside", "shared", "masked"]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "one layer", "frozen", "draws its starts", "nothing varies"])
@@ -173,6 +175,42 @@ def test_parameters_are_drawn_in_another_order_and_frozen_ones_stay():
         value.copy_(before[name])
     shuffle(model, y, generator())
     assert all(torch.equal(value, shuffled[name]) for name, value in copies(model, y).items())
+
+
+def test_weights_that_are_all_the_same_do_not_stay_so():
+    model, y = Frozen(is_frozen=False), data()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.1)
+        model.network[2].weight.zero_()
+    shuffle(model, y, generator())
+    assert all(len(model.network[layer].weight.unique()) > 1 for layer in (0, 2))
+    assert bool((model.network[0].bias == 0.1).all())
+
+
+def test_covariates_beside_what_is_decoded_leave_the_gap_of_free_energies_as_it_is(monkeypatch):
+    y = torch.cat([data(200), torch.zeros(200, 50)], 1)
+    network, made = perceptron(), []
+    code = (torch.rand(200, NUM_LATENTS, generator=generator()) < 0.3).double()
+
+    def model(rows):
+        decode = pyro.module("network", network)
+        with pyro.plate("data", len(rows)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((NUM_LATENTS,), 0.3)).to_event(1))
+            pyro.sample(
+                "y", dist.Normal(decode(s) + rows[:, NUM_OBSERVED:].sum(1, keepdim=True), 1.0).to_event(1), obs=rows[:, :NUM_OBSERVED]
+            )
+
+    def told(model, y, *args):
+        made.append(-10.0 - 0.6 * len(made))
+        each = made[-1] + torch.randn(len(y), generator=generator(len(made)), dtype=torch.float64)
+        return Start(Reached(made[-1], each=each), copies(model, y), None, probabilities=code)
+
+    monkeypatch.setattr(several_starts, "start", told)
+    monkeypatch.setattr(several_starts.SeveralStarts, "_linear_code", lambda self, decoded: code.long())
+    with pytest.warns(DisagreeingStartsWarning, match="found the same latents, but free energies"):
+        learn(model, y, steps=1, short_steps=1, starts=3, progress=False)
+    assert len(made) == 3
 
 
 def test_a_network_learns_states_that_stay_as_they_are_and_a_start_begins_with_them():

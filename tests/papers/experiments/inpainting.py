@@ -78,7 +78,7 @@ def measured(name: str, missing: int, seed: int, folder: Path) -> dict[str, Any]
     torch.manual_seed(0)
     start = time.process_time()
     damaged = np.where(mask, image, np.float32(np.nan))
-    restored = denoise(damaged, nearly_no_noise(torch.from_numpy(damaged)), progress=False)
+    restored = denoise(damaged, nearly_no_noise(torch.from_numpy(damaged), 2), progress=False)
     seconds = time.process_time() - start
     without = restored.image.numpy()
     return {
