@@ -6,16 +6,14 @@ import dataclasses
 import math
 from typing import Any
 
-import pyro.poutine as poutine
 import torch
-from pyro.distributions import MaskedDistribution
 from torch import Tensor
-from torch.distributions import constraints
 
 from pyro_truncated.distributed.shards import total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel
 from pyro_truncated.em.gibbs_guide import GibbsModel
 from pyro_truncated.search.automatic import is_of_many
+from pyro_truncated.training.decoders import observed_numbers
 from pyro_truncated.training.exchanges import AsTheyAre
 from pyro_truncated.training.linear_causes import LinearCauses
 from pyro_truncated.training.model_parameters import draws_starts, forgetting_guides, is_a_network, layers_of, parameters_of, put_back
@@ -23,7 +21,6 @@ from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_pos
 from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start
 from pyro_truncated.utils.generators import device_of
-from pyro_truncated.utils.isolation import spare_random_numbers
 
 
 def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
@@ -42,36 +39,14 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
     is_apart = num_posteriors(layout, y) == total_rows(y) == len(y) == layout.num_data and getattr(y, "file", None) is None
     if not is_apart or len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary or is_of_many(layout.space):
         return None
-    with spare_random_numbers(), poutine.block(), torch.no_grad():
-        nodes = poutine.trace(model).get_trace(y)
-    observed = [nodes.nodes[name] for name in nodes.observation_nodes if name not in layout.sites]
-    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"].support):
+    found = observed_numbers(model, y, layout)
+    if found is None or layout.space.num_latents < 2:
         return None
-    value = observed[0]["value"]
-    if value.dim() < 2 or len(value) != len(y) or layout.space.num_latents < 2:
-        return None
+    value = found[1]["value"]
     value = value.detach().as_subclass(Tensor).flatten(1).float()
     value = value - value.mean(0)
     unit = value.std(correction=0)
-    return value / unit if bool(unit > 0) and bool(value.isfinite().all()) else None
-
-
-def _is_masked(site: dict[str, Any]) -> bool:
-    """Whether some of what is observed does not count."""
-    if site["mask"] not in (None, True):
-        return True
-    fn = site["fn"]
-    while hasattr(fn, "base_dist"):
-        if isinstance(fn, MaskedDistribution):
-            return True
-        fn = fn.base_dist
-    return False
-
-
-def _is_real(support: Any) -> bool:
-    while hasattr(support, "base_constraint"):
-        support = support.base_constraint
-    return support is constraints.real
+    return value / unit if bool(unit > 0) else None
 
 
 def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, found: Start) -> Tensor:

@@ -33,6 +33,7 @@ from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.training.decoders import fit_decoder
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_kinds import ConditionalModel, ResizableModel, SearchedModel, has_others_beside
 from pyro_truncated.training.model_parameters import least_size, rate_of
@@ -168,6 +169,13 @@ class Run:
         value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
         self._watch(value)
         return value
+
+    def fit_decoder(self, y: Tensor) -> None:
+        """Fits a network that decodes states to those of the populations, unit by unit, if it is trained in parts, between two steps."""
+        if self._parts is not None:
+            assert self.truncated is not None
+            self._parts.give()
+            fit_decoder(self._svi.model, y, self.truncated)
 
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""

@@ -47,6 +47,9 @@ class Steps(Protocol):
     def step(self, y: Tensor) -> float:
         """Takes a step; the free energy per data point before it."""
 
+    def fit_decoder(self, y: Tensor) -> None:
+        """Fits a network that decodes states to those that have been found, if there is one, between two steps."""
+
     def slow_down(self, steps: int) -> None:
         """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
 
@@ -76,11 +79,15 @@ def trained(run: Steps, y: Tensor, steps: int) -> Reached:
 
 
 def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
-    """Takes so many steps, up to three times as many more while the free energy rises, as by gradients it mostly does, and some to rest."""
+    """Takes so many steps, up to three times as many more while the free energy rises, as by gradients it mostly does, and some to rest.
+
+    Before these a network that decodes states is fitted to those it has then, which is where steps have ended in bad optima.
+    """
     values = [run.step(y) for _ in range(steps)]
     most = _NEARLY_ON_TOP if run.is_in_parts else _ON_TOP
     while len(values) < _LATEST * steps and _rise(values) > most:
         values += [run.step(y) for _ in range(min(_CLIMBING, _LATEST * steps - len(values)))]
+    run.fit_decoder(y)
     run.slow_down(_CALMING)
     values += [run.step(y) for _ in range(_CALMING)]
     run.end()

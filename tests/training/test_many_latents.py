@@ -113,7 +113,9 @@ def test_a_search_that_was_asked_for_stays():
 
 def run_of(values):
     guide = SimpleNamespace(conditional=None, population=lambda: SimpleNamespace(free_energy=lambda: torch.zeros(3)))
-    return SimpleNamespace(step=lambda y: values.pop(0), look_closely=lambda: None, end=lambda: None, truncated=guide, guide=guide)
+    run = SimpleNamespace(step=lambda y: values.pop(0), look_closely=lambda: None, end=lambda: None, truncated=guide, guide=guide)
+    run.fit_decoder = lambda y: None
+    return run
 
 
 def test_starts_are_compared_when_they_are_at_rest():
@@ -207,6 +209,16 @@ def test_starts_by_gradients_go_on_while_they_climb_and_then_rest():
     run.slow_down, run.is_in_parts = lambda steps: slowed.append((126 - len(slowly), steps)), True
     climbed(run, None, 20)
     assert slowed[2:] == [(20, 20)]
+
+
+def test_networks_that_decode_states_are_fitted_to_them_once_a_start_has_climbed():
+    done: list[str] = []
+    run = run_of([0.0] * 60)
+    take, run.is_in_parts = run.step, True
+    run.step = lambda y: done.append("step") or take(y)
+    run.fit_decoder, run.slow_down = lambda y: done.append("fit"), lambda steps: done.append("slow down")
+    climbed(run, None, 20)
+    assert done == 20 * ["step"] + ["fit", "slow down"] + 20 * ["step"]
 
 
 def clusters(y):

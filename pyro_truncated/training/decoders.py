@@ -1,0 +1,152 @@
+"""The network of a program that decodes binary latents into the means of real numbers, and what it shall decode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pyro.poutine as poutine
+import torch
+from pyro.distributions import MaskedDistribution
+from torch import Tensor
+from torch.distributions import constraints
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.utils.parametrize import is_parametrized
+
+from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.program.layout import Layout
+from pyro_truncated.states.population import Population
+from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_unit
+from pyro_truncated.utils.isolation import spare_random_numbers
+
+Call = tuple[torch.nn.Module, Any, Any]
+# What means may differ from what a network decodes, moved and scaled, by rounding.
+_EQUAL = 1e-4
+# Data points that have a state, by their posteriors, below which it does not count.
+_RARE = 1e-3
+
+
+def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
+    """The nodes of a run, and that of the only site that is observed, if it holds real numbers all of which count."""
+    with spare_random_numbers(), poutine.block(), torch.no_grad():
+        trace = poutine.trace(model).get_trace(y)
+    observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
+    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"].support):
+        return None
+    value = observed[0]["value"]
+    return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
+
+
+def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
+    r"""Fits the network that decodes a model's states anew, unit by unit, with their posteriors as they are.
+
+    That is a part of the M-step: of a normal likelihood with one noise, the network :math:`f` of :math:`y \sim \mathcal N(a + b f(s),
+    \sigma^2)` that minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2` is fitted to one mean for each distinct state, which few data
+    points have alone: that costs little beside steps on all data points and their states. The free energy never falls by it.
+
+    Args:
+        model: any model; those in which there is no such network stay as they are.
+        y: its data, ``(N, ...)``.
+        guide: its posteriors, with log joints under the model as it is.
+
+    Returns:
+        Whether the network has changed.
+    """
+    layout = guide.layout
+    if len(layout.sites) > 1 or layout.other_latents or not layout.space.is_binary:
+        return False
+    calls: list[Call] = []
+    handle = register_module_forward_hook(lambda module, arguments, result: calls.append((module, arguments, result)))
+    try:
+        found = observed_numbers(model, y, layout)
+    finally:
+        handle.remove()
+    if found is None or not _has_one_noise(found[1]["fn"]):
+        return False
+    nodes, observed = found
+    (state,), mean, value = (nodes[name]["value"] for name in layout.sites), observed["fn"].mean, observed["value"]
+    for position, (network, arguments, decoded) in enumerate(calls):
+        if not _is_decoded(arguments, decoded, state, mean):
+            continue
+        decoder = _decoder_in(network, decoded, calls[:position])
+        if decoder is None or not (unit := _unit_of(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
+            continue
+        means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
+        return fit_unit_by_unit(decoder, targets_of(guide.population(), means, arguments[0].dtype))
+    return False
+
+
+def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
+    """The distinct states of posteriors, and the means of values ``(N, D)`` of the data points that have each."""
+    weights = population.weights(dtype=torch.float64).flatten()
+    words, place = population.words.flatten(0, 1).unique(dim=0, return_inverse=True)
+    number, sums = values.new_zeros(len(words)), values.new_zeros(len(words), values.shape[1])
+    number.index_add_(0, place, weights)
+    sums.index_add_(0, place, weights.unsqueeze(1) * values.repeat_interleave(population.num_states, 0))
+    number, sums, words = (part[number > _RARE] for part in (number, sums, words))
+    means = sums / number.unsqueeze(1)
+    rest = float(values.square().sum() - (number * means.square().sum(1)).sum())
+    return Targets(population.space.unpack(words).to(dtype), number, means, max(rest, 0.0))
+
+
+def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) -> Decoder | None:
+    """A network that ends in two linear layers that are learned, by the calls of its parts."""
+    own = set(network.modules())
+    layers = [(part, result) for part, _, result in calls if part in own and isinstance(part, torch.nn.Linear)]
+    if len(layers) < 2 or not torch.equal(layers[-1][1], decoded):
+        return None
+    (hidden, _), (last, _) = layers[-2:]
+    are_learned = all(value.requires_grad for layer in (hidden, last) for value in layer.parameters(recurse=False)) and not any(
+        is_parametrized(layer) for layer in (hidden, last)
+    )
+    fits = hidden.out_features == last.in_features and [part for part, _ in layers].count(last) == 1
+    return Decoder(network, hidden, last) if are_learned and fits else None
+
+
+def _is_decoded(arguments: Any, decoded: Any, state: Tensor, mean: Tensor) -> bool:
+    """Whether a call was one of states alone, with as many numbers for each as the means of what is observed."""
+    if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(decoded, Tensor) or decoded.dim() != 2:
+        return False
+    given = arguments[0]
+    return given.is_floating_point() and given.shape == state.shape and decoded.shape == mean.shape and torch.equal(given, state.to(given))
+
+
+def _unit_of(mean: Tensor, decoded: Tensor) -> float:
+    """The factor ``b`` of means ``a + b f(s)``, or zero if they are something else."""
+    parts = decoded - decoded.mean(0), mean - mean.mean(0)
+    square = float(parts[0].square().sum())
+    unit = float((parts[0] * parts[1]).sum()) / square if square > 0 else 0.0
+    return unit if float((parts[1] - unit * parts[0]).square().sum()) <= _EQUAL**2 * unit**2 * square else 0.0
+
+
+@torch.no_grad()
+def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> bool:
+    """Whether a network decodes each state by itself and without chance, as batch normalisation and dropout do not."""
+    half = len(states) // 2
+    with spare_random_numbers():
+        return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL)
+
+
+def _has_one_noise(fn: Any) -> bool:
+    """Whether numbers are normal about their means, all with the same deviation."""
+    base = fn
+    while hasattr(base, "base_dist"):
+        base = base.base_dist
+    return isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
+
+
+def _is_masked(site: dict[str, Any]) -> bool:
+    """Whether some of what is observed does not count."""
+    if site["mask"] not in (None, True):
+        return True
+    fn = site["fn"]
+    while hasattr(fn, "base_dist"):
+        if isinstance(fn, MaskedDistribution):
+            return True
+        fn = fn.base_dist
+    return False
+
+
+def _is_real(support: Any) -> bool:
+    while hasattr(support, "base_constraint"):
+        support = support.base_constraint
+    return support is constraints.real

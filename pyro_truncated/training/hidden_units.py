@@ -1,0 +1,223 @@
+"""Networks fitted to known states: units of the last hidden layer are drawn anew, one after the other, where others explain more."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Steps of L-BFGS for all weights at first, and after each new unit: it begins near an optimum. Evaluations for each step at most, and
+# steps whose gradients are remembered.
+_FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
+# Evaluations of all fits together, and their states times weights: of 160 states and 16 units 4000 take 3 CPU seconds, of 450 and 64 seven.
+_MOST, _MOST_WORK = 4000, 1e10
+# Candidates for a unit.
+_CANDIDATES = 256
+# The part of the square error that a new unit has to take away: of 25 numbers that is .01 nats.
+_LITTLE = 1e-3
+# The least mean square of weights, and of what a unit adds to the others for a single state.
+_LEAST = 1e-4
+
+
+class Decoder(NamedTuple):
+    """A network whose last layer is linear.
+
+    Attributes:
+        network: maps states ``(M, H)`` to numbers ``(M, D)``, each by itself.
+        hidden: the linear layer that computes the last hidden units, before their nonlinearity.
+        last: the last layer.
+    """
+
+    network: torch.nn.Module
+    hidden: torch.nn.Linear
+    last: torch.nn.Linear
+
+
+class Targets(NamedTuple):
+    """What a network shall decode states into.
+
+    Attributes:
+        states: distinct ones, ``(M, H)``, in the type of the weights.
+        weights: how many data points have each, ``(M,)`` in float64.
+        means: of what the network shall decode for these, ``(M, D)`` in float64.
+        rest: the square error of the means themselves.
+    """
+
+    states: Tensor
+    weights: Tensor
+    means: Tensor
+    rest: float
+
+
+class FittedUnits:
+    r"""The last hidden units :math:`h(s)` of a network, under a last layer that is the best one for them.
+
+    .. math:: \min_\theta \min_{V, b} \sum_m w_m \|V h_\theta(s_m) + b - t_m\|^2
+        + \sigma^2 (\|V, b\|^2 / v_V + \sum_i \|\theta_i\|^2 / v_i)
+
+    with the noise :math:`\sigma^2` and the mean squares :math:`v` of weights as they are at first, which a normal prior gives its variance:
+    without it few states under many units lead to weights that cancel each other, and that the next step of an optimiser tears apart. The
+    inner minimum is in closed form, and the gradient of the outer one is that of the parameters :math:`\theta` alone (variable projection).
+
+    Args:
+        decoder: the network, changed in place.
+        targets: what it shall decode.
+
+    Attributes:
+        learned: the parameters :math:`\theta`: those of the network that take gradients, without the last layer's.
+        evaluations: how often the network has been evaluated.
+
+    Reference:
+        Golub and Pereyra, "The Differentiation of Pseudo-Inverses and Nonlinear Least Squares Problems Whose Variables Separate", SIAM
+        Journal on Numerical Analysis 1973.
+    """
+
+    def __init__(self, decoder: Decoder, targets: Targets) -> None:
+        self._network, self._hidden, self._last = decoder
+        self._targets, self.evaluations = targets, 0
+        self._root = targets.weights.sqrt().unsqueeze(1)
+        self._weighted = self._root * targets.means
+        last = set(self._last.parameters(recurse=False))
+        self._incoming = list(self._hidden.parameters(recurse=False))
+        self.learned = [value for value in self._network.parameters() if value.requires_grad and value not in last]
+        noise = self.square_error() / (float(targets.weights.sum()) * targets.means.shape[1])
+        self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last.weight, *self.learned))
+
+    @torch.no_grad()
+    def square_error(self) -> float:
+        """That of the data points, with the network as it is."""
+        decoded = self._root * self._network(self._targets.states).double()
+        return self._targets.rest + float((decoded - self._weighted).square().sum())
+
+    def fit(self, steps: int) -> float:
+        """Takes steps of L-BFGS; the square error and the penalties after them."""
+        most = int(_EVALUATIONS * steps)
+        optimizer = torch.optim.LBFGS(self.learned, max_iter=steps, max_eval=most, history_size=_REMEMBERED, line_search_fn="strong_wolfe")
+
+        def loss() -> Tensor:
+            optimizer.zero_grad()
+            value = self._loss()
+            value.backward()
+            return value.detach()
+
+        with torch.enable_grad():
+            optimizer.step(loss)
+        optimizer.zero_grad()
+        with torch.no_grad():
+            return float(self._loss())
+
+    @torch.no_grad()
+    def put_last_layer(self) -> None:
+        """Gives the network the last layer that is the best one for its units."""
+        solution, _ = self._solved(self._design())
+        self._last.weight.copy_(solution[: self._last.in_features].mT)
+        if self._last.bias is not None:
+            self._last.bias.copy_(solution[-1])
+
+    @torch.no_grad()
+    def worth(self) -> Tensor:
+        """By how much the loss would rise without each of the units, the others as they are, ``(J,)``."""
+        solution, moments = self._solved(self._design())
+        rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
+        return rises[: self._last.in_features]
+
+    @torch.no_grad()
+    def redraw(self, unit: int) -> None:
+        """Gives a unit those of many random incoming weights that take the largest part of the square error that the others leave."""
+        before = [value.clone() for value in self._incoming]
+        size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
+        design = self._design()
+        others = design[:, [column for column in range(design.shape[1]) if column != unit]]
+        left, basis = self._weighted - others @ self._solved(others)[0], torch.linalg.qr(others).Q
+        best, gained = [value[unit] for value in before], 0.0
+        for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
+            # All units at once are other candidates.
+            for value in self._incoming:
+                value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
+            gains = _gains(self._design()[:, : self._hidden.out_features], basis, left)
+            first = int(gains.argmax())
+            if float(gains[first]) > gained:
+                best, gained = [value[first].clone() for value in self._incoming], float(gains[first])
+        for value, old, own in zip(self._incoming, before, best, strict=True):
+            value.copy_(old)
+            value[unit] = own
+
+    def _design(self) -> Tensor:
+        """What the last layer sees, and ones if it has an offset, by the root of the weights: ``(M, J + 1)``."""
+        self.evaluations += 1
+        seen: list[Tensor] = []
+        handle = self._last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+        try:
+            self._network(self._targets.states)
+        finally:
+            handle.remove()
+        columns = [seen[0].double()] + ([] if self._last.bias is None else [torch.ones_like(self._root)])
+        return self._root * torch.cat(columns, 1)
+
+    def _solved(self, design: Tensor) -> tuple[Tensor, Tensor]:
+        """The best last layer, ``(J + 1, D)``, and the matrix of its normal equations."""
+        moments = design.mT @ design
+        moments.diagonal().add_(self._last_decay)
+        return torch.linalg.solve(moments, design.mT @ self._weighted), moments
+
+    def _loss(self) -> Tensor:
+        design = self._design()
+        solution, _ = self._solved(design.detach())
+        error = (design @ solution - self._weighted).square().sum() + self._last_decay * solution.square().sum()
+        penalties = [decay * value.double().square().sum() for decay, value in zip(self._decays, self.learned, strict=True)]
+        return sum(penalties, self._targets.rest + error)
+
+
+def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
+    """Fits a network to states, and draws its last hidden units anew, the one that is missed least first, until none is better redrawn.
+
+    A network as narrow as the one that made the data has many bad optima: two of its units do what one unit should, and others are missing,
+    which no gradient mends. Random numbers are torch's own.
+
+    Args:
+        decoder: the network, changed in place.
+        targets: what it shall decode.
+
+    Returns:
+        Whether the square error has fallen; otherwise the network is as it was.
+    """
+    before = [value.detach().clone() for value in decoder.network.parameters()]
+    units = FittedUnits(decoder, targets)
+    error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
+    units.fit(_FITTING)
+    units.put_last_layer()
+    # The noise and the sizes of weights are now those of a network that fits.
+    units = FittedUnits(decoder, targets)
+    lowest, failed = units.fit(_REFITTING), 0
+    while failed < decoder.last.in_features and units.evaluations < min(_MOST, _MOST_WORK / work):
+        kept = [value.detach().clone() for value in units.learned]
+        units.redraw(int(units.worth().argsort()[failed]))
+        reached = units.fit(_REFITTING)
+        if reached < (1 - _LITTLE) * lowest:
+            lowest, failed = reached, 0
+        else:
+            _put(units.learned, kept)
+            failed += 1
+    units.put_last_layer()
+    has_fallen = units.square_error() < error
+    if not has_fallen:
+        _put(list(decoder.network.parameters()), before)
+    return has_fallen
+
+
+@torch.no_grad()
+def _put(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
+
+
+def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
+    """How much of a square error that others leave each column takes away, beside a basis of the others, ``(J,)``."""
+    columns = columns - basis @ (basis.mT @ columns)
+    return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_LEAST)
+
+
+def _mean_square(value: Tensor) -> float:
+    return float(value.detach().double().square().mean())
