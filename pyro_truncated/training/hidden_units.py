@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,6 +20,8 @@ _CANDIDATES = 256
 _LITTLE = 1e-3
 # The least mean square of weights, and of what a unit adds to the others for a single state.
 _LEAST = 1e-4
+# What keeps equal units apart where there is no noise, as a part of what units are.
+_RIDGE = 1e-12
 
 
 class Decoder(NamedTuple):
@@ -55,18 +58,20 @@ class FittedUnits:
     r"""The last hidden units :math:`h(s)` of a network, under a last layer that is the best one for them.
 
     .. math:: \min_\theta \min_{V, b} \sum_m w_m \|V h_\theta(s_m) + b - t_m\|^2
-        + \sigma^2 (\|V, b\|^2 / v_V + \sum_i \|\theta_i\|^2 / v_i)
+        + \sigma^2 (\|V\|^2 / v_V + \sum_i \|\theta_i\|^2 / v_i)
 
     with the noise :math:`\sigma^2` and the mean squares :math:`v` of weights as they are at first, which a normal prior gives its variance:
     without it few states under many units lead to weights that cancel each other, and that the next step of an optimiser tears apart. The
-    inner minimum is in closed form, and the gradient of the outer one is that of the parameters :math:`\theta` alone (variable projection).
+    offset :math:`b` has none: data may lie far from zero. The inner minimum is in closed form, and the gradient of the outer one is that of
+    the parameters :math:`\theta` alone (variable projection).
 
     Args:
         decoder: the network, changed in place.
         targets: what it shall decode.
 
     Attributes:
-        learned: the parameters :math:`\theta`: those of the network that take gradients, without the last layer's.
+        learned: the parameters :math:`\theta`: those of the network that take gradients and change its hidden units, as other heads do not,
+            and what the program uses elsewhere.
         evaluations: how often the network has been evaluated.
 
     Reference:
@@ -81,7 +86,7 @@ class FittedUnits:
         self._weighted = self._root * targets.means
         last = set(self._last.parameters(recurse=False))
         self._incoming = list(self._hidden.parameters(recurse=False))
-        self.learned = [value for value in self._network.parameters() if value.requires_grad and value not in last]
+        self.learned = self._used([value for value in self._network.parameters() if value.requires_grad and value not in last])
         noise = self.square_error() / (float(targets.weights.sum()) * targets.means.shape[1])
         self._last_decay, *self._decays = (noise / max(_mean_square(value), _LEAST) for value in (self._last.weight, *self.learned))
 
@@ -118,7 +123,7 @@ class FittedUnits:
 
     @torch.no_grad()
     def worth(self) -> Tensor:
-        """By how much the loss would rise without each of the units, the others as they are, ``(J,)``."""
+        """By how much square error and penalties would rise without each of the units, the others as they are, ``(J,)``."""
         solution, moments = self._solved(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
         return rises[: self._last.in_features]
@@ -148,7 +153,7 @@ class FittedUnits:
         """What the last layer sees, and ones if it has an offset, by the root of the weights: ``(M, J + 1)``."""
         self.evaluations += 1
         seen: list[Tensor] = []
-        handle = self._last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
+        handle = self._last.register_forward_pre_hook(lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True)
         try:
             self._network(self._targets.states)
         finally:
@@ -159,15 +164,30 @@ class FittedUnits:
     def _solved(self, design: Tensor) -> tuple[Tensor, Tensor]:
         """The best last layer, ``(J + 1, D)``, and the matrix of its normal equations."""
         moments = design.mT @ design
-        moments.diagonal().add_(self._last_decay)
+        least = _RIDGE * (1.0 + moments.diagonal().mean())
+        moments.diagonal()[: design.shape[1] - (self._last.bias is not None)].add_(self._last_decay + least)
         return torch.linalg.solve(moments, design.mT @ self._weighted), moments
+
+    @torch.enable_grad()
+    def _used(self, parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        hidden = self._design().sum()
+        gradients = torch.autograd.grad(hidden, parameters, allow_unused=True) if parameters and hidden.requires_grad else ()
+        return [value for value, gradient in zip(parameters, gradients, strict=False) if gradient is not None]
 
     def _loss(self) -> Tensor:
         design = self._design()
         solution, _ = self._solved(design.detach())
-        error = (design @ solution - self._weighted).square().sum() + self._last_decay * solution.square().sum()
+        weights = solution[: self._last.in_features]
+        error = (design @ solution - self._weighted).square().sum() + self._last_decay * weights.square().sum()
         penalties = [decay * value.double().square().sum() for decay, value in zip(self._decays, self.learned, strict=True)]
         return sum(penalties, self._targets.rest + error)
+
+
+@torch.no_grad()
+def put(parameters: Iterable[torch.nn.Parameter], values: Sequence[Tensor]) -> None:
+    """Gives parameters values in place."""
+    for parameter, value in zip(parameters, values, strict=True):
+        parameter.copy_(value)
 
 
 def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
@@ -185,6 +205,8 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     """
     before = [value.detach().clone() for value in decoder.network.parameters()]
     units = FittedUnits(decoder, targets)
+    if not units.learned:
+        return False
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
     units.fit(_FITTING)
     units.put_last_layer()
@@ -198,19 +220,13 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
         if reached < (1 - _LITTLE) * lowest:
             lowest, failed = reached, 0
         else:
-            _put(units.learned, kept)
+            put(units.learned, kept)
             failed += 1
     units.put_last_layer()
     has_fallen = units.square_error() < error
     if not has_fallen:
-        _put(list(decoder.network.parameters()), before)
+        put(decoder.network.parameters(), before)
     return has_fallen
-
-
-@torch.no_grad()
-def _put(parameters: list[torch.nn.Parameter], values: list[Tensor]) -> None:
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
 
 
 def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
