@@ -100,10 +100,11 @@ def _is_packed(node: Any, state: Any) -> bool:
     fn = node["fn"]
     return bool(
         node["is_observed"]
-        and node["scale"] == state["scale"]
         # By attributes: in every step an instance check of the protocol would look at all of them.
         and getattr(fn, "states", None) is state["value"]
         and getattr(fn, "has_packed_log_prob", False)
+        # Observations may have a scale each, where the states have one.
+        and torch.as_tensor(node["scale"] == state["scale"]).all()
     )
 
 

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population
-from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_unit
+from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_unit, put
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
@@ -30,7 +30,7 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         trace = poutine.trace(model).get_trace(y)
     observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
-    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"].support):
+    if len(observed) != 1 or _is_masked(observed[0]) or not _is_real(observed[0]["fn"]):
         return None
     value = observed[0]["value"]
     return (trace.nodes, observed[0]) if value.dim() > 1 and len(value) == len(y) and bool(value.isfinite().all()) else None
@@ -41,7 +41,9 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
 
     That is a part of the M-step: of a normal likelihood with one noise, the network :math:`f` of :math:`y \sim \mathcal N(a + b f(s),
     \sigma^2)` that minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2` is fitted to one mean for each distinct state, which few data
-    points have alone: that costs little beside steps on all data points and their states. The free energy never falls by it.
+    points have alone: that costs little beside steps on all data points and their states. What else a program does with the weights - a
+    prior, a noise or other terms that depend on them, means that are cut off where the states drawn here do not reach - one run does not
+    show. So the free energy is looked at afterwards, and the network is as it was if it has fallen.
 
     Args:
         model: any model; those in which there is no such network stay as they are.
@@ -60,7 +62,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         found = observed_numbers(model, y, layout)
     finally:
         handle.remove()
-    if found is None or not _has_one_noise(found[1]["fn"]):
+    if found is None or not _has_one_noise(found[1]):
         return False
     nodes, observed = found
     (state,), mean, value = (nodes[name]["value"] for name in layout.sites), observed["fn"].mean, observed["value"]
@@ -71,21 +73,41 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
         if decoder is None or not (unit := _unit_of(mean, decoded)) or not _are_apart(network, arguments[0], decoded):
             continue
         means = (value.as_subclass(Tensor).double() - (mean - unit * decoded).double().mean(0)) / unit
-        return fit_unit_by_unit(decoder, targets_of(guide.population(), means, arguments[0].dtype))
+        before = [parameter.detach().clone() for parameter in network.parameters()]
+        is_fitted = fit_unit_by_unit(decoder, targets_of(guide.population(), means, arguments[0].dtype))
+        is_better = is_fitted and _free_energy(guide, y) >= float(guide.population().free_energy().sum())
+        if is_fitted and not is_better:
+            put(network.parameters(), before)
+        return is_better
     return False
 
 
 def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
-    """The distinct states of posteriors, and the means of values ``(N, D)`` of the data points that have each."""
-    weights = population.weights(dtype=torch.float64).flatten()
+    """The distinct states of posteriors, and the means of values ``(N, D)`` of the data points that have each.
+
+    Of more states than data points these are the commonest: otherwise the fit would be dearer than the steps.
+    """
+    weights = population.weights(dtype=torch.float64)
     words, place = population.words.flatten(0, 1).unique(dim=0, return_inverse=True)
-    number, sums = values.new_zeros(len(words)), values.new_zeros(len(words), values.shape[1])
-    number.index_add_(0, place, weights)
-    sums.index_add_(0, place, weights.unsqueeze(1) * values.repeat_interleave(population.num_states, 0))
-    number, sums, words = (part[number > _RARE] for part in (number, sums, words))
-    means = sums / number.unsqueeze(1)
-    rest = float(values.square().sum() - (number * means.square().sum(1)).sum())
-    return Targets(population.space.unpack(words).to(dtype), number, means, max(rest, 0.0))
+    number = values.new_zeros(len(words)).index_add_(0, place, weights.flatten())
+    often = number.topk(min(len(number), len(population))).indices
+    often = often[number[often] > _RARE]
+    # All others come last. State by state: values of all of them would be many times the data.
+    place = place.new_full((len(words),), len(often)).index_copy_(0, often, torch.arange(len(often), device=often.device))[place]
+    place, words, number = place.view(weights.shape), words[often], number[often]
+    center = values.mean(0)
+    values, sums = values - center, values.new_zeros(len(often) + 1, values.shape[1])
+    for state in range(population.num_states):
+        sums.index_add_(0, place[:, state], weights[:, state, None] * values)
+    means, counted = sums[:-1] / number.unsqueeze(1), (weights * (place < len(often))).sum(1)
+    rest = float(counted @ values.square().sum(1) - number @ means.square().sum(1))
+    return Targets(population.space.unpack(words).to(dtype), number, means + center, max(rest, 0.0))
+
+
+def _free_energy(guide: AutoTruncated, y: Tensor) -> float:
+    """That of all data points, with the states as they are, under the model as it is."""
+    with spare_random_numbers(), poutine.block():
+        return float(guide.posterior(y).free_energy().sum())
 
 
 def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) -> Decoder | None:
@@ -123,20 +145,21 @@ def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> boo
     """Whether a network decodes each state by itself and without chance, as batch normalisation and dropout do not."""
     half = len(states) // 2
     with spare_random_numbers():
-        return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL)
+        return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL * float(decoded.abs().max()))
 
 
-def _has_one_noise(fn: Any) -> bool:
-    """Whether numbers are normal about their means, all with the same deviation."""
-    base = fn
-    while hasattr(base, "base_dist"):
+def _has_one_noise(site: dict[str, Any]) -> bool:
+    """Whether numbers are normal about their means, all with the same deviation, and count alike."""
+    base = site["fn"]
+    while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
         base = base.base_dist
-    return isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
+    is_normal = isinstance(base, torch.distributions.Normal) and float(base.scale.min()) == float(base.scale.max())
+    return is_normal and torch.as_tensor(site["scale"]).numel() == 1
 
 
 def _is_masked(site: dict[str, Any]) -> bool:
     """Whether some of what is observed does not count."""
-    if site["mask"] not in (None, True):
+    if not (site["mask"] is None or site["mask"] is True):
         return True
     fn = site["fn"]
     while hasattr(fn, "base_dist"):
@@ -146,7 +169,12 @@ def _is_masked(site: dict[str, Any]) -> bool:
     return False
 
 
-def _is_real(support: Any) -> bool:
+def _is_real(fn: Any) -> bool:
+    """Whether a distribution says that it is one of real numbers."""
+    try:
+        support = fn.support
+    except NotImplementedError:
+        return False
     while hasattr(support, "base_constraint"):
         support = support.base_constraint
     return support is constraints.real
