@@ -11,8 +11,9 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
-from pyro_truncated.restoration.first_guesses import checked, deviation, filled, floating, holds_channels, nearly_no_noise, noise_level
+from pyro_truncated.restoration.first_guesses import checked, filled, floating, holds_channels, nearly_no_noise, noise_level
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
+from pyro_truncated.restoration.patch_sides import shows_which_sides, side_for_model, side_of, sides_of_mixtures
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.stationary import predicted
@@ -21,16 +22,9 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_counts
 
-# Sides of patches of images up to this ratio of noise and signal: tests/papers/results/restoration.md.
-_SIDES = ((0.4, (5, 6, 8)), (0.8, (6, 7, 8)), (math.inf, (7, 8, 10)))
-# Up to this ratio the last round of images of some size has sides that suit the image.
-_LARGEST_RATIO = 0.4
-_CANDIDATES, _LEAST_EXTENT = (4, 5, 6, 8, 10, 12), 100
-_SIDES_OF_COLOURS, _SIDES_OF_VOLUMES, _SIDES_OF_SIGNALS = (4, 5, 6, 8), (4, 5), (32, 64)
-# As good as the four, in a fourth of the time: every window has a covariance of its own.
-_SIDES_OF_COLOURS_IF_MISSING = (4, 5)
+# Of the last round, of which it is found out which of them suit the image.
+_CANDIDATES = (4, 5, 6, 8, 10, 12)
 _ROUNDS, _ROUNDS_IF_MISSING = 3, 8
-_SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +149,13 @@ def denoise(
     level = noise if noise is not None else noise_level(image, len(shape))
     options: dict[str, Any] = {"stride": stride, "channels": image.shape[-1] if has_channels else None}
     if model is None:
-        sides = [side] if side is not None else _sides(image, level, shape, has_channels)
-        chooses = side is None and not has_channels and rounds > 1 and _shows_which_sides(image, level)
+        sides = [side] if side is not None else sides_of_mixtures(image, level, shape, has_channels)
+        chooses = side is None and not has_channels and rounds > 1 and shows_which_sides(image, level)
         others = [candidate for candidate in _CANDIDATES if chooses and candidate >= stride]
         mixtures = {"num_components": num_components, "generator": generator, "progress": progress}
         usual, candidates = ([Patches(shape, one, **options) for one in wanted] for wanted in (sides, others))
         return _by_mixtures(image, level, usual, candidates, rounds, mixtures, is_known=noise is not None)
-    patches = Patches(shape, side or _side_of(model, shape, options["channels"]) or _side_for_model(image, level, shape), **options)
+    patches = Patches(shape, side or side_of(model, shape, options["channels"]) or side_for_model(image, level, shape), **options)
     training = {"passes": passes, "num_states": num_states, "batch_size": batch_size, "progress": progress}
     return _by_model(made(model, patches.num_observed), image, level, patches, generator, training)
 
@@ -245,50 +239,3 @@ def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0
     num_dims = image.dim() - holds_channels(image, options.get("channels"))
     restored = denoise(image, nearly_no_noise(image, num_dims) if options.get("model") is None else None, **options)
     return dataclasses.replace(restored, image=torch.where(image.isnan(), restored.image, image))
-
-
-# --- sizes of patches ---
-
-
-def _sides(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
-    """Sides of patches for mixtures, none larger than the image."""
-    if len(shape) == 2:
-        of_colours = _SIDES_OF_COLOURS_IF_MISSING if bool(image.isnan().any()) else _SIDES_OF_COLOURS
-        wanted = of_colours if has_channels else _by_noise(_SIDES, image, noise)
-    else:
-        wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
-    return sorted({min(side, *shape) for side in wanted})
-
-
-def _shows_which_sides(image: Tensor, noise: float) -> bool:
-    """Whether an image says which sides of patches suit it: one of some size, with little noise and all entries."""
-    is_large = image.dim() == 2 and min(image.shape) >= _LEAST_EXTENT
-    return is_large and not bool(image.isnan().any()) and _ratio(image, noise) <= _LARGEST_RATIO
-
-
-def _side_of(model: ModelOfPatches, shape: torch.Size, channels: int | None) -> int | None:
-    """The side of patches that a model has been made for, or None if no such patch fits into the image."""
-    entries = getattr(model, "num_observed", None)
-    if not isinstance(entries, int):
-        return None
-    side = round((entries / (channels or 1)) ** (1 / len(shape)))
-    return side if 0 < side <= min(shape) and side ** len(shape) * (channels or 1) == entries else None
-
-
-def _side_for_model(image: Tensor, noise: float, shape: torch.Size) -> int:
-    if len(shape) == 1:
-        return min(64, len(image))
-    wanted: int = _by_noise(_SIDES_OF_MODELS, image, noise) if len(shape) == 2 else 8
-    smallest: int = min(wanted, *shape)
-    return smallest
-
-
-def _by_noise(table: tuple[tuple[float, Any], ...], image: Tensor, noise: float) -> Any:
-    """The first entry of a table whose limit is not below the ratio of noise and signal."""
-    ratio = _ratio(image, noise)
-    return next(value for limit, value in table if ratio <= limit)
-
-
-def _ratio(image: Tensor, noise: float) -> float:
-    """Of the standard deviations of noise and signal."""
-    return noise / math.sqrt(max(float(deviation(image)) ** 2 - noise**2, 1e-12 * noise**2))

@@ -1,18 +1,28 @@
-"""A first guess of what is missing: linear prediction, if covariances depend on nothing but how far entries are apart."""
+"""A first guess of what is missing: linear prediction, if covariances near a place depend on nothing but how far entries are apart."""
 
 from __future__ import annotations
 
+import itertools
+import math
+
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from pyro_truncated.ops.low_rank import posterior_means
 from pyro_truncated.restoration.first_guesses import filled, smoothed
 from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
-_SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 5}, 3
-# Entries of a window, with all channels, at most: each window has a covariance of its own. Of more channels nothing is predicted.
+_SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
+# Entries of a window, with all channels, at most. Of more channels nothing is predicted.
 _MOST_ENTRIES = 108
+# Entries around a place whose pairs say what covariances are there, and how many pairs of the whole array count beside them.
+_NEIGHBOURS, _PAIRS_OF_ALL = 628, 30
+# Places are so many spreads of a neighbourhood apart.
+_DISTANCE = 1.6
+# The first learns from what is seen, the others from what is predicted, too.
+_ROUNDS = 3
 # Directions whose variance is below this part of the noise's change nothing.
 _LEAST_VARIANCE = 0.05
 
@@ -20,23 +30,26 @@ _LEAST_VARIANCE = 0.05
 def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     r"""An array with what is missing, and all else below noise, as predicted from what is seen in windows around it.
 
-    The differences :math:`d` of the array from a smooth one are taken to be normal with covariances that depend on distance and channels
-    alone, so that they are estimated from all pairs of entries that are seen:
+    The differences :math:`d` of the array from a smooth one are taken to be normal with covariances that depend on distance, channels and
+    roughly the place :math:`q`, so that they are estimated from pairs of entries near it:
 
-    .. math:: C_{cc'}(h) = \frac{1}{|P|} \sum_{p \in P} d_c(p)\, d_{c'}(p + h), \qquad
-        P = \{p : d_c(p) \text{ and } d_{c'}(p + h) \text{ are seen}\}.
+    .. math:: C_{cc'}(h; q) = \frac{\sum_p w_q(p)\, d_c(p)\, d_{c'}(p + h) + \kappa\, C_{cc'}(h)}{\sum_p w_q(p) + \kappa}, \qquad
+        w_q(p) = \exp\Bigl(-\frac{|p - q|^2}{2 \rho^2}\Bigr),
 
-    An entry becomes the mean of the posterior means that windows have of it, weighted by the inverse of their expected squared errors. Of
-    channels each tells what the others are, which the mean of neighbours (:func:`.filled`) cannot know; inside of holes that are larger
-    than windows both are alike.
+    with sums over the pairs that are seen, and :math:`C(h)` the same of the whole array. An entry becomes the mean of the posterior means
+    that windows have of it, weighted by the inverse of their expected squared errors. Twice this is done again with the pairs of the
+    predicted array. Of channels each tells what the others are, which the mean of neighbours (:func:`.filled`) cannot know; inside of
+    holes that are larger than windows both are alike.
 
     Args:
         image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 108 channels.
         num_dims: its dimensions without channels.
         noise: standard deviation of the noise.
 
-    Reference:
-        Cressie, "Statistics for spatial data", Wiley, 1993, chapter 3 (ordinary kriging).
+    References:
+        Cressie, "Statistics for spatial data", Wiley, 1993, chapter 3 (ordinary kriging). Haas, "Local prediction of a spatio-temporal
+        process with an application to wet sulfate deposition", Journal of the American Statistical Association 90, 1995 (covariances of
+        moving neighbourhoods).
     """
     if not bool(image.isnan().any()):
         return image
@@ -46,37 +59,81 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
         return filled(image, num_dims)
     patches = Patches(shape, side, channels=channels)
     smooth = smoothed(filled(image, num_dims), num_dims)
-    rest = image - smooth
-    factor = _factor(rest, patches, noise)
-    rows = patches.extract(rest).double()
-    index = torch.arange(len(rows), device=rows.device)
-    center, scale = rows.new_zeros(1, rows.shape[1]), rows.new_full((1,), noise)
-    means, variances = posterior_means(rows, index, torch.zeros_like(index), center, factor.unsqueeze(0), scale)
-    return smooth + patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2)).to(image.dtype)
+    rest = (image - smooth).double()
+    rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
+    known = rest
+    for _ in range(_ROUNDS):
+        factor = _directions(_covariances(known, patches), noise)
+        index, center = torch.arange(len(rows), device=rows.device), rows.new_zeros(len(factor), rows.shape[1])
+        means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
+        known = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
+    return smooth + known.to(image.dtype)
 
 
-def _factor(rest: Tensor, patches: Patches, noise: float) -> Tensor:
-    """The directions ``(D, R)`` of the covariance of windows, of which pairs that are never seen have none."""
-    planes = (rest if patches.channels is not None else rest.unsqueeze(-1)).double()
-    is_seen = (~planes.isnan()).double()
-    products, numbers = (_at_distances(array, patches) for array in (planes.nan_to_num(0.0), is_seen))
-    by_distance = products / numbers.round().clamp(min=1.0)
-    places = torch.cartesian_prod(*(torch.arange(side, device=rest.device) for side in patches.size)).reshape(-1, len(patches.size))
-    distances = (places - places.unsqueeze(1)).unbind(-1)
-    covariance = by_distance[distances].transpose(1, 2).flatten(2).flatten(0, 1)
-    variances, directions = torch.linalg.eigh(0.5 * (covariance + covariance.mT))
-    is_kept = variances > _LEAST_VARIANCE * noise**2
-    is_kept[-1] = True
-    factor: Tensor = (directions * variances.clamp(min=0.0).sqrt())[:, is_kept]
-    return factor
+def _directions(covariance: Tensor, noise: float) -> Tensor:
+    """Directions ``(T, D, R)`` of covariances ``(T, D, D)``, the longest first."""
+    variances, directions = torch.linalg.eigh(covariance)
+    variances = torch.where(variances > _LEAST_VARIANCE * noise**2, variances, 0.0)
+    rank = max(1, int((variances > 0).sum(1).max()))
+    return (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
 
 
-def _at_distances(array: Tensor, patches: Patches) -> Tensor:
-    """Sums of products of entries of windows, by their distance along every dimension (negative ones at the end) and both channels."""
-    dims = list(range(len(patches.size)))
-    padded = [size + side for size, side in zip(patches.shape, patches.size, strict=True)]
-    within = torch.meshgrid(*(torch.arange(1 - side, side, device=array.device).roll(1 - side) for side in patches.size), indexing="ij")
-    waves = torch.fft.rfftn(array, padded, dims)
-    # One channel after the other: all distances of all pairs of them are many times the array.
-    sums = (torch.fft.irfftn(wave.conj().unsqueeze(-1) * waves, padded, dims)[within] for wave in waves.unbind(-1))
-    return torch.stack(list(sums), -2)
+# --- covariances of windows, by place ---
+
+
+def _covariances(array: Tensor, patches: Patches) -> Tensor:
+    """Covariances ``(T, D, D)`` of windows at all places, from pairs of entries that are not NaN; pairs that are never seen have none."""
+    planes = array if patches.channels is not None else array.unsqueeze(-1)
+    around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
+    values, is_seen = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
+    spread = _spread(patches)
+    weights = [_weights(size, side, spread).to(planes) for size, side in zip(patches.shape, patches.size, strict=True)]
+    by_distance = planes.new_empty(*(2 * side - 1 for side in patches.size), math.prod(map(len, weights)), *[planes.shape[-1]] * 2)
+    zero = (0,) * len(patches.size)
+    for distance in itertools.product(*(range(1 - side, side) for side in patches.size)):
+        if distance >= zero:
+            found = _by_place(values, is_seen, distance, weights)
+            by_distance[distance] = found
+            by_distance[tuple(-along for along in distance)] = found.mT
+    places = torch.cartesian_prod(*(torch.arange(side, device=array.device) for side in patches.size)).reshape(-1, len(patches.size))
+    return by_distance[(places - places.unsqueeze(1)).unbind(-1)].permute(2, 0, 3, 1, 4).flatten(3).flatten(1, 2)
+
+
+def _by_place(values: Tensor, is_seen: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
+    """Covariances of channels that far apart, ``(T, C, C)``."""
+    dims, back = tuple(range(len(distance))), tuple(-along for along in distance)
+    sums, numbers = (_near(array.unsqueeze(-1) * array.roll(back, dims).unsqueeze(-2), weights) for array in (values, is_seen))
+    of_all = sums.sum(0) / numbers.sum(0).clamp(min=1e-9)
+    return (sums + _PAIRS_OF_ALL * of_all) / (numbers + _PAIRS_OF_ALL)
+
+
+def _near(array: Tensor, weights: list[Tensor]) -> Tensor:
+    """Weighted sums over neighbourhoods, ``(T, ...)``."""
+    for weight in reversed(weights):
+        array = torch.tensordot(weight, array, ([1], [len(weights) - 1]))
+    return array.flatten(0, len(weights) - 1)
+
+
+def _weights(size: int, side: int, spread: float) -> Tensor:
+    """Of positions along a dimension, and of as many beyond its end as a window has, in the neighbourhoods of all places along it."""
+    number = _num_places(size, spread)
+    places = (torch.arange(number).double() + 0.5) * size / number
+    return (-0.5 * ((torch.arange(size + side - 1) + 0.5 - places.unsqueeze(1)) / spread).square()).exp()
+
+
+def _nearest_place(patches: Patches) -> Tensor:
+    """The place that the middle of a window is nearest to, ``(N,)``."""
+    index, spread = torch.zeros(len(patches), dtype=torch.long), _spread(patches)
+    for first, size, side in zip(patches.places().mT, patches.shape, patches.size, strict=True):
+        number = _num_places(size, spread)
+        index = index * number + (2 * first + side) * number // (2 * size)
+    return index
+
+
+def _num_places(size: int, spread: float) -> int:
+    return max(1, round(size / (_DISTANCE * spread)))
+
+
+def _spread(patches: Patches) -> float:
+    """The standard deviation of neighbourhoods, whose weights add up to the number of neighbours."""
+    return float(_NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi))
