@@ -19,8 +19,8 @@ _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
 _MOST_ENTRIES = 108
 # Entries around a place whose pairs say what covariances are there, and how many pairs of the whole array count beside them.
 _NEIGHBOURS, _PAIRS_OF_ALL = 628, 30
-# Places are so many spreads of a neighbourhood apart.
-_DISTANCE = 1.6
+# Places are so many spreads of a neighbourhood apart, and along a dimension there are so many at most: of longer ones spreads are larger.
+_DISTANCE, _MOST_PLACES = 1.6, 64
 # The first learns from what is seen, the others from what is predicted, too.
 _ROUNDS = 3
 # Directions whose variance is below this part of the noise's change nothing.
@@ -86,8 +86,7 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
     planes = array if patches.channels is not None else array.unsqueeze(-1)
     around = [0, 0, *itertools.chain.from_iterable((0, side - 1) for side in reversed(patches.size))]
     values, is_seen = (F.pad(of_all, around) for of_all in (planes.nan_to_num(0.0), (~planes.isnan()).to(planes)))
-    spread = _spread(patches)
-    weights = [_weights(size, side, spread).to(planes) for size, side in zip(patches.shape, patches.size, strict=True)]
+    weights = [_weights(size, side, spread).to(planes) for size, side, spread in _dimensions(patches)]
     by_distance = planes.new_empty(*(2 * side - 1 for side in patches.size), math.prod(map(len, weights)), *[planes.shape[-1]] * 2)
     zero = (0,) * len(patches.size)
     for distance in itertools.product(*(range(1 - side, side) for side in patches.size)):
@@ -102,9 +101,15 @@ def _covariances(array: Tensor, patches: Patches) -> Tensor:
 def _by_place(values: Tensor, is_seen: Tensor, distance: tuple[int, ...], weights: list[Tensor]) -> Tensor:
     """Covariances of channels that far apart, ``(T, C, C)``."""
     dims, back = tuple(range(len(distance))), tuple(-along for along in distance)
-    sums, numbers = (_near(array.unsqueeze(-1) * array.roll(back, dims).unsqueeze(-2), weights) for array in (values, is_seen))
+    sums, numbers = (_products(array, array.roll(back, dims), weights) for array in (values, is_seen))
     of_all = sums.sum(0) / numbers.sum(0).clamp(min=1e-9)
     return (sums + _PAIRS_OF_ALL * of_all) / (numbers + _PAIRS_OF_ALL)
+
+
+def _products(first: Tensor, second: Tensor, weights: list[Tensor]) -> Tensor:
+    """Sums of products of channels over the neighbourhoods of places, ``(T, C, C)``."""
+    # One channel after the other: those of all with all are many times the array.
+    return torch.stack([_near(channel.unsqueeze(-1) * second, weights) for channel in first.unbind(-1)], 1)
 
 
 def _near(array: Tensor, weights: list[Tensor]) -> Tensor:
@@ -123,8 +128,8 @@ def _weights(size: int, side: int, spread: float) -> Tensor:
 
 def _nearest_place(patches: Patches) -> Tensor:
     """The place that the middle of a window is nearest to, ``(N,)``."""
-    index, spread = torch.zeros(len(patches), dtype=torch.long), _spread(patches)
-    for first, size, side in zip(patches.places().mT, patches.shape, patches.size, strict=True):
+    index = torch.zeros(len(patches), dtype=torch.long)
+    for first, (size, side, spread) in zip(patches.places().mT, _dimensions(patches), strict=True):
         number = _num_places(size, spread)
         index = index * number + (2 * first + side) * number // (2 * size)
     return index
@@ -134,6 +139,8 @@ def _num_places(size: int, spread: float) -> int:
     return max(1, round(size / (_DISTANCE * spread)))
 
 
-def _spread(patches: Patches) -> float:
-    """The standard deviation of neighbourhoods, whose weights add up to the number of neighbours."""
-    return float(_NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi))
+def _dimensions(patches: Patches) -> list[tuple[int, int, float]]:
+    """Of every dimension its size, the windows' side, and the standard deviation of neighbourhoods: by it weights add up to the number."""
+    spread = _NEIGHBOURS ** (1 / len(patches.shape)) / math.sqrt(2 * math.pi)
+    sizes = zip(patches.shape, patches.size, strict=True)
+    return [(size, side, max(spread, size / (_DISTANCE * _MOST_PLACES))) for size, side in sizes]

@@ -86,6 +86,14 @@ def test_covariances_are_those_of_pairs_near_places(monkeypatch):
     torch.testing.assert_close(distances[:, 0], distances[:, 1])
 
 
+def test_a_long_signal_has_few_places():
+    # Of 50 000 entries there would be 125, each of which weighs all entries.
+    signal = (0.3 * torch.arange(50_000.0)).sin()
+    assert int(stationary._nearest_place(Patches(signal.shape, 32)).max()) == 63
+    errors = (predicted(with_holes(signal, 0.5, 15), 1, 0.03) - signal).square()
+    assert float(errors.mean()) < 0.01 * float(signal.square().mean())
+
+
 def test_textures_that_differ_by_place_are_predicted_by_their_own_covariances(monkeypatch):
     image, places = torch.zeros(64, 64), torch.arange(64.0)
     for quarter, (angle, period) in enumerate([(0.0, 4.0), (0.8, 5.0), (1.6, 4.5), (2.4, 6.0)]):
