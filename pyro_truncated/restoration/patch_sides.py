@@ -26,6 +26,7 @@ _SIDES_OF_MODELS = ((0.4, 8), (0.8, 12), (math.inf, 16))
 
 def sides_of_mixtures(image: Tensor, noise: float, shape: torch.Size, has_channels: bool) -> list[int]:
     """Sides of patches for mixtures, none larger than the image."""
+    wanted: tuple[int, ...]
     if len(shape) != 2:
         wanted = _SIDES_OF_SIGNALS if len(shape) == 1 else _SIDES_OF_VOLUMES
     elif _share_of_pixels(image, has_channels) < _FEW_PIXELS:

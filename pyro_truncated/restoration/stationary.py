@@ -75,7 +75,8 @@ def _directions(covariance: Tensor, noise: float) -> Tensor:
     variances, directions = torch.linalg.eigh(covariance)
     variances = torch.where(variances > _LEAST_VARIANCE * noise**2, variances, 0.0)
     rank = max(1, int((variances > 0).sum(1).max()))
-    return (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
+    longest: Tensor = (directions * variances.sqrt().unsqueeze(1))[..., -rank:].flip(-1)
+    return longest
 
 
 # --- covariances of windows, by place ---
