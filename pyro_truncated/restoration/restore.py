@@ -204,7 +204,7 @@ def _by_model(
 def inpaint(image: Tensor, mask: Tensor | None = None, noise: float | None = 0.0, **options: Any) -> Restored:
     """Fills in the missing entries of an image, a signal or a volume, and keeps the others, up to noise that is taken off.
 
-    As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from what covariances by distance predict, see
+    As :func:`denoise`, with the likelihood of the observed entries only. Learning starts from what covariances near a place predict, see
     :func:`~pyro_truncated.restoration.stationary.predicted`. Of an array without noise, mixtures are told that what cannot be predicted
     from the rest of a patch is 4 % of the deviation or less, another model learns it; but the observed entries are kept.
 

@@ -17,6 +17,8 @@ from pyro_truncated.restoration.windows import Patches
 _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
 # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
 _MOST_ENTRIES = 108
+# Nor more than this part of the array's, so that covariances are not those of what is seen by chance, but at least of this side.
+_PART_OF_ALL, _LEAST_SIDE = 1 / 16, 3
 # Entries around a place whose pairs say what covariances are there, and how many pairs of the whole array count beside them.
 _NEIGHBOURS, _PAIRS_OF_ALL = 628, 30
 # Places are so many spreads of a neighbourhood apart, and along a dimension there are so many at most: of longer ones spreads are larger.
@@ -54,7 +56,8 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     if not bool(image.isnan().any()):
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
-    side = min(_SIDES.get(num_dims, _SIDE_OF_VOLUMES), *shape, int((_MOST_ENTRIES / (channels or 1)) ** (1 / num_dims)))
+    most = min(_MOST_ENTRIES / (channels or 1), max(_LEAST_SIDE**num_dims, _PART_OF_ALL * math.prod(shape)))
+    side = min(_SIDES.get(num_dims, _SIDE_OF_VOLUMES), *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
         return filled(image, num_dims)
     patches = Patches(shape, side, channels=channels)

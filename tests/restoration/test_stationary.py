@@ -59,7 +59,8 @@ def conditional_mean(rest, covariance, noise):
     return (covariance[:, seen] @ torch.linalg.solve(within, flat[seen])).reshape(rest.shape)
 
 
-def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs():
+def test_a_window_is_the_conditional_mean_given_covariances_of_all_pairs(monkeypatch):
+    monkeypatch.setattr(stationary, "_PART_OF_ALL", 1)
     image = with_holes(torch.randn(4, 4, 2, generator=generator(1), dtype=torch.float64).cumsum(0), 0.4, 2)
     smooth = smoothed(filled(image, 2), 2)
     known = rest = image - smooth
@@ -84,6 +85,17 @@ def test_covariances_are_those_of_pairs_near_places(monkeypatch):
     # Of two that are equally far either will do.
     distances = torch.cdist(middles[differ], torch.tensor(places, dtype=torch.float64)).topk(2, largest=False).values
     torch.testing.assert_close(distances[:, 0], distances[:, 1])
+
+
+@pytest.mark.parametrize(("shape", "most"), [((40,), 0.02), ((12, 12), 0.005)])
+def test_windows_of_small_arrays_are_small(shape, most):
+    # Of windows of 32 entries, and of 8 by 8, covariances are mostly chance: these errors are .038 and .066, of small ones .009 and .0004.
+    image = waves(24)[:12, :12] if len(shape) == 2 else (0.3 * torch.arange(40.0)).sin()
+    errors = []
+    for seed in range(10):
+        damaged = with_holes(image, 0.2, seed)
+        errors.append((predicted(damaged, len(shape), 0.04) - image)[damaged.isnan()].square().mean() / image.var())
+    assert float(torch.stack(errors).mean()) < most
 
 
 def test_a_long_signal_has_few_places():
