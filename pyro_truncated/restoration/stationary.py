@@ -15,6 +15,8 @@ from pyro_truncated.restoration.windows import Patches
 
 # Sides of the windows that predict, by the number of dimensions without channels.
 _SIDES, _SIDE_OF_VOLUMES = {1: 32, 2: 8}, 3
+# Of images of which most is seen: the larger ones follow what is near less closely, and are for seeing anything at all.
+_MOST_IS_SEEN, _SIDE_IF_SEEN = 2 / 3, 5
 # Entries of a window, with all channels, at most. Of more channels nothing is predicted.
 _MOST_ENTRIES = 108
 # Nor more than this part of the array's, so that covariances are not those of what is seen by chance, but at least of this side.
@@ -57,7 +59,9 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
         return image
     shape, channels = image.shape[:num_dims], image.shape[-1] if image.dim() > num_dims else None
     most = min(_MOST_ENTRIES / (channels or 1), max(_LEAST_SIDE**num_dims, _PART_OF_ALL * math.prod(shape)))
-    side = min(_SIDES.get(num_dims, _SIDE_OF_VOLUMES), *shape, int(most ** (1 / num_dims) + 1e-9))
+    is_seen_mostly = num_dims == 2 and float((~image.isnan()).double().mean()) > _MOST_IS_SEEN
+    usual = _SIDE_IF_SEEN if is_seen_mostly else _SIDES.get(num_dims, _SIDE_OF_VOLUMES)
+    side = min(usual, *shape, int(most ** (1 / num_dims) + 1e-9))
     if side == 0:
         return filled(image, num_dims)
     patches = Patches(shape, side, channels=channels)

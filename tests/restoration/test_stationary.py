@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from sklearn.datasets import load_sample_image
 
 from pyro_truncated.restoration import Patches, denoise, inpaint, stationary
 from pyro_truncated.restoration.first_guesses import filled, nearly_no_noise, smoothed
@@ -96,6 +97,17 @@ def test_windows_of_small_arrays_are_small(shape, most):
         damaged = with_holes(image, 0.2, seed)
         errors.append((predicted(damaged, len(shape), 0.04) - image)[damaged.isnan()].square().mean() / image.var())
     assert float(torch.stack(errors).mean()) < most
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_is_nearly_whole_is_predicted_from_what_is_near(seed, monkeypatch):
+    photograph = torch.from_numpy(load_sample_image("china.jpg")[60 + 90 * seed : 110 + 90 * seed, 200:250, 1].copy()).float()
+    damaged = with_holes(photograph, 0.1, 30 + seed)
+    errors = []
+    for limit in (2 / 3, 1.0):
+        monkeypatch.setattr(stationary, "_MOST_IS_SEEN", limit)
+        errors.append(float((predicted(damaged, 2, 1.0) - photograph)[damaged.isnan()].square().mean()))
+    assert errors[0] < 0.9 * errors[1]  # .85, .54 and .50
 
 
 def test_a_long_signal_has_few_places():
