@@ -111,8 +111,8 @@ def denoise(
         noise: standard deviation of its noise, where learning starts, if it is known; default: estimated where there is no texture.
         model: another model of patches, or a function of the number of entries of a patch that makes one; it has
             ``reconstruct(population, y)``, as the models of sparse coding and :class:`.BinaryVAE` have.
-        side: side of a patch; default: that of a model that is made already, else by noise and dimensions, several for mixtures, in the
-            last round by the image.
+        side: side of a patch; default: that of a model that is made already, else by noise, dimensions and what is missing, several for
+            mixtures, in the last round by the image.
         stride: distance of neighbouring patches; above 1 faster and worse.
         channels: whether the last dimension holds channels; default: if it has 3 or 4 entries.
         num_components: components of each mixture; default: one for 120 patches, twice as many after the first round; with channels one for
