@@ -40,10 +40,10 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     .. math:: C_{cc'}(h; q) = \frac{\sum_p w_q(p)\, d_c(p)\, d_{c'}(p + h) + \kappa\, C_{cc'}(h)}{\sum_p w_q(p) + \kappa}, \qquad
         w_q(p) = \exp\Bigl(-\frac{|p - q|^2}{2 \rho^2}\Bigr),
 
-    with sums over the pairs that are seen, and :math:`C(h)` the same of the whole array. An entry becomes the mean of the posterior means
-    that windows have of it, weighted by the inverse of their expected squared errors. Twice this is done again with the pairs of the
-    predicted array. Of channels each tells what the others are, which the mean of neighbours (:func:`.filled`) cannot know; inside of
-    holes that are larger than windows both are alike.
+    with sums over the pairs that are seen (of negative :math:`h` those of :math:`-h`), and :math:`C(h)` the ratio of the sums of all
+    places, with :math:`\kappa` of 30 pairs. An entry becomes the mean of the posterior means that windows have of it, weighted by the
+    inverse of their expected squared errors. Twice this is done again with the pairs of the predicted array. Of channels each tells what
+    the others are, which the mean of neighbours (:func:`.filled`) cannot know; inside of holes that are larger than windows both are alike.
 
     Args:
         image: missing entries are NaN; returned as it is if there are none, and by :func:`.filled` if it has more than 108 channels.
@@ -68,10 +68,10 @@ def predicted(image: Tensor, num_dims: int, noise: float) -> Tensor:
     smooth = smoothed(filled(image, num_dims), num_dims)
     rest = (image - smooth).double()
     rows, place = patches.extract(rest), _nearest_place(patches).to(rest.device)
-    known = rest
+    known, index = rest, torch.arange(len(rows), device=rows.device)
     for _ in range(_ROUNDS):
         factor = _directions(_covariances(known, patches), noise)
-        index, center = torch.arange(len(rows), device=rows.device), rows.new_zeros(len(factor), rows.shape[1])
+        center = rows.new_zeros(len(factor), rows.shape[1])
         means, variances = posterior_means(rows, index, place, center, factor, rows.new_full((len(factor),), noise))
         known = patches.assemble(means, 1 / (variances.mean(1) + _LEAST_VARIANCE * noise**2))
     return smooth + known.to(image.dtype)
