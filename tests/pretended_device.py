@@ -226,7 +226,8 @@ class _Call:
     def _check_devices(self) -> None:
         if self.name in ("copy_", "_to_copy", "lift_fresh") or self.name in _INDEXING:
             return
-        strangers = [tensor for tensor in self.from_host if tensor.dim() > 0]
+        # A number on the host may take part in arithmetic, but not be put beside others.
+        strangers = [tensor for tensor in self.from_host if tensor.dim() > 0 or self.name in ("cat", "stack")]
         if self.theirs and strangers:
             raise RuntimeError(f"{self.name}: tensors on different devices at {_asking_line()}: {[tuple(t.shape) for t in strangers]}")
 

@@ -16,6 +16,7 @@ from pyro_truncated.distributed import world
 from pyro_truncated.ops import together
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.places import brought, device_of_module
 from pyro_truncated.utils.representation import Described
 
 Statistics = dict[str, Tensor]
@@ -251,9 +252,10 @@ class ClosedForm(Described, PyroOptim):
     def set_state(self, state_dict: dict[str, Any]) -> None:
         """Restores :meth:`get_state`."""
         state_dict = copy.deepcopy(state_dict)
-        self.statistics = state_dict["statistics"]
+        # Files are read onto the CPU, whatever they were saved from.
+        device = device_of_module(self.model)
+        self.statistics, self.expected = (brought(state_dict.get(name), device) for name in ("statistics", "expected"))
         self.visited = state_dict["visited"]
-        self.expected = state_dict.get("expected")
         self.num_steps = state_dict["num_steps"]
         self._pending = False
 

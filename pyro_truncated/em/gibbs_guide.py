@@ -21,6 +21,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.places import device_of_module
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,7 +284,7 @@ class GibbsGuide(PyroModule):
         for name in self.ROWS:
             value, held = state_dict.get(prefix + name), self._buffers.get(name)
             if value is not None and (held is None or held.shape != value.shape):
-                self.register_buffer(name, torch.empty_like(value))
+                self.register_buffer(name, torch.empty_like(value, device=device_of_module(self.model)))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

@@ -51,8 +51,7 @@ class FileStore(PopulationStore):
             ValueError: if the model is not on the CPU.
             OSError: if the file cannot be made.
         """
-        if like.device.type != "cpu":
-            raise ValueError(f"populations in files are those of models on the CPU; this one is on {like.device}")
+        _refuse_elsewhere(like.device)
         self.folder.mkdir(parents=True, exist_ok=True)
         file = self.folder / f"{name}-{self.first_position:012d}.npy"
         file.unlink(missing_ok=True)
@@ -81,6 +80,14 @@ class FileStore(PopulationStore):
         shape = layout.num_data, size, layout.space.num_words
         words = self.room("words", torch.empty(0, dtype=torch.int64, device=device), shape=shape)
         return words, self.room("log_joint", torch.empty(0, dtype=torch.float32, device=device), shape=shape[:2])
+
+    def bring_(self, device: torch.device) -> None:
+        """Files stay where they are.
+
+        Raises:
+            ValueError: if the model is not on the CPU.
+        """
+        _refuse_elsewhere(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
         """Lets the populations of all or the given data points begin that have not."""
@@ -118,6 +125,11 @@ class FileStore(PopulationStore):
         super()._load_from_state_dict(*args)
         if self.is_filled:
             self._begun = None
+
+
+def _refuse_elsewhere(device: torch.device) -> None:
+    if device.type != "cpu":
+        raise ValueError(f"populations in files are those of models on the CPU; this one is on {device}")
 
 
 def _mapped(file: Path, dtype: Any, shape: tuple[int, ...]) -> tuple[mmap.mmap, np.ndarray]:

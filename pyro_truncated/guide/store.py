@@ -111,6 +111,9 @@ class PopulationStore(torch.nn.Module):
             self.seed = world.agree(self.seed)
         if not self.is_filled:
             self._create(layout, init, device)
+        elif self._space is None:
+            # Loaded before they met the model.
+            self.bring_(device)
         if problem := other_rows(self._loaded, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
         self._space = layout.space
@@ -134,6 +137,10 @@ class PopulationStore(torch.nn.Module):
         else:
             words = given_population(layout, init() if callable(init) else init, size).to(device)
         return words, torch.full(words.shape[:2], math.nan, device=device)
+
+    def bring_(self, device: torch.device) -> None:
+        """Brings populations to where their model is."""
+        self.to(device)
 
     def begin_(self, indices: Tensor | None = None) -> None:
         """Lets the populations of all or the given data points begin; in memory, all have."""

@@ -26,10 +26,10 @@ class _Pending:
         """Complains, or does what was to be done; the numbers that have been asked for come along."""
         checks, actions, asked = self.checks, self.actions, self.asked
         self.checks, self.actions, self.asked = [], [], []
-        answers = [torch.stack([problem for problem, _ in checks])] if checks else []
+        answers = [torch.stack(_together([problem for problem, _ in checks]))] if checks else []
         if asked:
             answers = [answer.double() for answer in (*answers, *(one.values for one in asked))]
-        found = torch.cat(answers).tolist() if answers else []
+        found = torch.cat(_together(answers)).tolist() if answers else []
         for is_problem, (_, complain) in zip(found, checks, strict=False):
             if is_problem:
                 complain()
@@ -39,6 +39,12 @@ class _Pending:
             start += len(one.values)
         for act in actions:
             act()
+
+
+def _together(tensors: list[Tensor]) -> list[Tensor]:
+    """The same in one place: what lies on the host goes along with what lies on a device."""
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "cpu"), tensors[0].device)
+    return [tensor.to(device) for tensor in tensors]
 
 
 class _Asked:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.search.base import Search
+from pyro_truncated.utils.places import brought
 from pyro_truncated.utils.unique_names import relative_names
 
 _COUNTS = ("num_evaluations", "num_steps")
@@ -47,13 +48,20 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
         _set_optimizer(svi.optim, state["optim"])
     search = search_of(svi)
     if search is not None and "search" not in leaves:
-        search.load_state_dict(state["search"])
+        search.load_state_dict(brought(state["search"], _device_of(svi)))
     for name, generator in generators_of(svi):
         if name in state["generators"]:
             generator.set_state(state["generators"][name])
     for name, count in state["counts"].items():
         if hasattr(elbo_of(svi), name):
             setattr(elbo_of(svi), name, count)
+
+
+def _device_of(svi: SVI) -> torch.device:
+    """Where the model lives: what has been learned of its data lives there, too, wherever it was saved."""
+    model = modules_of_run(svi).get("model")
+    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
+    return next((tensor.device for tensor in (*tensors, *loose_parameters(svi).values())), torch.device("cpu"))
 
 
 def remembered(svi: SVI) -> Callable[[], None]:

@@ -10,7 +10,9 @@ import torch
 
 DEFAULT_BUDGET = 2**28
 # What else an operation allocates, and what does not lie in one piece, must find room, too.
-_SHARE_OF_FREE = 4
+_SHARE_OF_FREE = 8
+# Larger blocks are no faster: this many numbers keep every device busy.
+_LARGEST = 2**32
 _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
 
 
@@ -47,9 +49,9 @@ def free_memory(device: torch.device) -> int | None:
 
 
 def budget_on(device: torch.device) -> int:
-    """The budget of a device unless one is given: a quarter of its free memory, where that can be asked; else 2**28 bytes, 256 MiB."""
+    """The budget of a device unless one is given: an eighth of its free memory, at most 4 GiB, where that can be asked; else 256 MiB."""
     free = free_memory(device)
-    return DEFAULT_BUDGET if free is None else max(1, free // _SHARE_OF_FREE)
+    return DEFAULT_BUDGET if free is None else max(1, min(free // _SHARE_OF_FREE, _LARGEST))
 
 
 def current_budget() -> int:

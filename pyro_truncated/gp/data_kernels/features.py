@@ -55,7 +55,7 @@ class CountKernel(FixedKernel):
         dtype: torch.dtype = torch.float64,
     ) -> None:
         width, features = _width(features), self.prepare(features)
-        super().__init__(len(features), variance, dtype)
+        super().__init__(len(features), variance, dtype, device=features.rows.device)
         if normalization not in ("inner", "cosine", "tanimoto"):
             raise ValueError(f'normalization must be "inner", "cosine" or "tanimoto"; got {normalization!r}')
         self.normalization, self._num_features = normalization, width
@@ -85,7 +85,7 @@ class CountKernel(FixedKernel):
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Normalised products ``(n_new, b)`` of new counts."""
-        prepared = self.prepare(new)
+        prepared = self._prepared(new)
         return self._normalised(prepared.matrix(self._vocabulary), prepared.squared_norms, index)
 
     def base_diag(self) -> Tensor:
@@ -94,17 +94,21 @@ class CountKernel(FixedKernel):
 
     def base_diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new counts."""
-        return self._own(self.prepare(new).squared_norms)
+        return self._own(self._prepared(new).squared_norms)
 
     def base_among(self, new: Any) -> Tensor:
         """Normalised products ``(n_new, n_new)`` of new counts with each other."""
-        prepared = self.prepare(new)
+        prepared = self._prepared(new)
         # New inputs may have features that no training input has.
         vocabulary = prepared.keys.unique()
         matrix = prepared.matrix(vocabulary)
         parts = torch.arange(len(prepared), device=vocabulary.device).split(max(1, _CHUNK // max(1, len(vocabulary))))
         products = torch.cat([torch.sparse.mm(matrix, matrix.index_select(0, part).to_dense().mT) for part in parts], 1)
         return self._normalise(products, prepared.squared_norms, prepared.squared_norms)
+
+    def _prepared(self, new: Any) -> HashedCounts:
+        """Counts of new inputs, where those of the training inputs are."""
+        return self.prepare(new).to(self._vocabulary.device)
 
     def _own(self, norms: Tensor) -> Tensor:
         return norms / self._scale if self.normalization == "inner" else torch.ones_like(norms)
@@ -168,6 +172,7 @@ class HistogramIntersectionKernel(FixedKernel):
     """
 
     histograms: Tensor
+    _mass: Tensor
 
     @names_arguments
     @takes_arrays
@@ -175,9 +180,9 @@ class HistogramIntersectionKernel(FixedKernel):
         if histograms.dim() != 2 or not bool((histograms >= 0).all()) or not bool(histograms.isfinite().all()):
             raise ValueError(f"histograms must be finite, not negative, and of shape (n, D); got shape {tuple(histograms.shape)}")
         histograms = histograms if histograms.is_floating_point() else histograms.double()
-        super().__init__(len(histograms), variance, histograms.dtype)
+        super().__init__(len(histograms), variance, histograms.dtype, device=histograms.device)
         mass = histograms.sum(1).mean()
-        self._mass = mass if bool(mass > 0) else torch.ones_like(mass)
+        self.register_buffer("_mass", mass if bool(mass > 0) else torch.ones_like(mass), persistent=False)
         self.register_buffer("histograms", histograms / self._mass, persistent=False)
 
     def base_columns(self, index: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ class HistogramIntersectionKernel(FixedKernel):
 
     def base_cross(self, new: Any, index: Tensor) -> Tensor:
         """Intersections ``(n_new, b)`` of new histograms ``(n_new, D)``."""
-        return _intersections((new / self._mass).to(self.histograms), self.histograms[index])
+        return _intersections(self._scaled(new), self.histograms[index])
 
     def base_diag(self) -> Tensor:
         """Variances ``(n,)``."""
@@ -194,13 +199,15 @@ class HistogramIntersectionKernel(FixedKernel):
 
     def base_diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new histograms."""
-        found: Tensor = (new / self._mass).sum(1)
-        return found
+        return self._scaled(new).sum(1)
 
     def base_among(self, new: Any) -> Tensor:
         """Intersections ``(n_new, n_new)`` of new histograms with each other."""
-        scaled = (new / self._mass).to(self.histograms)
+        scaled = self._scaled(new)
         return _intersections(scaled, scaled)
+
+    def _scaled(self, new: Tensor) -> Tensor:
+        return new.to(self.histograms) / self._mass
 
 
 class FunctionKernel(FixedKernel):

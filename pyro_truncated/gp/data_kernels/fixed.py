@@ -19,11 +19,19 @@ class FixedKernel(DataKernel):
         variance: :math:`v` to start from.
         dtype: floating point type of the covariances.
         cache_bytes: memory for columns; when it is full, those unused for longest make room.
+        device: where the covariances live.
     """
 
-    def __init__(self, num_data: int, variance: float = 1.0, dtype: torch.dtype = torch.float64, cache_bytes: int = 2**30) -> None:
+    def __init__(
+        self,
+        num_data: int,
+        variance: float = 1.0,
+        dtype: torch.dtype = torch.float64,
+        cache_bytes: int = 2**30,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(num_data)
-        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype))
+        self.variance: Tensor = positive_parameter(variance, torch.zeros((), dtype=dtype, device=device))
         self._capacity = max(1, min(num_data, cache_bytes // (num_data * torch.finfo(dtype).bits // 8)))
         self._clock = 0
         self._store: Tensor | None = None
@@ -78,6 +86,7 @@ class FixedKernel(DataKernel):
 
     @torch.no_grad()
     def _kept_columns(self, index: Tensor) -> Tensor:
+        index = index.to(self.variance.device)
         if len(index) > self._capacity:
             return self._numbers(self.base_columns(index))
         if self._store is None or self._store.device != self.variance.device or self._store.dtype != self.variance.dtype:

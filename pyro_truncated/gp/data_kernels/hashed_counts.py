@@ -110,6 +110,10 @@ class HashedCounts:
         rows, columns = features.nonzero(as_tuple=True)
         return HashedCounts.of(len(features), rows, mix(columns), features[rows, columns])
 
+    def to(self, device: torch.device | str) -> HashedCounts:
+        """The same counts on a device."""
+        return HashedCounts(self.num, *(part.to(device) for part in (self.rows, self.keys, self.counts)))
+
     def __getitem__(self, index: Tensor) -> HashedCounts:
         """The objects at positions ``index`` ``(b,)``, none of them twice, in that order."""
         place = torch.full((self.num,), -1, dtype=torch.int64, device=self.rows.device)

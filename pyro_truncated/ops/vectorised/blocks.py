@@ -10,6 +10,9 @@ from torch import Tensor
 from pyro_truncated.ops.vectorised.values import unpack_bits
 from pyro_truncated.utils.budget import rows_per_block
 
+# Of the size of a block's states that are held at once: bits on the way, states, a product with them, and a product of both.
+_TENSORS = 4
+
 
 def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
     """Blocks of candidates: where they are, and their states ``(N, c, H)``; at least one block, empty if need be.
@@ -20,7 +23,7 @@ def blocks_of_states(words: Tensor, num_latents: int, width: int, dtype: torch.d
         width: a block holds a few tensors ``(N, c, max(H, width))``.
         dtype: of the states.
     """
-    size = rows_per_block(8 * words.shape[0] * max(num_latents, width))
+    size = rows_per_block(_TENSORS * 8 * words.shape[0] * max(num_latents, width))
     for start in range(0, max(1, words.shape[1]), size):
         where = slice(start, start + size)
         yield where, unpack_bits(words[:, where], num_latents, dtype)
