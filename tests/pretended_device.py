@@ -42,6 +42,10 @@ _INDEXING = {"_index_put_impl_", "_unsafe_index", "index", "index_put", "index_p
 _FREE = {"_unsafe_view", "empty", "empty_like", "empty_strided", "lift_fresh", "new_empty", "new_empty_strided"}
 
 
+# The state of the generator on the device.
+_drawing = [torch.Generator().manual_seed(1).get_state()]
+
+
 class Pretender(torch.Tensor):
     """A tensor on the pretended device.
 
@@ -216,12 +220,24 @@ class _Call:
         leaves_device = self.target is not None and not self._makes_there
         if self.target is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
-        out = self.func(*args, **kwargs)
+        out = self._drawn_there(args, kwargs) if torch.Tag.nondeterministic_seeded in self.func.tags else self.func(*args, **kwargs)
         if leaves_device:
             return out
         leaves, spec = tree_flatten(out)
         wrapped = [wrappers[id(leaf)] if id(leaf) in wrappers else _wrapped(leaf) for leaf in leaves]
         return tree_unflatten(wrapped, spec)
+
+    def _drawn_there(self, args: Any, kwargs: Any) -> Any:
+        """Random numbers of the device's own generator: the one on the host is not asked."""
+        if kwargs.get("generator") is not None:
+            return self.func(*args, **kwargs)
+        host = torch.get_rng_state()
+        torch.set_rng_state(_drawing[-1])
+        try:
+            return self.func(*args, **kwargs)
+        finally:
+            _drawing[-1] = torch.get_rng_state()
+            torch.set_rng_state(host)
 
     def _check_devices(self) -> None:
         if self.name in ("copy_", "_to_copy", "lift_fresh") or self.name in _INDEXING:

@@ -37,8 +37,8 @@ def run(model: type, free: int | None, monkeypatch: pytest.MonkeyPatch, **option
 
 @pytest.mark.parametrize("model", NUM_DATA)
 def test_blocks_follow_the_memory_and_results_do_not(model: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(model, 2**30, monkeypatch)
-    blocks = run(model, 2**20, monkeypatch)
+    whole = run(model, 2**31, monkeypatch)
+    blocks = run(model, 2**21, monkeypatch)
     assert whole[2] == 2**28
     assert blocks[2] == 2**18
     assert blocks[3] > 1.4 * whole[3]
@@ -48,6 +48,11 @@ def test_blocks_follow_the_memory_and_results_do_not(model: type, monkeypatch: p
 
 def test_what_the_user_says_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run(BinarySparseCoding, 2**20, monkeypatch, memory_budget=2**22)[2] == 2**22
+
+
+def test_large_devices_are_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "free_memory", lambda device: 2**37)
+    assert budget.budget_on(DEVICE) == 2**32
 
 
 def test_memory_of_the_cpu_is_not_asked_for() -> None:

@@ -137,7 +137,7 @@ def test_minibatches_take_the_same_course(minibatch: str, both: tuple[Place, Pla
             svi = SVI(model, AutoTruncated(model, 12), ClosedForm(model, minibatch=minibatch), Truncated_ELBO(EvolutionarySearch(3, 2, 1)))
             courses.append([])
             for step in range(6):
-                # Programs draw latents where their parameters are: on a GPU torch's generator on the CPU, which draws minibatches, is not asked.
+                # Programs draw latents where their parameters are, on a GPU not from the generator that draws minibatches.
                 torch.manual_seed(step)
                 courses[-1].append(svi.step(y, 25))
     assert_same_course(courses, both[1])

@@ -105,6 +105,23 @@ class LinearSuperposition(GaussianSuperposition):
         linear, pairwise, constant = self._terms(value)
         return (ops.pair_energy(words, linear + logits, pairwise) + constant.unsqueeze(-1)).to(dtype)
 
+    @torch.no_grad()
+    def packed_flip_gains(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor | None:
+        """How much :meth:`packed_log_prob` changes where one latent of a state is flipped; see :func:`pyro_truncated.ops.flip_energy`.
+
+        Args:
+            words: one packed state for each data point, ``(N, W)``.
+            value: observations ``(N, D)``.
+            state_logits: as for :meth:`packed_log_prob`.
+
+        Returns:
+            Changes ``(N, H)``; ``None`` if entries are missing, where this is no cheaper than to score the flips.
+        """
+        if self._has_missing(value):
+            return None
+        linear, pairwise, _ = self._terms(value)
+        return ops.flip_energy(words, linear if state_logits is None else linear + state_logits.double(), pairwise)
+
     @staticmethod
     @torch.no_grad()
     def statistics(population: Population, value: Tensor, temperature: float = 1.0, *, levels: Tensor | None = None) -> Statistics:

@@ -132,7 +132,7 @@ class Batch:
         store, observations = self.populations, self.scorer.observations()
         store.seen.is_new |= is_new
         store.begin_(self.indices)
-        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states)
+        random, blocks = store.next_search_(), self.scorer.row_blocks(2 * store.num_states, search.most_proposed(store.num_states))
         is_steered = search.takes_activity and (len(blocks) > 1 or store.is_part)
         mean_active = self._mean_active() if is_steered else None
         keys: dict[str, Any] = {"is_new": is_new, "first_position": store.first_position, "is_spread": store.is_part}
@@ -148,7 +148,7 @@ class Batch:
                 shown = {name: value[rows] for name, value in observations.items()}
                 with ops.together():
                     words = self.scorer.fitted(store.words[where])
-                    score = self.scorer.scorer(rows)
+                    score, keys["flip_gains"] = self.scorer.scorer(rows), self.scorer.flip_scorer(rows)
                     known = Population(store.space, words, score(words), self._positions(rows))
                     batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
                     found = search.improve(batch, steps)

@@ -17,7 +17,7 @@ from pyro_truncated.ops.maximum_score import maximum_score, maximum_wins
 from pyro_truncated.ops.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
 from pyro_truncated.ops.most_active import made_of
 from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
-from pyro_truncated.ops.quadratic import moments, pair_energy
+from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy
 from pyro_truncated.ops.selection import repeated, select_top
 from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
 from pyro_truncated.ops.square_error import square_error
@@ -45,6 +45,7 @@ __all__ = [
     "draw_values",
     "enumerate_states",
     "expected_log_slab_prior",
+    "flip_energy",
     "flip_random",
     "flip_sparse",
     "initial_states",

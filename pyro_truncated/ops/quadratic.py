@@ -39,6 +39,34 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
     return _PairEnergy.apply(words, linear, pairwise)  # type: ignore[no-any-return, no-untyped-call]
 
 
+@torch.no_grad()
+def flip_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
+    r"""How much :func:`pair_energy` changes where one latent is flipped, for every latent.
+
+    .. math:: E(s \oplus e_h) - E(s) = (1 - 2 s_h) \bigl(a_{nh} + B_{hh} + \sum_{h' \ne h} s_{h'} (B_{hh'} + B_{h'h})\bigr).
+
+    A state with :math:`k` active latents costs :math:`O(kH)`, where scoring the flips one by one takes :math:`O(k^2 H)`.
+
+    Args:
+        words: one packed state for each data point, ``(N, W)``.
+        linear: coefficients :math:`a`, ``(N, H)``.
+        pairwise: coefficients :math:`B`, ``(H, H)``; need not be symmetric.
+
+    Returns:
+        Changes ``(N, H)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    num_latents = check_rows(words.unsqueeze(1), linear, "linear (N, H)")[1]
+    check_bits(words.unsqueeze(1), num_latents)
+    if pairwise.shape != (num_latents, num_latents):
+        raise ValueError(f"pairwise must have shape (H, H) with H={num_latents}; got {tuple(pairwise.shape)}")
+    pairwise, diagonal = pairwise.double(), pairwise.double().diagonal()
+    others = pairwise + pairwise.mT - 2 * torch.diag_embed(diagonal)
+    return backend("quadratic", words).flip_energy(words, linear.double() + diagonal, others)  # type: ignore[no-any-return]
+
+
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool = False) -> tuple[Tensor, Tensor]:
     r"""Weighted first and second moments :math:`\sum_c w_{nc} s` and :math:`\sum_{(n)c} w_{nc} s s^\top` of binary states.
 

@@ -18,6 +18,9 @@ from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.utils.budget import budget_on, memory_budget
 
+# Numbers per word of a state, and as many more, that are held where states are sorted and selected.
+_PER_PROPOSED = 10
+
 
 class LogJoint(Probe):
     r"""Scores states of the data points of one (sub)batch: :math:`\log p(y_n, z, s)` with everything but the states ``s`` held fixed.
@@ -92,6 +95,17 @@ class LogJoint(Probe):
 
         return score
 
+    def flip_scorer(self, rows: slice) -> Callable[[Tensor], Tensor | None]:
+        """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of some data points; ``None`` where that is not known cheaply."""
+
+        def gains(words: Tensor) -> Tensor | None:
+            """Changes of the log joints."""
+            with memory_budget(self.memory_budget):
+                found = None if self.packed is None or self.observed else self.packed.flip_gains(words, rows)
+            return None if found is None or found.dim() > 2 else found
+
+        return gains
+
     @cached_property
     def packed(self) -> PackedModel | None:
         """How to score packed states directly, or ``None`` if the model does not have the shape for it, or there is a conditional."""
@@ -155,14 +169,20 @@ class LogJoint(Probe):
 
     # --- blocks that fit into memory ---
 
-    def row_blocks(self, states_per_row: int) -> list[slice]:
-        """Slices of the batch's data points that can be scored on their own, each within the memory budget."""
+    def row_blocks(self, states_per_row: int, proposed_per_row: int = 0) -> list[slice]:
+        """Slices of the batch's data points that can be scored on their own, each within the memory budget.
+
+        Args:
+            states_per_row: states of a data point that are kept or scored.
+            proposed_per_row: how many more a search proposes; on a device all are sorted at a time, with several numbers for each.
+        """
         if self.packed is None:
             return [slice(0, self.num_data)]
         # Words and log joints of the candidates, about three copies of each; on a device, what one state of every data point takes.
         per_row = max(1, 3 * states_per_row * 8 * (self.layout.space.num_words + 1))
         if self.device.type != "cpu":
-            per_row = max(per_row, 16 * self.packed.numbers_per_state)
+            sorted_per_row = 8 * _PER_PROPOSED * (self.layout.space.num_words + 1) * proposed_per_row
+            per_row = max(per_row, 16 * self.packed.numbers_per_state, sorted_per_row)
         step = max(1, self.memory_budget // per_row)
         return [slice(start, min(start + step, self.num_data)) for start in range(0, self.num_data, step)]
 

@@ -94,6 +94,24 @@ class PackedModel:
         constant = self.constant if self.constant.dim() == 0 else self.constant[chosen].unsqueeze(-1)
         return total + constant
 
+    def flip_gains(self, words: Tensor, rows: slice) -> Tensor | None:
+        """How much log joints change where one latent of states ``(N, W)`` of some data points is flipped, ``(N, H)``.
+
+        ``None`` unless all observations know it in less time than it takes to score the flips.
+        """
+        logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
+        total: Tensor | None = None
+        for fn, value in self.observations:
+            gains = getattr(fn, "packed_flip_gains", _unknown)(words, value[rows], logits)
+            if gains is None:
+                return None
+            total, logits = gains if total is None else total + gains, None
+        return total
+
+
+def _unknown(*args: Any) -> None:
+    return None
+
 
 def _is_packed(node: Any, state: Any) -> bool:
     """Whether a site is observed under a distribution that scores packed states of another site."""

@@ -49,6 +49,10 @@ class AutomaticSearch(Search):
         self.generator = generator
         self._conditional = ConditionalSearch(generator=generator)
 
+    def most_proposed(self, num_states: int) -> int:
+        """What the full conditionals propose, and the flips beside them."""
+        return self._conditional.most_proposed(num_states) + CombinedFlips().most_proposed(num_states)
+
     def propose(self, batch: SearchBatch) -> Population:
         """What the chosen search proposes."""
         return self._choose(batch).propose(batch)

@@ -17,6 +17,8 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.representation import Described
 
+_FEW_PROPOSED = 256
+
 
 @dataclasses.dataclass(frozen=True)
 class SearchBatch:
@@ -45,6 +47,8 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
         is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
+        flip_gains: maps a packed state of each data point ``(N, num_words)`` to what flipping each of its latents changes in the log joint,
+            ``(N, L)``, or to ``None`` where scoring the flips is as cheap.
     """
 
     population: Population
@@ -58,6 +62,7 @@ class SearchBatch:
     is_spread: bool = False
     is_met: bool = False
     is_linear: bool = False
+    flip_gains: Callable[[Tensor], Tensor | None] | None = None
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -141,6 +146,10 @@ class Search(Described, Stateful, abc.ABC):
     def learns(self) -> bool:
         """Whether the search learns from data, by :meth:`meet`."""
         return False
+
+    def most_proposed(self, num_states: int) -> int:
+        """How many states it proposes at a time for a data point with so many, roughly: blocks on a device go by it."""
+        return max(_FEW_PROPOSED, 4 * num_states)
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses a space in which the search can propose nothing, before any work is done.
@@ -231,6 +240,10 @@ class CombinedSearch(Search):
     def learns(self) -> bool:
         """Whether one of the searches does."""
         return any(search.learns for search in self.searches)
+
+    def most_proposed(self, num_states: int) -> int:
+        """What all propose."""
+        return sum(search.most_proposed(num_states) for search in self.searches)
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses what one of the searches refuses."""

@@ -52,6 +52,10 @@ class CombinedFlips(Search):
         if not space.is_binary:
             raise ValueError(f"CombinedFlips is for binary latents; the model has {space}")
 
+    def most_proposed(self, num_states: int) -> int:
+        """All combinations of all rounds."""
+        return self.rounds << self.num_selected
+
     def propose(self, batch: SearchBatch) -> Population:
         """The best states with all combinations of their most promising flips, ``(N, rounds * 2**num_selected)``."""
         self.check_space(batch.space)
@@ -63,7 +67,8 @@ class CombinedFlips(Search):
     def _around(self, best: Tensor, batch: SearchBatch) -> Population:
         """States ``(N, W)`` with all combinations of their most promising flips; they themselves come first."""
         states = best.unsqueeze(1)
-        scores = _scores_of_flips(batch, states)
+        gains = None if batch.flip_gains is None else batch.flip_gains(best)
+        scores = _scores_of_flips(batch, states) if gains is None else gains
         chosen = scores.topk(min(self.num_selected, scores.shape[1]), 1).indices
         return batch.scored(combine(_flips(batch)[chosen]) ^ states)
 

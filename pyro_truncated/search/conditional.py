@@ -64,6 +64,10 @@ class ConditionalSearch(Search):
         """States scored per data point and step for populations of so many states, up to rounding."""
         return self.num_candidates or 256 + 2 * num_states
 
+    def most_proposed(self, num_states: int) -> int:
+        """More than ``C``: shares are rounded up, and every parent draws."""
+        return 3 * self.candidates_of(num_states)
+
     def propose(self, batch: SearchBatch) -> Population:
         """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
         population, space = batch.population, batch.space
@@ -101,7 +105,8 @@ def _shares(size: int, num_moves: int) -> tuple[int, int]:
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:
     """States of the populations, ``(N, count, W)``, whose ranks by log joint are log-uniform: all orders of magnitude count alike."""
     rank = (ops.uniform(shape=(count,), **draws) * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
-    place = population.log_joint.argsort(1, descending=True).gather(1, rank)
+    # Equal ones, impossible ones too, in the same order on every device.
+    place = population.log_joint.argsort(dim=1, descending=True, stable=True).gather(1, rank)
     return population.take(place)
 
 

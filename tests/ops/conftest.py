@@ -1,4 +1,4 @@
-"""Tests that take ``kind`` run on the compiled kernels and on those of plain torch."""
+"""Tests that take ``kind`` run on the compiled kernels and on those of plain torch, in one block and in several."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pyro_truncated import ops
 from pyro_truncated.states import StateSpace
 
 
-@pytest.fixture(params=["compiled", "vectorised"])
+@pytest.fixture(params=["compiled", "vectorised", "blocks"])
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes the public functions use one of the two kinds of kernels."""
-    with ops.use(request.param):
-        yield request.param
+    """Makes the public functions use one of the two kinds of kernels; those of plain torch also in blocks of almost no memory."""
+    kind = "compiled" if request.param == "compiled" else "vectorised"
+    with ops.use(kind), ops.memory_budget(2**12 if request.param == "blocks" else None):
+        yield kind
 
 
 @pytest.fixture(params=[1, 8, 64, 70, 130])

@@ -21,6 +21,17 @@ def test_pair_energy_is_the_quadratic_form(kind: str, space: StateSpace, per_dat
     torch.testing.assert_close(ops.pair_energy(words, linear, pairwise), expected, rtol=1e-12, atol=1e-11)
 
 
+def test_flips_change_the_energy_by_as_much_as_scoring_them_says(kind: str, space: StateSpace) -> None:
+    words, _ = draw(space)
+    num_latents = space.num_latents
+    linear, pairwise = torch.randn(NUM_DATA, num_latents).double(), torch.randn(num_latents, num_latents).double()
+    flips = space.pack(torch.eye(num_latents, dtype=torch.int64))
+    for state in words[:, :2].unbind(1):
+        before = ops.pair_energy(state.unsqueeze(1), linear, pairwise)
+        expected = ops.pair_energy(state.unsqueeze(1) ^ flips, linear, pairwise) - before
+        torch.testing.assert_close(ops.flip_energy(state, linear, pairwise), expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("per_datum", [False, True])
 def test_pair_energy_gradients(kind: str, per_datum: bool) -> None:
     space = StateSpace([2] * 6)

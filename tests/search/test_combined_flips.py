@@ -46,6 +46,32 @@ def test_the_likeliest_flips_of_the_best_state_are_combined(kind: str) -> None:
             assert {tuple(row) for row in states.tolist()} == {tuple(row) for row in expected.tolist()}
 
 
+@pytest.mark.parametrize("missing", [False, True])
+def test_sums_of_causes_know_the_gains_of_flips(missing: bool) -> None:
+    y = 3 * torch.randn(30, 12, dtype=torch.float64)
+    y[0, 0] = math.nan if missing else y[0, 0]
+    model = BinarySparseCoding(12, 70, dtype=torch.float64).initialize(y)
+    seen: list[SearchBatch] = []
+
+    class Watched(CombinedFlips):
+        def propose(self, batch: SearchBatch) -> Population:
+            seen.append(batch)
+            return super().propose(batch)
+
+    AutoTruncated(model, num_states=8).infer(y, Watched(3), steps=2)
+    batch = seen[-1]
+    best = batch.population.mode()
+    assert batch.flip_gains is not None
+    gains = batch.flip_gains(best)
+    assert (gains is None) == missing
+    if gains is not None:
+        flips = batch.space.pack(torch.eye(70, dtype=torch.int64))
+        expected = batch.score(best.unsqueeze(1) ^ flips) - batch.score(best.unsqueeze(1))
+        torch.testing.assert_close(gains, expected, rtol=1e-9, atol=1e-9)
+    scored = CombinedFlips(3).propose(dataclasses.replace(batch, flip_gains=None))
+    assert torch.equal(CombinedFlips(3).propose(batch).words, scored.words)
+
+
 def test_of_many_latents_that_do_not_interact_each_step_puts_so_many_right() -> None:
     gain = -torch.rand(20, 500, dtype=torch.float64) - 1
     on = torch.rand(20, 500).topk(12).indices

@@ -15,39 +15,57 @@ from pyro_truncated.utils.budget import rows_per_block
 
 
 class ActiveLatents(NamedTuple):
-    """The active latents of a block of states.
+    """The active latents of a block of states, some for every data point ``(N, c)``, or any of them, ``(M, 1)``.
 
     Attributes:
-        where: the states of the block among all of their data points.
-        latents: which ones, ``(N, c, K)``; zero in places that are not taken.
-        is_taken: which places are, ``(N, c, K)`` in float64.
+        where: the states of the block among all: a slice of those of every data point, or positions ``(M,)`` in the flattened ``(N, C)``.
+        data: the data point of each state, ``(N, 1)`` or ``(M, 1)``.
+        latents: which ones, ``(n, c, K)``; zero in places that are not taken.
+        is_taken: which places are, ``(n, c, K)`` in float64.
     """
 
-    where: slice
+    where: slice | Tensor
+    data: Tensor
     latents: Tensor
     is_taken: Tensor
 
+    def of_states(self, values: Tensor) -> Tensor:
+        """Of numbers of all states ``(N, C)`` those of the block, ``(n, c)``."""
+        return values[:, self.where] if isinstance(self.where, slice) else values.reshape(-1, 1)[self.where]
+
+    def put_(self, out: Tensor, values: Tensor) -> None:
+        """Writes numbers of the block's states ``(n, c)`` to their places among those of all ``(N, C)``."""
+        if isinstance(self.where, slice):
+            out[:, self.where] = values
+        else:
+            out.view(-1, 1)[self.where] = values
+
     def rows(self, values: Tensor) -> Tensor:
-        """Of numbers ``(N, H)`` those of the active latents, ``(N, c, K)``."""
-        return values[torch.arange(len(values), device=values.device).view(-1, 1, 1), self.latents]
+        """Of numbers ``(N, H)`` those of the active latents, ``(n, c, K)``."""
+        return values[self.data.unsqueeze(-1), self.latents]
 
     def pairs(self, matrix: Tensor) -> Tensor:
-        """Of a matrix ``(1, H, H)``, or one for every data point, the entries of pairs of active latents, ``(N, c, K, K)``."""
-        rows = torch.arange(len(matrix), device=matrix.device).view(-1, 1, 1, 1)
-        return matrix[rows, self.latents.unsqueeze(-1), self.latents.unsqueeze(-2)]
+        """Of a matrix ``(1, H, H)``, or one for every data point, the entries of pairs of active latents, ``(n, c, K, K)``."""
+        latents = self.latents.unsqueeze(-1), self.latents.unsqueeze(-2)
+        return matrix[0][latents] if len(matrix) == 1 else matrix[self.data[..., None, None], *latents]
 
     def add_rows_(self, total: Tensor, values: Tensor) -> None:
-        """Adds numbers ``(N, c, K)`` of the active latents to sums over the states, ``(N, H)``."""
-        total.scatter_add_(1, self.latents.flatten(1), values.flatten(1))
+        """Adds numbers ``(n, c, K)`` of the active latents to sums over the states, ``(N, H)``."""
+        place = self.data.unsqueeze(-1) * total.shape[1] + self.latents
+        total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
     def add_pairs_(self, total: Tensor, values: Tensor, num_latents: int) -> None:
-        """Adds numbers ``(N, c, K, K)`` of pairs of active latents to sums over the states ``(N, H H)``, or also over data ``(1, H H)``."""
+        """Adds numbers ``(n, c, K, K)`` of pairs of active latents to sums over the states ``(N, H H)``, or also over data ``(1, H H)``."""
         place = self.latents.unsqueeze(-1) * num_latents + self.latents.unsqueeze(-2)
-        total.scatter_add_(1, place.reshape(len(total), -1), values.reshape(len(total), -1))
+        place = place if len(total) == 1 else self.data[..., None, None] * num_latents**2 + place
+        total.view(-1).scatter_add_(0, place.flatten(), values.flatten())
 
 
 def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_final: bool = False) -> Iterator[ActiveLatents]:
     """Blocks of states with their active latents; at least one, empty if need be.
+
+    All states have room for as many as one of them has, if that fits the budget: then nobody waits for their number where it is known
+    roughly. Else they are taken by their number, as most have far fewer, and factors take the cube of it.
 
     Args:
         words: packed states, ``(N, C, W)``.
@@ -55,24 +73,59 @@ def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_f
         num_matrices: how many matrices ``(K, K)`` of every state the temporaries hold.
         is_final: whether others will be made of these states: then it is asked how many latents they have exactly.
     """
-    num_data, num_states, _ = words.shape
     known = most_active(words)
     asked = _asked(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
     most = int(asked()[0]) if known is None and asked is not None else known or 0
     most = max(1, min(most, num_latents))
-    size = rows_per_block(num_data * (32 * num_latents + 8 * num_matrices * most**2))
-    for start in range(0, max(1, num_states), size):
-        where = slice(start, start + size)
-        bits = unpack_bits(words[:, where], num_latents, torch.bool)
-        number = bits.sum(-1, keepdim=True)
-        if known is not None and number.numel():
-            refuse((number > most).any(), _complain)
-        # Idle latents all go to one place more, which is left out.
-        place = torch.where(bits, bits.cumsum(-1) - 1, most)
-        latents = torch.arange(num_latents, device=words.device).expand_as(place)
-        index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
-        is_taken = torch.arange(most, device=words.device) < number
-        yield ActiveLatents(where, index.masked_fill(~is_taken, 0), is_taken.double())
+    if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, most, num_matrices)):
+        yield _padded(words, num_latents, most, is_checked=known is not None)
+    else:
+        yield from _by_number(words, num_latents, num_matrices)
+
+
+def _bytes_per_state(num_latents: int, most: int, num_matrices: int) -> int:
+    return 32 * num_latents + 8 * num_matrices * most**2
+
+
+def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
+    """All states together."""
+    latents, is_taken, number = _places(words, num_latents, most)
+    if is_checked and number.numel():
+        refuse((number > most).any(), _complain)
+    return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
+
+
+def _by_number(words: Tensor, num_latents: int, num_matrices: int) -> Iterator[ActiveLatents]:
+    """States of about the same number of active latents together, in blocks that fit the budget."""
+    flat = words.reshape(-1, 1, words.shape[-1])
+    parts = flat.split(rows_per_block(16 * num_latents))
+    number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])
+    bounds = [bound for bound in _bounds() if bound < num_latents] + [num_latents]
+    kind = torch.bucketize(number, torch.tensor(bounds, device=words.device))
+    order = kind.argsort(stable=True)
+    sizes = torch.bincount(kind, minlength=len(bounds)).tolist()
+    for bound, some in zip(bounds, order.split(sizes), strict=True):
+        for where in some.split(rows_per_block(_bytes_per_state(num_latents, bound, num_matrices))):
+            if len(where):
+                latents, is_taken, _ = _places(flat[where], num_latents, bound)
+                yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), latents, is_taken)
+
+
+def _bounds() -> list[int]:
+    """Numbers of places, each at most half as much again as the last: little of a matrix is left empty."""
+    return sorted({1, 2, *(number << power for power in range(1, 16) for number in (2, 3))})
+
+
+def _places(words: Tensor, num_latents: int, most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Active latents ``(n, c, most)``, which of these places are taken, and how many latents are active, ``(n, c, 1)``."""
+    bits = unpack_bits(words, num_latents, torch.bool)
+    number = bits.sum(-1, keepdim=True)
+    # Idle latents all go to one place more, which is left out.
+    place = torch.where(bits, bits.cumsum(-1) - 1, most).clamp(max=most)
+    latents = torch.arange(num_latents, device=words.device).expand_as(place)
+    index = torch.zeros(*bits.shape[:2], most + 1, dtype=torch.int64, device=words.device).scatter_(-1, place, latents)[..., :most]
+    is_taken = torch.arange(most, device=words.device) < number
+    return index.masked_fill(~is_taken, 0), is_taken.double(), number
 
 
 def gram_of(scaled: Tensor, observed: Tensor | None) -> Tensor:

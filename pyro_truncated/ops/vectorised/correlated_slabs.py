@@ -11,7 +11,7 @@ from pyro_truncated.ops.checks import cholesky
 from pyro_truncated.ops.unpacked import collapse_correlated
 from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
 
-_NUM_MATRICES = 12
+_NUM_MATRICES = 20
 
 
 class _Collapsed(NamedTuple):
@@ -37,8 +37,10 @@ class _Collapsed(NamedTuple):
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.correlated_slabs.log_prob`."""
     gram, linear = gram_of(scaled, observed), linear.double()
-    blocks = blocks_of_active(words, scaled.shape[1], _NUM_MATRICES)
-    return torch.cat([_integrated(block, gram, linear, mean, covariance)[1][0] for block in blocks], 1)
+    out = linear.new_empty(words.shape[:2])
+    for block in blocks_of_active(words, scaled.shape[1], _NUM_MATRICES):
+        block.put_(out, _integrated(block, gram, linear, mean, covariance)[1][0])
+    return out
 
 
 def moments(
@@ -57,7 +59,7 @@ def moments(
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
     for block in blocks_of_active(words, num_latents, _NUM_MATRICES, is_final=True):
-        weight, slabs = weights[:, block.where].double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
+        weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
         block.add_rows_(active, weight * block.is_taken)
@@ -90,7 +92,7 @@ def expected_log_prior(
             factor, info = torch.linalg.cholesky_ex(_of_active(block, prior))
             trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
             energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
-            total[t] += (weights[:, block.where].double() * torch.where(info == 0, energy, torch.nan)).sum()
+            total[t] += (block.of_states(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
     return total
 
 

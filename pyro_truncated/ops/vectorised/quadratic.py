@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.vectorised.blocks import blocks_of_states
+from pyro_truncated.ops.vectorised.values import unpack_bits
+from pyro_truncated.utils.budget import blocks_of_rows
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
@@ -15,6 +17,15 @@ def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
         field = linear.unsqueeze(-2) + states @ pairwise.to(states.dtype)
         energies.append((field * states).sum(-1))
     return torch.cat(energies, -1)
+
+
+def flip_energy(words: Tensor, alone: Tensor, others: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.flip_energy`, given what a latent adds alone ``(N, H)`` and beside others ``(H, H)``."""
+    blocks = []
+    for rows in blocks_of_rows(max(1, len(words)), 32 * len(others)):
+        states = unpack_bits(words[rows], len(others), torch.float64)
+        blocks.append((1 - 2 * states) * (alone[rows] + states @ others))
+    return torch.cat(blocks)
 
 
 def moments(words: Tensor, weights: Tensor, num_latents: int, per_datum: bool) -> tuple[Tensor, Tensor]:

@@ -8,13 +8,16 @@ from torch import Tensor
 from pyro_truncated.ops.unpacked import collapse
 from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
 
-_NUM_MATRICES = 6
+_NUM_MATRICES = 12
 
 
 def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
     """See :func:`pyro_truncated.ops.compiled.spike_slab.log_prob`."""
     parameters = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
-    return torch.cat([_collapsed(block, *parameters)[0] for block in blocks_of_active(words, scaled.shape[1], _NUM_MATRICES)], 1)
+    out = linear.new_empty(words.shape[:2], dtype=torch.float64)
+    for block in blocks_of_active(words, scaled.shape[1], _NUM_MATRICES):
+        block.put_(out, _collapsed(block, *parameters)[0])
+    return out
 
 
 def moments(
@@ -34,7 +37,7 @@ def moments(
     second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
     for block in blocks_of_active(words, num_latents, _NUM_MATRICES, is_final=True):
         _, factor, solution = _collapsed(block, gram, linear, mean, deviation)
-        weight, index = weights[:, block.where].double().unsqueeze(-1), block.latents
+        weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
         spread = block.is_taken * deviation[index]
         value = block.is_taken * (mean[index] + deviation[index] * solution)
         covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
