@@ -86,6 +86,13 @@ CASES: dict[str, Case] = {
 }  # fmt: skip
 
 
+def optimizer_of(case: Case, model: Any) -> Any:
+    """Adam, or M-steps in closed form."""
+    if case.learning_rate is not None:
+        return Adam({"lr": case.learning_rate})
+    return ClosedForm(model) if case.batch is None else ClosedForm(model, minibatch="online")
+
+
 def timed(case: Case, device: str) -> dict[str, float]:
     """The shortest of some steps in seconds, and the free energy per data point after them."""
     pyro.clear_param_store()
@@ -94,8 +101,7 @@ def timed(case: Case, device: str) -> dict[str, float]:
     model = case.make().to(device)
     model.initialize(y)
     guide = AutoTruncated(model, case.num_states)
-    closed_form = ClosedForm(model) if case.batch is None else ClosedForm(model, minibatch="online")
-    svi = SVI(model, guide, closed_form if case.learning_rate is None else Adam({"lr": case.learning_rate}), Truncated_ELBO())
+    svi = SVI(model, guide, optimizer_of(case, model), Truncated_ELBO())
     seconds, begun, loss = [], time.perf_counter(), 0.0
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
