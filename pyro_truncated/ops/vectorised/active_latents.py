@@ -77,14 +77,18 @@ def blocks_of_active(words: Tensor, num_latents: int, num_matrices: int, *, is_f
     asked = _asked(words, num_latents) if known is None or (is_final and most_active(words, 0) is None) else None
     most = int(asked()[0]) if known is None and asked is not None else known or 0
     most = max(1, min(most, num_latents))
-    if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, most, num_matrices)):
+
+    def numbers(places: int) -> int:
+        return num_matrices * places**2
+
+    if words.shape[0] * words.shape[1] <= rows_per_block(_bytes_per_state(num_latents, numbers(most))):
         yield _padded(words, num_latents, most, is_checked=known is not None)
     else:
-        yield from _by_number(words, num_latents, num_matrices)
+        yield from by_number(words, num_latents, numbers)
 
 
-def _bytes_per_state(num_latents: int, most: int, num_matrices: int) -> int:
-    return 32 * num_latents + 8 * num_matrices * most**2
+def _bytes_per_state(num_latents: int, numbers: int) -> int:
+    return 32 * num_latents + 8 * numbers
 
 
 def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> ActiveLatents:
@@ -95,8 +99,14 @@ def _padded(words: Tensor, num_latents: int, most: int, *, is_checked: bool) -> 
     return ActiveLatents(slice(None), torch.arange(len(words), device=words.device).unsqueeze(1), latents, is_taken)
 
 
-def _by_number(words: Tensor, num_latents: int, num_matrices: int) -> Iterator[ActiveLatents]:
-    """States of about the same number of active latents together, in blocks that fit the budget."""
+def by_number(words: Tensor, num_latents: int, numbers: Callable[[int], int]) -> Iterator[ActiveLatents]:
+    """States of about the same number of active latents together, in blocks that fit the budget; their numbers are waited for.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        num_latents: number of binary latents ``H``.
+        numbers: how many numbers the temporaries hold of a state with so many places.
+    """
     flat = words.reshape(-1, 1, words.shape[-1])
     parts = flat.split(rows_per_block(16 * num_latents))
     number = torch.cat([unpack_bits(part, num_latents, torch.uint8).sum(-1).squeeze(1) for part in parts])
@@ -105,7 +115,7 @@ def _by_number(words: Tensor, num_latents: int, num_matrices: int) -> Iterator[A
     order = kind.argsort(stable=True)
     sizes = torch.bincount(kind, minlength=len(bounds)).tolist()
     for bound, some in zip(bounds, order.split(sizes), strict=True):
-        for where in some.split(rows_per_block(_bytes_per_state(num_latents, bound, num_matrices))):
+        for where in some.split(rows_per_block(_bytes_per_state(num_latents, numbers(bound)))):
             if len(where):
                 latents, is_taken, _ = _places(flat[where], num_latents, bound)
                 yield ActiveLatents(where, (where // words.shape[1]).unsqueeze(1), latents, is_taken)
