@@ -113,3 +113,19 @@ def _refuse_impossible(log_joint: Tensor) -> None:
         f"(first: {int(impossible[0])} of the batch). Start from parameters under which the data are possible, or give the "
         "likelihood a floor (a leak, a noise term)."
     )
+
+
+def check_positions(indices: Tensor | None, number: int) -> None:
+    """Checks positions of some of so many data points.
+
+    Raises:
+        TypeError: if they are no integers.
+        ValueError: if they are out of range.
+    """
+    if indices is None:
+        return
+    if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
+        given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
+        raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {given}")
+    if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < number:
+        raise ValueError(f"subsample indices must lie in 0 .. {number - 1}; got {int(indices.min())} .. {int(indices.max())}")

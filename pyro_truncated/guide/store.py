@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.shards import Portion
-from pyro_truncated.guide.given_states import Init, check_possible, flaw, given_population, hold_all
+from pyro_truncated.guide.given_states import Init, check_positions, check_possible, flaw, given_population, hold_all
 from pyro_truncated.guide.saved_portion import PORTION, other_rows, save_portion, saved_portion
 from pyro_truncated.guide.seen_data import SeenData
 from pyro_truncated.program.inspection import ordinary_tensors
@@ -111,8 +111,7 @@ class PopulationStore(torch.nn.Module):
             self.seed = world.agree(self.seed)
         if not self.is_filled:
             self._create(layout, init, device)
-        elif self._space is None:
-            # Loaded before they met the model.
+        elif self._space is None:  # loaded before they met the model
             self.bring_(device)
         if problem := other_rows(self._loaded, self.portion) or self._problem(self.words, self.cardinalities, layout.space):
             raise ValueError(problem)
@@ -223,15 +222,7 @@ class PopulationStore(torch.nn.Module):
             TypeError: if they are no integers.
             ValueError: if they are out of range.
         """
-        if indices is None:
-            return
-        if not isinstance(indices, Tensor) or indices.dim() != 1 or indices.dtype not in (torch.int64, torch.int32):
-            given = f"{indices.dtype} of shape {tuple(indices.shape)}" if isinstance(indices, Tensor) else type(indices).__name__
-            raise TypeError(f"indices of data points must be a tensor (n,) of integers; got {given}")
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.words.shape[0]:
-            raise ValueError(
-                f"subsample indices must lie in 0 .. {self.words.shape[0] - 1}; got {int(indices.min())} .. {int(indices.max())}"
-            )
+        check_positions(indices, len(self.words))
 
     def population(self, indices: Tensor | None = None) -> Population:
         """The stored populations of all or the given data points, with the log joints of when they were last scored."""

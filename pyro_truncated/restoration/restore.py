@@ -12,6 +12,7 @@ from torch import Tensor
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.restoration.choice_of_sides import restored_with_chosen_sides
 from pyro_truncated.restoration.first_guesses import checked, filled, floating, holds_channels, nearly_no_noise, noise_level
+from pyro_truncated.restoration.low_rank_groups import with_low_rank_groups
 from pyro_truncated.restoration.model_training import ModelOfPatches, made, posterior_means, start, train
 from pyro_truncated.restoration.patch_sides import shows_which_sides, side_for_model, side_of, sides_of_mixtures
 from pyro_truncated.restoration.rounds import agreed, expected_errors, learned_in_rounds
@@ -180,6 +181,8 @@ def _by_mixtures(
         learned, restored = learned_in_rounds(above, first, level, [patches] * rounds, is_clean=is_clean, **options)
         if not is_missing:
             restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
+        if is_clean:
+            restored = with_low_rank_groups(above, restored, level, patches[0].channels)
     last = learned[-1]
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 

@@ -79,13 +79,14 @@ def restored_by_groups(image: Tensor, estimate: Tensor, noise: float, *, channel
     return windows.assemble(total / whole, share), windows.assemble((expected / whole).expand(y.shape), share)
 
 
-def similar(windows: Tensor, centres: Tensor, counts: list[int]) -> Tensor:
+def similar(windows: Tensor, centres: Tensor, counts: list[int], members: int | None = None) -> Tensor:
     """The windows nearest to some, the window itself first, of those not too far away in the image.
 
     Args:
         windows: all windows of an image in their order, ``(N, D)``.
         centres: places of some of them, ``(G, 2)``.
         counts: how many windows there are along each dimension.
+        members: how many to find, or as many as there are; default: 24.
 
     Returns:
         Their numbers, ``(G, K)``.
@@ -100,7 +101,7 @@ def similar(windows: Tensor, centres: Tensor, counts: list[int]) -> Tensor:
         distance = (windows[numbers[-1]] - own).square().sum(1)
         distances.append(torch.where(is_inside, distance, math.inf) if any(shift) else torch.full_like(distance, -1.0))
     distance = torch.stack(distances, 1)
-    number = min(_MEMBERS, int(distance.isfinite().sum(1).min()))
+    number = min(members or _MEMBERS, int(distance.isfinite().sum(1).min()))
     return torch.stack(numbers, 1).gather(1, distance.topk(number, 1, largest=False).indices)
 
 

@@ -2,7 +2,8 @@
 
 from pyro_truncated.gp.data_kernels.binding import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
-from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
 from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, smooth_rbf

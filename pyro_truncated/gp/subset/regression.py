@@ -108,8 +108,7 @@ class SubsetGPRegression(SavedRegression):
             raise ValueError(f"noise must be a variance above {NOISE_FLOOR}; got {noise}")
         if objective not in (*OBJECTIVES, "fitc"):
             raise ValueError(f'objective must be one of {", ".join(OBJECTIVES)} and "fitc"; got {objective!r}')
-        # Inputs of no device, such as strings, are where the targets are.
-        check_data_kernel(self.kernel.to(targets.device))
+        check_data_kernel(self.kernel.to(targets.device))  # strings are on no device
         self.num_inducing = num_inducing
         self.objective = objective
         self.search = make_search(algorithm)

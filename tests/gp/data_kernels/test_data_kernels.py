@@ -24,7 +24,8 @@ from pyro_truncated.gp.data_kernels import (
     as_data_kernel,
     smooth_rbf,
 )
-from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
+from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
 from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
 from pyro_truncated.gp.data_kernels.strings import spectrum

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from pyro_truncated.gp.data_kernels.features import FunctionKernel
+from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.exchange_gains import CandidatePool

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.data_kernels.features import FunctionKernel
+from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
 from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_gains

@@ -12,7 +12,8 @@ from pyro import poutine
 from pyro.contrib.gp import models
 
 from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
-from pyro_truncated.gp.data_kernels.features import CountKernel, FunctionKernel
+from pyro_truncated.gp.data_kernels.features import CountKernel
+from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.data_kernels.strings import spectrum
 from pyro_truncated.gp.subset import gradient as evidence
 from pyro_truncated.gp.subset.all_noise import AllNoiseWarning
