@@ -22,7 +22,6 @@ from torch import Tensor
 from pyro_truncated import (
     AutoTruncated,
     ClosedForm,
-    EvolutionarySearch,
     GPSelect,
     SubsetGPRegression,
     Training,
@@ -135,7 +134,7 @@ def test_the_posterior_is_looked_at(device: str) -> None:
     assert idata.posterior["s"].shape[2:] == (300, 8)
     check_truncation(guide, y, warn=False)
     estimate_evidence(guide, y)
-    new = guide.infer(y[:20] + 0.1, EvolutionarySearch(crossover=True), steps=5)
+    new = guide.infer(y[:20] + 0.1)
     assert model.reconstruct(new.population(), y[:20]).device.type == device
     drawn = Predictive(pyro.poutine.uncondition(model), guide=guide, num_samples=3)(y)["y"]
     assert drawn.shape == (3, 300, 16)

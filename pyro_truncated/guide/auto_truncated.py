@@ -23,6 +23,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
@@ -69,7 +70,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             ``s[:, 0]``, ``if z == 1``) is scored by :func:`torch.func.vmap` where that is right, else one state after the other, with one
             :class:`~pyro_truncated.VectorizationWarning` that names the line.
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
-        memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA a quarter of what is free.
+        memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
 
     Attributes:
@@ -199,7 +200,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.batch(call).rescore_() if averaged is None else self.populations.store_averages_(averaged)
 
     def infer(
-        self, data: Any, search: Search, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
+        self, data: Any, search: Search | None = None, steps: int = 10, *, num_states: int | None = None, init: Init = None, **kwargs: Any
     ) -> AutoTruncated:
         """A guide for unseen data, made like this one, under the model as it is; neither the model nor this guide changes.
 
@@ -210,25 +211,24 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
         Example::
 
-            new = guide_list[-1].infer(y_new, search)
-            print(check_truncation(new, y_new))
+            new = guide_list[-1].infer(y_new)
             idata = to_arviz(model, new, y_new)
 
         Args:
             data: the model's positional arguments, one tensor or a tuple: the model must take all data points at once.
-            search: fills the populations.
+            search: fills the populations; default: what :class:`~pyro_truncated.search.AutomaticSearch` chooses, as in training.
             steps: number of search steps.
             num_states: states per data point; default: as in this guide.
             init: initial states, as for the constructor.
             **kwargs: the model's keyword arguments.
 
         Raises:
-            TypeError: if ``search`` is none.
+            TypeError: if ``search`` is no search.
             ValueError: if the model subsamples, or no guide in the list knows a latent of the new data, but for its prior.
         """
+        search, steps = AutomaticSearch() if search is None else search, check_count("steps", steps)
         check_search(search)
         call = Call(self.model, data if isinstance(data, tuple) else (data,), kwargs)
-        steps = check_count("steps", steps)
         guide = AutoTruncated(self.model, self.num_states if num_states is None else num_states, init=init, **self.options)
         with torch.no_grad(), poutine.block():
             guide.setup(*call.args, **call.kwargs)

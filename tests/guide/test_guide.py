@@ -368,6 +368,8 @@ def test_infer_leaves_the_trained_guide_alone():
     exact = guide.infer((new,), ExhaustiveSearch(), steps=1, num_states=8)
     torch.testing.assert_close(exact.population().free_energy(), collapsed_evidence(new).logsumexp(0), rtol=1e-9, atol=1e-9)
     assert (found.population().free_energy() <= exact.population().free_energy() + 1e-9).all()
+    by_default = guide.infer(new, num_states=8)  # the default search scores all states of so small a space
+    torch.testing.assert_close(by_default.population().free_energy(), exact.population().free_energy(), rtol=1e-9, atol=1e-9)
 
 
 def test_initial_states_from_the_user():
