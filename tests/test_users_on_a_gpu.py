@@ -1,4 +1,4 @@
-"""What users do first with data on a GPU: learn, look at the posterior, restore a picture, fit a Gaussian process. The same on the CPU.
+"""What users do first with data on a GPU: learn, look at the posterior, restore a picture, fit a Gaussian process. Mostly the same on the CPU.
 
 `tests/test_gpu.py` checks that numbers are the same there; here it is that nothing on the way lies elsewhere, and that results are good.
 """
@@ -72,8 +72,12 @@ def test_learn_takes_the_shipped_models(name: str) -> None:
     assert found >= 0.9 * truth.shape["Mixture" not in name and name != "GatedDecoder"]
 
 
-def test_learn_takes_a_function(device: str) -> None:
-    y = bars().to(device)
+@NO_GPU
+@pytest.mark.gpu
+def test_learn_takes_a_function() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
+    y = bars().cuda()
 
     def model(y: Tensor) -> None:
         weight = pyro.param("weight", lambda: y[:8].mT.clone())
@@ -83,16 +87,20 @@ def test_learn_takes_a_function(device: str) -> None:
             pyro.sample("y", dist.Normal(s @ weight.mT, noise).to_event(1), obs=y)
 
     guide = learn(model, y, progress=False)
-    assert guide.marginals()["s"].device.type == device
+    assert guide.marginals()["s"].is_cuda
     assert pyro.param("noise").item() < 2.5
 
 
-def test_a_network_of_ones_own(device: str) -> None:
+@NO_GPU
+@pytest.mark.gpu
+def test_a_network_of_ones_own() -> None:
+    pyro.clear_param_store()
+    pyro.set_rng_seed(0)
     generator = torch.Generator().manual_seed(1)
     s = (torch.rand(400, 5, generator=generator) < 0.3).float()
-    y = ((2 * s @ torch.randn(5, 12, generator=generator)).tanh() @ torch.randn(12, 16, generator=generator) + 0.5).to(device)
-    y = y + 0.3 * torch.randn(y.shape, generator=generator).to(device)
-    network = torch.nn.Sequential(torch.nn.Linear(5, 12), torch.nn.Tanh(), torch.nn.Linear(12, 16)).to(device)
+    y = ((2 * s @ torch.randn(5, 12, generator=generator)).tanh() @ torch.randn(12, 16, generator=generator) + 0.5).cuda()
+    y = y + 0.3 * torch.randn(y.shape, generator=generator).cuda()
+    network = torch.nn.Sequential(torch.nn.Linear(5, 12), torch.nn.Tanh(), torch.nn.Linear(12, 16)).cuda()
 
     def model(y: Tensor) -> None:
         decode = pyro.module("network", network)
