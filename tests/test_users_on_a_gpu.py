@@ -1,4 +1,4 @@
-"""What users do first with data on a GPU: learn, look at the posterior, restore a picture, fit a Gaussian process. Mostly the same on the CPU.
+"""What users do first with data on a GPU: learn, look at posteriors, restore a picture, fit Gaussian processes. Much of it on the CPU, too.
 
 `tests/test_gpu.py` checks that numbers are the same there; here it is that nothing on the way lies elsewhere, and that results are good.
 """

@@ -9,10 +9,21 @@ import pytest
 from pyro_truncated import ops
 from pyro_truncated.states import StateSpace
 
+# Where states that do not fit the memory are taken in another order, too.
+IN_BLOCKS = {"test_maximum", "test_maximum_score", "test_spike_slab"}
 
-@pytest.fixture(params=["compiled", "vectorised", "blocks"])
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """The kinds of kernels, and blocks of almost no memory."""
+    is_given = any("kind" in mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "kind" in metafunc.fixturenames and not is_given:
+        blocks = ["blocks"] if metafunc.module.__name__.rpartition(".")[2] in IN_BLOCKS else []
+        metafunc.parametrize("kind", ["compiled", "vectorised", *blocks], indirect=True)
+
+
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Makes the public functions use one of the two kinds of kernels; those of plain torch also in blocks of almost no memory."""
+    """Makes the public functions use one of the two kinds of kernels, those of plain torch also in blocks."""
     kind = "compiled" if request.param == "compiled" else "vectorised"
     with ops.use(kind), ops.memory_budget(2**12 if request.param == "blocks" else None):
         yield kind
