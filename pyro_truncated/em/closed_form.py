@@ -254,7 +254,7 @@ class ClosedForm(Described, PyroOptim):
         state_dict = copy.deepcopy(state_dict)
         # Files are read onto the CPU, whatever they were saved from.
         device = device_of_module(self.model)
-        self.statistics, self.expected = (brought(state_dict.get(name), device) for name in ("statistics", "expected"))
+        self.statistics, self.expected = (brought(one, device) for one in (state_dict["statistics"], state_dict.get("expected")))
         self.visited = state_dict["visited"]
         self.num_steps = state_dict["num_steps"]
         self._pending = False

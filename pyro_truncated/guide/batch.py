@@ -148,7 +148,7 @@ class Batch:
                 shown = {name: value[rows] for name, value in observations.items()}
                 with ops.together():
                     words = self.scorer.fitted(store.words[where])
-                    score, keys["flip_gains"] = self.scorer.scorer(rows), self.scorer.flip_scorer(rows)
+                    score = self.scorer.scorer(rows)
                     known = Population(store.space, words, score(words), self._positions(rows))
                     batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
                     found = search.improve(batch, steps)

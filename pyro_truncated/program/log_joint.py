@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -20,6 +21,31 @@ from pyro_truncated.utils.budget import budget_on, memory_budget
 
 # Numbers per word of a state, and as many more, that are held where states are sorted and selected.
 _PER_PROPOSED = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class RowScorer:
+    """Scores states of some data points.
+
+    Attributes:
+        log_joint: the scorer of all.
+        rows: which data points.
+    """
+
+    log_joint: LogJoint
+    rows: slice
+
+    def __call__(self, words: Tensor) -> Tensor:
+        """Log joints ``(N, C)`` of packed states ``(N, C, num_words)`` of these rows."""
+        scores = self.log_joint.score(words, self.rows)
+        return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
+
+    def flip_gains(self, words: Tensor) -> Tensor | None:
+        """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of these rows; ``None`` where that is not known cheaply."""
+        scorer = self.log_joint
+        with memory_budget(scorer.memory_budget):
+            found = None if scorer.packed is None or scorer.observed else scorer.packed.flip_gains(words, self.rows)
+        return None if found is None or found.dim() > 2 else found
 
 
 class LogJoint(Probe):
@@ -85,26 +111,9 @@ class LogJoint(Probe):
         self._check_finite(log_joint, words)
         return log_joint
 
-    def scorer(self, rows: slice) -> Callable[[Tensor], Tensor]:
+    def scorer(self, rows: slice) -> RowScorer:
         """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
-
-        def score(words: Tensor) -> Tensor:
-            """Log joints ``(N, C)`` of packed states of these rows."""
-            scores = self.score(words, rows)
-            return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
-
-        return score
-
-    def flip_scorer(self, rows: slice) -> Callable[[Tensor], Tensor | None]:
-        """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of some data points; ``None`` where that is not known cheaply."""
-
-        def gains(words: Tensor) -> Tensor | None:
-            """Changes of the log joints."""
-            with memory_budget(self.memory_budget):
-                found = None if self.packed is None or self.observed else self.packed.flip_gains(words, rows)
-            return None if found is None or found.dim() > 2 else found
-
-        return gains
+        return RowScorer(self, rows)
 
     @cached_property
     def packed(self) -> PackedModel | None:

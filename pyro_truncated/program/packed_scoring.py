@@ -102,15 +102,17 @@ class PackedModel:
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
         total: Tensor | None = None
         for fn, value in self.observations:
-            gains = getattr(fn, "packed_flip_gains", _unknown)(words, value[rows], logits)
+            gains = fn.packed_flip_gains(words, value[rows], logits) if _knows_flips(fn) else None
             if gains is None:
                 return None
             total, logits = gains if total is None else total + gains, None
         return total
 
 
-def _unknown(*args: Any) -> None:
-    return None
+def _knows_flips(distribution: Any) -> bool:
+    """Whether gains are those of its own scores: a class that scores in another way than the one it inherits from has none."""
+    own = next((base for base in type(distribution).__mro__ if "packed_log_prob" in vars(base)), None)
+    return own is not None and "packed_flip_gains" in vars(own)
 
 
 def _is_packed(node: Any, state: Any) -> bool:

@@ -19,7 +19,7 @@ _LEAST_SIDE = 32
 _BLOCK = 1024
 
 
-def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None) -> Tensor:
+def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
     r"""A restored image, averaged with what groups of windows that are similar in it say of the missing entries.
 
     The group of a window of side 8 are the 60 near by that are nearest to it. In each of eight steps every group becomes the matrix without
@@ -33,9 +33,11 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
         estimate: the restored image.
         noise: standard deviation :math:`\sigma` of what cannot be predicted.
         channels: number of channels; ``None`` for an image without.
+        stride: above 1 fewer groups: one for every ``4 * stride`` places along each dimension, at least every eighth.
 
     Returns:
-        The image; its observed entries are those of the estimate.
+        The image; its observed entries are those of the estimate, and so are channels without texture, which deviate by four times the
+        noise at most.
 
     Reference:
         Zhang, Zhao and Gao, "Group-based sparse representation for image restoration", IEEE Transactions on Image Processing 23, 2014.
@@ -45,18 +47,24 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
     is_seen, found = ~image.isnan(), estimate
     lost = torch.zeros_like(estimate)
     for _ in range(_STEPS):
-        found = _of_small_rank(torch.where(is_seen, image + lost, found), _STRENGTH * noise, channels)
+        found = _of_small_rank(torch.where(is_seen, image + lost, found), _STRENGTH * noise, channels, min(_STRIDE * stride, _SIDE))
         lost = lost + torch.where(is_seen, image - found, 0.0)
-    return torch.where(is_seen, estimate, torch.lerp(estimate, found, _WEIGHT))
+    return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, _WEIGHT))
 
 
-def _of_small_rank(image: Tensor, noise: float, channels: int | None) -> Tensor:
+def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
+    """Which channels deviate by more than what is cut off, ``(channels,)``, or whether an image without does."""
+    seen = image.reshape(-1, channels or 1)
+    return ((seen - seen.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
+
+
+def _of_small_rank(image: Tensor, noise: float, channels: int | None, stride: int = _STRIDE) -> Tensor:
     """The mean of all groups of an image without their small singular values."""
     shape = image.shape[:2]
     patches = Patches(shape, _SIDE, channels=channels)
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
-    centres = Patches(shape, _SIDE, _STRIDE, channels=channels).places().to(windows.device)
+    centres = Patches(shape, _SIDE, stride, channels=channels).places().to(windows.device)
     for block in centres.split(_BLOCK):
         members = similar(windows, block, [size - _SIDE + 1 for size in shape], _MEMBERS)
         groups = windows[members]

@@ -96,7 +96,8 @@ def denoise(
     temperature that falls during the first passes; every entry becomes the mean of the posterior means, from its ``reconstruct``, of the
     patches that cover it.
 
-    Missing entries (NaN) are filled in. Channels have noise of their own; if all are the same, one is restored, and repeated.
+    Missing entries (NaN) are filled in; of images without noise two fifths of what is filled in is what groups of similar windows say, see
+    :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`. Channels have noise of their own; if all are the same, one is restored, and repeated.
 
     Example::
 
@@ -182,7 +183,7 @@ def _by_mixtures(
         if not is_missing:
             restored = with_groups(above, agreed(above, learned), expected_errors(learned), level, patches[0].channels)
         if is_clean:
-            restored = with_low_rank_groups(above, restored, level, patches[0].channels)
+            restored = with_low_rank_groups(above, restored, level, patches[0].channels, patches[0].stride)
     last = learned[-1]
     return Restored(restored + brightness, last.noise, last.mixture, last.guide, last.patches, [])
 

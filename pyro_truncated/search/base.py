@@ -33,7 +33,9 @@ class SearchBatch:
 
     Attributes:
         population: current populations, log joints up to date.
-        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``.
+        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. It may have an attribute
+            ``flip_gains`` that maps one state of each data point ``(N, num_words)`` to what flipping each of its latents changes,
+            ``(N, L)``, or to ``None`` where scoring the flips is as cheap.
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
@@ -47,8 +49,6 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
         is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
-        flip_gains: maps a packed state of each data point ``(N, num_words)`` to what flipping each of its latents changes in the log joint,
-            ``(N, L)``, or to ``None`` where scoring the flips is as cheap.
     """
 
     population: Population
@@ -62,7 +62,6 @@ class SearchBatch:
     is_spread: bool = False
     is_met: bool = False
     is_linear: bool = False
-    flip_gains: Callable[[Tensor], Tensor | None] | None = None
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -109,7 +108,8 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """What has been learned of data, and the state of the generator if there is one of its own: what checkpoints save.
 
-        It is made of tensors, numbers, strings, lists and dictionaries. Whoever learns more adds to it.
+        It is made of tensors, numbers, strings, lists and dictionaries. Whoever learns more adds to it; states of generators are named
+        ``generator``, as they are on the CPU wherever the data are.
         """
         generator: torch.Generator | None = getattr(self, "generator", None)
         return {} if generator is None else {"generator": generator.get_state()}

@@ -11,7 +11,7 @@ import torch
 DEFAULT_BUDGET = 2**28
 # What else an operation allocates, and what does not lie in one piece, must find room, too.
 _SHARE_OF_FREE = 8
-# Larger blocks are no faster: this many numbers keep every device busy.
+# Bytes; larger blocks are no faster.
 _LARGEST = 2**32
 _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
 

@@ -13,13 +13,15 @@ from torch import Tensor
 _GENERATOR = "generator"
 
 
-def device_of_module(module: torch.nn.Module) -> torch.device:
-    """Where the first parameter of a module lives, or its first buffer; of a module with neither the CPU."""
+def device_of_module(module: Any) -> torch.device:
+    """Where the first parameter of a module lives, or its first buffer; of what has neither the CPU."""
+    if not isinstance(module, torch.nn.Module):
+        return torch.device("cpu")
     return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
 
 
 def brought(state: Any, device: torch.device) -> Any:
-    """A state of tensors, lists, tuples and dictionaries on a device, but for those of generators.
+    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``.
 
     Example:
         >>> brought({"weights": [torch.ones(2)], "steps": 3}, torch.device("cpu"))

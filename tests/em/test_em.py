@@ -5,14 +5,16 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+from typing import Any
 
 import pyro
 import pytest
 import torch
 from pyro.infer import SVI
 from pyro.optim import Adam
+from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, ExhaustiveSearch, Population, SampledSearch, Truncated_ELBO
 from pyro_truncated.datasets import bar_components, linear_bars, matched_bars, noisy_or_bars
 from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsGuide
@@ -366,3 +368,19 @@ def test_the_model_is_left_as_it_is_and_goes_back_to_gradients_with_the_object()
     svi = SVI(model, AutoTruncated(model, num_states=20), Adam({"lr": 0.01}), Truncated_ELBO(ExhaustiveSearch()))
     assert svi.step(y) > svi.step(y)
     assert ClosedForm.driving(lambda y: None) is None
+
+
+def test_statistics_of_a_model_that_is_no_module_are_put_back() -> None:
+    class Plain:
+        def sufficient_statistics(self, population: Population, *args: Any, temperature: float = 1.0) -> dict[str, Tensor]:
+            return {}
+
+        def maximize(self, statistics: dict[str, Tensor]) -> None:
+            pass
+
+    optimizer, again = ClosedForm(Plain()), ClosedForm(Plain())
+    optimizer.statistics, optimizer.num_steps = {"sums": torch.arange(3.0)}, 4
+    again.set_state(optimizer.get_state())
+    assert again.statistics is not None
+    assert torch.equal(again.statistics["sums"], torch.arange(3.0))
+    assert again.num_steps == 4

@@ -62,6 +62,15 @@ def test_what_repeats_is_filled_in(channels: int | None) -> None:
     assert ((found - image)[~is_seen].square().mean() < 0.6 * (estimate - image)[~is_seen].square().mean()).item()
 
 
+def test_channels_without_texture_stay_as_they_are() -> None:
+    image = torch.cat([stripes(40, 3), torch.full((40, 40, 1), 255.0)], -1)
+    y = holed(image, 0.8)
+    estimate = image + torch.randn(image.shape, generator=torch.Generator().manual_seed(1)).double()
+    found = groups.with_low_rank_groups(y, estimate, 1.0, 4)
+    assert torch.equal(found[..., 3], estimate[..., 3])
+    assert not torch.equal(found[..., :3], estimate[..., :3])
+
+
 def test_signals_volumes_and_small_images_stay_as_they_are() -> None:
     for image in (torch.full((40,), math.nan), torch.full((8, 40, 40), math.nan), torch.full((31, 60), math.nan)):
         estimate = torch.randn(image.shape)

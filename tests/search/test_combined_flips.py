@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, Population, StateSpace, ops
+from pyro_truncated.distributions import LinearSuperposition
 from pyro_truncated.models import BinarySparseCoding, NoisyOr
 from pyro_truncated.search import AutomaticSearch, CombinedFlips, SearchBatch
 
@@ -61,15 +62,36 @@ def test_sums_of_causes_know_the_gains_of_flips(missing: bool) -> None:
     AutoTruncated(model, num_states=8).infer(y, Watched(3), steps=2)
     batch = seen[-1]
     best = batch.population.mode()
-    assert batch.flip_gains is not None
-    gains = batch.flip_gains(best)
+    gains = batch.score.flip_gains(best)
     assert (gains is None) == missing
     if gains is not None:
         flips = batch.space.pack(torch.eye(70, dtype=torch.int64))
         expected = batch.score(best.unsqueeze(1) ^ flips) - batch.score(best.unsqueeze(1))
         torch.testing.assert_close(gains, expected, rtol=1e-9, atol=1e-9)
-    scored = CombinedFlips(3).propose(dataclasses.replace(batch, flip_gains=None))
+    scored = CombinedFlips(3).propose(dataclasses.replace(batch, score=lambda words: batch.score(words)))
     assert torch.equal(CombinedFlips(3).propose(batch).words, scored.words)
+
+
+class AtMostTwo(LinearSuperposition):
+    """Scores states in another way than the distribution that it inherits from."""
+
+    def packed_log_prob(self, words: Tensor, value: Tensor, state_logits: Tensor | None = None) -> Tensor:
+        active = StateSpace([2] * self.weight.shape[-1]).unpack(words).sum(-1)
+        return super().packed_log_prob(words, value, state_logits) - 1e4 * (active > 2)
+
+
+def test_who_scores_in_another_way_has_no_gains_of_flips() -> None:
+    weight, y = torch.randn(12, 70), torch.randn(30, 12)
+
+    def program(y: Tensor) -> None:
+        with pyro.plate("data", len(y)):
+            s = pyro.sample("s", dist.Bernoulli(torch.full((70,), 0.1)).to_event(1))
+            pyro.sample("y", AtMostTwo(s, weight, 1.0), obs=y)
+
+    guide = AutoTruncated(program, num_states=8).infer(y, CombinedFlips(3, rounds=1), steps=6)
+    seen = guide.log_joint_of(y).scorer(slice(0, 30))
+    assert seen.flip_gains(guide.population().mode()) is None
+    assert (guide.population().log_joint.amax(1) > -1e4).all()
 
 
 def test_of_many_latents_that_do_not_interact_each_step_puts_so_many_right() -> None:

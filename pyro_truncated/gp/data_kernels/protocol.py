@@ -106,17 +106,17 @@ class ProtocolKernel(DataKernel):
 
     def diag(self, rows: Tensor | None = None) -> Tensor:
         """Variances of the training inputs, ``(n,)``, or only those at ``rows``."""
-        diagonal = self.source.diag()
+        diagonal = self._there(self.source.diag())
         return self.variance * (diagonal if rows is None else diagonal[rows])
 
     def columns(self, index: Tensor, rows: Tensor | None = None) -> Tensor:
         """Covariances ``(n, b)`` of the training inputs, or those at ``rows``, with the ones at positions ``index`` ``(b,)``."""
-        found = self.source.columns(index)
+        found = self._there(self.source.columns(index))
         return self.variance * (found if rows is None else found[rows])
 
     def cross(self, new: Any, index: Tensor) -> Tensor:
         """Covariances ``(n_new, b)`` of new inputs with the training inputs at positions ``index``."""
-        return self.variance * self.source.cross(new, index)
+        return self.variance * self._there(self.source.cross(new, index))
 
     def diag_new(self, new: Any) -> Tensor:
         """Variances ``(n_new,)`` of new inputs.
@@ -127,7 +127,7 @@ class ProtocolKernel(DataKernel):
         variances = getattr(self.source, "diag_new", None)
         if variances is None:
             raise TypeError(f"{type(self.source).__name__} needs a method diag_new(new) -> (n_new,) to predict variances at new inputs")
-        found: Tensor = self.variance * variances(new)
+        found: Tensor = self.variance * self._there(variances(new))
         return found
 
     def among(self, new: Any) -> Tensor:
@@ -137,7 +137,11 @@ class ProtocolKernel(DataKernel):
             TypeError: if the object has no ``among``.
         """
         covariances = getattr(self.source, "among", None)
-        return super().among(new) if covariances is None else self.variance * covariances(new)
+        return super().among(new) if covariances is None else self.variance * self._there(covariances(new))
+
+    def _there(self, values: Tensor) -> Tensor:
+        """Values where the variance lives: objects need not know of a device."""
+        return values.to(self.variance.device)
 
 
 @names_arguments

@@ -2,8 +2,8 @@
 
     python -m tests.papers.experiments.gpu_speed --output FILE
 
-Data are standard normal numbers (or binary ones, or counts); what is timed hardly depends on them. The free energies of both after the
-same number of steps from the same seed stand beside the seconds.
+Data are standard normal numbers (or binary ones, or counts); what is timed hardly depends on them. The free energies of both after
+their last step, from the same seed, stand beside the seconds: that of the sixth, or of one before if all take long.
 """
 
 from __future__ import annotations
@@ -142,12 +142,7 @@ def main() -> None:
         if not name.startswith(tuple(args.cases)):
             continue
         row: dict[str, Any] = {"case": name, "machine": machine, **{device: timed(case, device) for device in args.devices}}
-        found = (
-            f"{device} {of['seconds']:.4f} s ({of['free_energy']:.4f}, {of['gibibytes']:.1f} GiB)"
-            for device, of in row.items()
-            if device in args.devices
-        )
-        print(name, *found, flush=True)
+        print(name, *(told(device, row[device]) for device in args.devices), flush=True)
         if args.output:
             with args.output.open("a") as file:
                 print(json.dumps(row), file=file)
