@@ -97,7 +97,8 @@ def denoise(
     patches that cover it.
 
     Missing entries (NaN) are filled in; of images without noise two fifths of what is filled in is what groups of similar windows say, see
-    :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`. Channels have noise of their own; if all are the same, one is restored, and repeated.
+    :func:`~pyro_truncated.restoration.low_rank_groups.with_low_rank_groups`. Channels have noise of their own; if all are the same, one is
+    restored, and repeated.
 
     Example::
 
