@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -17,7 +18,9 @@ class ScoresPackedStates(Protocol):
     """What a distribution of observations offers that evaluates packed states, as those of :mod:`pyro_truncated.distributions` do.
 
     It may say in ``numbers_per_state`` how many numbers the density of one state takes on the way, roughly: blocks on a device go by it;
-    and in ``is_linear`` that what the latents cause adds up, by which a search is chosen.
+    and in ``is_linear`` that what the latents cause adds up, by which a search is chosen. The class that defines ``packed_log_prob`` may
+    define ``packed_flip_gains(words, value, state_logits)`` as well: what flipping each latent changes in it, ``(N, H)``, of one state
+    ``(N, num_words)`` for each data point, or ``None`` where scoring the flips is as cheap.
     """
 
     @property
@@ -102,17 +105,19 @@ class PackedModel:
         logits: Tensor | None = self.logits if self.logits.dim() == 1 else self.logits[rows]
         total: Tensor | None = None
         for fn, value in self.observations:
-            gains = fn.packed_flip_gains(words, value[rows], logits) if _knows_flips(fn) else None
+            gains = _flip_gains_of(fn)(words, value[rows], logits)
             if gains is None:
                 return None
             total, logits = gains if total is None else total + gains, None
         return total
 
 
-def _knows_flips(distribution: Any) -> bool:
-    """Whether gains are those of its own scores: a class that scores in another way than the one it inherits from has none."""
+def _flip_gains_of(distribution: Any) -> Callable[..., Tensor | None]:
+    """Its method, if gains are those of its own scores: a class that scores in another way than the one it inherits from has none."""
     own = next((base for base in type(distribution).__mro__ if "packed_log_prob" in vars(base)), None)
-    return own is not None and "packed_flip_gains" in vars(own)
+    if own is None or "packed_flip_gains" not in vars(own):
+        return lambda *args: None
+    return distribution.packed_flip_gains  # type: ignore[no-any-return]
 
 
 def _is_packed(node: Any, state: Any) -> bool:
