@@ -21,12 +21,7 @@ def device_of_module(module: Any) -> torch.device:
 
 
 def brought(state: Any, device: torch.device) -> Any:
-    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``.
-
-    Example:
-        >>> brought({"weights": [torch.ones(2)], "steps": 3}, torch.device("cpu"))
-        {'weights': [tensor([1., 1.])], 'steps': 3}
-    """
+    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``."""
     if isinstance(state, Tensor):
         return state.to(device)
     if isinstance(state, Mapping):
