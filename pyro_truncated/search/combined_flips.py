@@ -29,7 +29,8 @@ class CombinedFlips(Search):
     what hardly helps. The best of the proposals is where the next round begins. A round takes :math:`H + 2^{H'}` scores per data point.
     Changes at random, as those of :class:`EvolutionarySearch` and :class:`ConditionalSearch`, hardly ever hit the few of a thousand latents
     that matter; where there are few latents those searches look around more widely. Of sums of causes
-    (:class:`~pyro_truncated.distributions.LinearSuperposition`) all flips cost about as much as a few scores.
+    (:class:`~pyro_truncated.distributions.LinearSuperposition`) flips are not scored one by one: all those of a state with ``k`` active
+    latents take :math:`O(kH)`.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

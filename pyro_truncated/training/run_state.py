@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.search.base import Search
-from pyro_truncated.utils.places import brought
+from pyro_truncated.utils.places import brought, device_of_module
 from pyro_truncated.utils.unique_names import relative_names
 
 _COUNTS = ("num_evaluations", "num_steps")
@@ -59,9 +59,8 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
 
 def _device_of(svi: SVI) -> torch.device:
     """Where the model lives: what has been learned of its data lives there, too, wherever it was saved."""
-    model = modules_of_run(svi).get("model")
-    tensors = [] if model is None else [*model.parameters(), *model.buffers()]
-    return next((tensor.device for tensor in (*tensors, *loose_parameters(svi).values())), torch.device("cpu"))
+    loose = next(iter(loose_parameters(svi).values()), None)
+    return device_of_module(modules_of_run(svi).get("model")) if loose is None else loose.device
 
 
 def remembered(svi: SVI) -> Callable[[], None]:

@@ -11,7 +11,7 @@ import torch
 DEFAULT_BUDGET = 2**28
 # What else an operation allocates, and what does not lie in one piece, must find room, too.
 _SHARE_OF_FREE = 8
-# Bytes; larger blocks are no faster.
+# Bytes; blocks of ten times as many were hardly faster on a large device (tests/papers/results/gpu_speed.jsonl).
 _LARGEST = 2**32
 _budget: ContextVar[int] = ContextVar("pyro_truncated_memory_budget", default=DEFAULT_BUDGET)
 
