@@ -21,6 +21,8 @@ _FEW = 1000
 # More scattered rows are drawn in rounds: of so many and a part of those that there are, as long as all can be held against each other.
 _FEW_SCATTERED = 4000
 _ROUND, _PART, _LONGEST_ROUND = 16, 8, 1024
+# Of their draws so many are held against each other at a time; whole trials.
+_HELD_AT_A_TIME = 512
 _BLOCK = 2**20
 
 
@@ -103,8 +105,7 @@ def _in_rounds(points: Tensor, number: int, generator: torch.Generator | None, c
         size = _FEW_TRIALS * min(len(chosen) // _PART + _ROUND, _LONGEST_ROUND, number - len(chosen))
         drawn = _best_first(points, distance, power, _drawn(distance, size, generator), cell)
         at_most = distance[drawn] * torch.rand(size, generator=generator, device=device_of(generator)).to(distance)
-        is_near = (_squared(points[drawn], torch.arange(size, device=drawn.device)) <= at_most).cpu().numpy()
-        taken = drawn[torch.tensor(_taken(is_near, _FEW_TRIALS), dtype=torch.int64, device=drawn.device)]
+        taken = drawn[_taken(points[drawn], at_most)]
         nearest = taken[_nearest_of(points, power, taken)]
         chosen, distance = torch.cat([chosen, taken]), distance.minimum((points - points[nearest]).square().sum(1))
     return chosen
@@ -129,11 +130,24 @@ def _parts(cell: Tensor, number: int) -> tuple[Tensor, ...]:
     return parts
 
 
-def _taken(is_near: np.ndarray, trials: int) -> list[int]:
-    """The first of so many draws at a time that is not among those near to one taken before ``(T, T)``, if there is one."""
-    has_near, taken = np.zeros(len(is_near), dtype=bool), []
-    for start in range(0, len(is_near), trials):
-        free = np.flatnonzero(~has_near[start : start + trials])
+def _taken(points: Tensor, at_most: Tensor) -> Tensor:
+    """Positions of draws ``(T, D)``, of every few the first whose square distance from those taken before is above ``at_most`` ``(T,)``."""
+    has_near, taken = torch.zeros_like(at_most, dtype=torch.bool), []
+    for start in range(0, len(points), _HELD_AT_A_TIME):
+        some = points[start : start + _HELD_AT_A_TIME]
+        is_near = _squared(some, torch.arange(len(some), device=some.device)) <= at_most[start : start + len(some)]
+        free = _first_free(is_near.cpu().numpy(), has_near[start : start + len(some)].cpu().numpy())
+        own = torch.tensor(free, dtype=torch.int64, device=points.device)
+        has_near[start:] |= (_squared(points[start:], own) <= at_most[start:]).any(0)
+        taken.append(start + own)
+    return torch.cat(taken)
+
+
+def _first_free(is_near: np.ndarray, has_near: np.ndarray) -> list[int]:
+    """The first of every few draws that is not near to one taken before, if there is one."""
+    taken = []
+    for start in range(0, len(is_near), _FEW_TRIALS):
+        free = np.flatnonzero(~has_near[start : start + _FEW_TRIALS])
         if len(free):
             own = start + int(free[0])
             has_near |= is_near[own]

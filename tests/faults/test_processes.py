@@ -184,6 +184,23 @@ def test_a_function_is_compiled_anew_once_one_that_it_calls_has_changed_in_anoth
     assert results == [(10, 0), (10, 1), (15, 0)]
 
 
+def test_a_function_is_compiled_anew_once_an_intrinsic_that_it_calls_has_changed(monkeypatch, tmp_path):
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path / "cache"))
+    source = (
+        "@intrinsic\ndef function(context, x):\n"
+        "    return types.int64(types.int64), lambda _, builder, signature, given: builder.mul(given[0], given[0].type({factor}))\n"
+    )
+    results = []
+    for factor in (2, 2, 3):
+        path = tmp_path / f"by_{factor}.py"
+        path.write_text(source.format(factor=factor))
+        exec(compile(path.read_text(), path, "exec"), {"intrinsic": numba.extending.intrinsic, "types": numba.types}, inner := {})
+        (tmp_path / "outer.py").write_text(text := "@njit(cache=True)\ndef function(x):\n    return inner(x)\n")
+        exec(compile(text, tmp_path / "outer.py", "exec"), {"njit": njit, "inner": inner["function"]}, outer := {})
+        results.append((outer["function"](5), sum(outer["function"].stats.cache_hits.values())))
+    assert results == [(10, 0), (10, 1), (15, 0)]
+
+
 def test_a_full_disk_costs_the_cache_only(monkeypatch, caplog, tmp_path, fresh_warning):
     monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)

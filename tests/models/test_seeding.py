@@ -102,6 +102,17 @@ def test_many_rows_drawn_at_a_time_are_as_good_as_one_by_one(monkeypatch: pytest
     assert max(costs[1:]) < 1.1 * costs[0]
 
 
+def test_draws_are_held_against_all_that_are_taken_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(seeding, "_FEW_SCATTERED", 100)
+    points = torch.randn(3000, 3, generator=torch.Generator().manual_seed(0))
+    rows = []
+    for held in (4, 64, 2**20):
+        monkeypatch.setattr(seeding, "_HELD_AT_A_TIME", held)
+        rows.append(scattered_rows(points, 600, torch.Generator().manual_seed(0), 8))
+    assert torch.equal(rows[0], rows[2])
+    assert torch.equal(rows[1], rows[2])
+
+
 def test_of_few_different_rows_some_are_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seeding, "_FEW_SCATTERED", 3)
     points = torch.arange(4.0).repeat(10).unsqueeze(1)

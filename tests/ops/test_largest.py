@@ -30,6 +30,30 @@ def test_the_largest_of_all_are_those_of_the_table(number: int) -> None:
 
 
 @pytest.mark.usefixtures("kind")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("num_features", "num_functions", "number"), [(1, 1, 1), (3, 16, 5), (8, 17, 16), (16, 100, 40), (25, 64, 33), (33, 170, 4)]
+)
+def test_the_largest_are_found_whatever_the_sizes(num_features: int, num_functions: int, number: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(num_functions)
+    features, coefficients = (torch.randn(size, num_features, generator=generator, dtype=dtype) for size in (60, num_functions))
+    expected = (features @ coefficients.mT).topk(number)
+    group = torch.arange(num_functions) * 3 // num_functions
+    group = group.unique(return_inverse=True)[1]
+    asked = torch.stack([torch.randperm(int(group.max()) + 1, generator=generator) for _ in range(60)])
+    neighbours = torch.arange(num_functions).repeat(num_functions, 1)
+    start = (features @ coefficients[:number].mT).sort(1, descending=True)
+    for value, index in (
+        largest_of_all(features, coefficients, number),
+        largest_of_groups(features, coefficients, group, int(group.max()) + 1, asked, number),
+        walked(features, coefficients, neighbours, start.values, start.indices, 1),
+    ):
+        torch.testing.assert_close(value, expected.values, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close((features.unsqueeze(1) * coefficients[index]).sum(-1), expected.values, rtol=1e-5, atol=1e-5)
+        assert all(len(row.unique()) == number for row in index)
+
+
+@pytest.mark.usefixtures("kind")
 def test_in_groups_others_are_not_looked_at() -> None:
     features, coefficients, group = problem()
     asked = torch.stack([torch.randperm(7, generator=torch.Generator().manual_seed(n))[:3] for n in range(150)])
@@ -100,11 +124,13 @@ def test_nan_is_the_largest_and_hides_no_other(place: int) -> None:
 
 @pytest.mark.usefixtures("kind")
 def test_of_functions_that_are_all_nan_different_ones_are_named() -> None:
-    features, coefficients, _ = problem()
+    features, coefficients, group = problem()
     features[7] = torch.nan
-    index = largest_of_all(features, coefficients, 4)[1]
-    assert len(index[7].unique()) == 4
-    assert torch.equal(index[8:], (features[8:] @ coefficients.mT).topk(4).indices)
+    asked = torch.arange(7).repeat(150, 1)
+    for index in (largest_of_all(features, coefficients, 40)[1], largest_of_groups(features, coefficients, group, 7, asked, 40)[1]):
+        assert len(index[7].unique()) == 40
+        assert 0 <= int(index.min()) <= int(index.max()) < 203
+        assert torch.equal(index[8:], (features[8:] @ coefficients.mT).topk(40).indices)
 
 
 @pytest.mark.usefixtures("kind")

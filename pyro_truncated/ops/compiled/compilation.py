@@ -76,9 +76,12 @@ class _Cache(FunctionCache):
 
 
 def _sources(names: dict[str, Any], found: dict[str, str]) -> dict[str, str]:
-    """Digests of the files of compiled functions among these global names, of those among theirs, and so on, added to what is found."""
+    """Digests of the files of compiled functions among these global names, of those among theirs, and so on, added to what is found.
+
+    Intrinsics, whose code is written by hand, count as well.
+    """
     for value in list(names.values()):
-        function = getattr(value, "py_func", None)
+        function = getattr(value, "py_func", getattr(value, "__wrapped__", None))
         if isinstance(function, FunctionType) and (path := function.__code__.co_filename) not in found:
             found[path] = _digest(path)
             _sources(function.__globals__, found)

@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from numba import prange
 from torch import Tensor
+from torch.nn.functional import pad
 
 from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.grouped import rows_of_groups
+from pyro_truncated.ops.compiled.registers import HALF, LANES, lowest_bit, not_below, product, ranked, set_peaks, set_products
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 
 _BLOCK, _FEWEST_ROWS = 2**18, 64
-# Of so many values at a time the largest is looked for first, in vector registers.
-_FOLD = 4
 _BLOCKS = 16
 
 
@@ -41,10 +41,8 @@ def largest_of_groups(
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`: of each data point one group after the other."""
     value, index = _none(features, number)
     members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
-    by_feature = _by_feature(coefficients.contiguous().numpy(), members, first)
-    _enter_groups(
-        features.contiguous().numpy(), by_feature, members, first, int(np.diff(first).max()), asked.contiguous().numpy(), value, index
-    )
+    tables, start = _tables(coefficients.contiguous().numpy(), members, first)
+    _enter_groups(features.contiguous().numpy(), tables, start, members, first, asked.contiguous().numpy(), value, index)
     _fill(index)
     return torch.from_numpy(value), torch.from_numpy(index)
 
@@ -54,7 +52,9 @@ def walked(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.walked`."""
     found, best = index.clone().numpy(), value.clone().numpy()
-    arrays = (tensor.detach().contiguous().numpy() for tensor in (features, coefficients, neighbours, also))
+    # Products need whole registers.
+    padded = (pad(tensor, (0, -tensor.shape[1] % HALF)) for tensor in (features, coefficients))
+    arrays = (tensor.detach().contiguous().numpy() for tensor in (*padded, neighbours, also))
     _walk(*arrays, depth, best, found)
     return torch.from_numpy(best), torch.from_numpy(found)
 
@@ -68,11 +68,11 @@ def _enter_products(features: Tensor, coefficients: Tensor, value: np.ndarray, i
     """Enters the functions of such coefficients ``(K, F)`` for the data points with such features ``(N, F)``."""
     width = len(coefficients)
     step = min(max(1, len(features)), max(_FEWEST_ROWS, _BLOCK // width))
-    memory, across = features.new_empty(step, width), coefficients.mT
+    memory, across = features.new_full((step, -(-width // LANES) * LANES), -torch.inf), coefficients.mT
     for start in range(0, len(features), step):
         some = features[start : start + step]
-        products = torch.mm(some, across, out=memory[: len(some)])
-        _enter(products.numpy(), np.arange(width), value[start : start + step], index[start : start + step])
+        torch.mm(some, across, out=memory[: len(some), :width])
+        _enter(memory[: len(some)].numpy(), np.arange(width), value[start : start + step], index[start : start + step])
 
 
 @njit(cache=True, nogil=True)
@@ -111,118 +111,95 @@ def _insert(x, name, best, index):
 
 
 @njit(cache=True, nogil=True)
-def _bound(most, peak, top):
-    """What so many of some values as ``top`` has places are at least: that many are the largest of columns that have nothing in common."""
-    width = len(peak)
-    for j in range(width):
-        # NaN is above any bound.
-        peak[j] = most[j] if most[j] == most[j] else -np.inf
-    for start in range(width, len(most) - width + 1, width):
-        for j in range(width):
-            peak[j] = most[start + j] if most[start + j] > peak[j] else peak[j]
-    top[:] = -np.inf
-    for x in peak:
-        if x > top[-1]:
-            s = len(top) - 1
-            while s > 0 and x > top[s - 1]:
-                top[s] = top[s - 1]
-                s -= 1
-            top[s] = x
-    return top[-1]
+def _bound(products, peaks, number):
+    """What so many of some values are at least: that many are the largest of columns that have nothing in common.
+
+    Every sixteen of the ``peaks`` are the maxima of sixteen columns, and hold their part of that many.
+    """
+    registers = len(peaks) // LANES
+    rank = -(-number // registers)
+    for place in range(0, len(peaks), LANES):
+        set_peaks(products, place, registers, peaks, place)
+    bound = ranked(peaks, 0, rank)
+    for place in range(LANES, len(peaks), LANES):
+        bound = min(bound, ranked(peaks, place, rank))
+    return bound
 
 
 @njit(cache=True, nogil=True)
-def _enter_row(products, names, best, found, most, peak, top):
-    """Enters those of some functions that are among the largest of a data point; the last three are memory."""
-    width, number = len(products), len(best)
-    size, least = width // _FOLD, best[number - 1]
-    most = most[:size]
-    for j in range(size):
-        most[j] = products[j]
-    for r in range(1, _FOLD):
-        for j in range(size):
-            x = products[r * size + j]
-            # NaN stays.
-            most[j] = x if x > most[j] or x != x else most[j]
+def _enter_row(products, names, best, found, peaks):
+    """Enters those of some functions that are among the largest of a data point.
+
+    Of ``products`` whole registers are there, filled up with minus infinity; ``peaks`` are memory.
+    """
+    number = len(best)
+    least = best[number - 1]
     # Where none is known yet, most of what would be entered would not stay.
-    bound = _bound(most, peak, top) if least == -np.inf and size >= len(peak) else least
-    for j in range(size):
-        if _is_above(most[j], least) and not most[j] < bound:
-            for r in range(_FOLD):
-                x = products[r * size + j]
-                if _is_above(x, least) and not x < bound:
-                    _insert(x, names[r * size + j], best, found)
-                    least = best[number - 1]
-    for j in range(_FOLD * size, width):
-        if _is_above(products[j], least) and not products[j] < bound:
-            _insert(products[j], names[j], best, found)
-            least = best[number - 1]
+    bound = _bound(products, peaks, number) if least == -np.inf else least
+    for at in range(0, len(products), LANES):
+        bits = not_below(products, at, bound)
+        while bits:
+            j = at + lowest_bit(bits)
+            bits &= bits - 1
+            # Even where features are NaN there are no more functions than names.
+            if _is_above(products[j], least) and j < len(names):
+                _insert(products[j], names[j], best, found)
+                least = best[number - 1]
+                bound = least if least > bound else bound
 
 
 @parallel_kernel(cost=2)
 def _enter(products, names, value, index):
-    num_rows, width = products.shape
-    number = value.shape[1]
+    num_rows, number = value.shape
     num_blocks = min(num_rows, _BLOCKS)
     for block in prange(num_blocks):
-        most, peak, top = np.empty(width, products.dtype), np.empty(2 * number, products.dtype), np.empty(number, products.dtype)
+        peaks = np.empty(_registers(number) * LANES, products.dtype)
         for i in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
-            _enter_row(products[i], names, value[i], index[i], most, peak, top)
+            _enter_row(products[i], names, value[i], index[i], peaks)
 
 
 @njit(cache=True, nogil=True)
-def _by_feature(coefficients, members, first):
-    """The coefficients of the functions of one group after the other, those of one feature side by side."""
-    num_features = coefficients.shape[1]
-    found = np.empty(len(members) * num_features, coefficients.dtype)
-    for g in range(len(first) - 1):
-        own, part = members[first[g] : first[g + 1]], found[first[g] * num_features :]
-        width = len(own)
-        for f in range(num_features):
-            for i in range(width):
-                part[f * width + i] = coefficients[own[i], f]
-    return found
+def _registers(number):
+    """Of how many registers of columns so many are the largest, half of each."""
+    return -(-2 * number // LANES)
 
 
-@njit(cache=True, nogil=True, fastmath={"contract", "nsz"})
-def _multiply(features, coefficients, products):
-    """Sets the values of a group's functions; of their coefficients those of one feature lie side by side."""
-    width, num_features = len(products), len(features)
-    products[:] = 0
-    # Four features at a time: what is added to is read and written less often.
-    last = num_features // 4 * 4
-    for f in range(0, last, 4):
-        own, a, b, c, d = coefficients[f * width :], features[f], features[f + 1], features[f + 2], features[f + 3]
-        for j in range(width):
-            products[j] += a * own[j] + b * own[width + j] + c * own[2 * width + j] + d * own[3 * width + j]
-    for f in range(last, num_features):
-        own, a = coefficients[f * width :], features[f]
-        for j in range(width):
-            products[j] += a * own[j]
+@njit(cache=True, nogil=True)
+def _tables(coefficients, members, first):
+    """The coefficients of one group of functions after the other, sixteen functions at a time, those of one feature side by side.
+
+    A table ``(1 + F, 16)`` begins with a constant, 0, and minus infinity for functions that are not there. Returns all tables, and the
+    position of the first of every group, ``(G + 1,)``.
+    """
+    num_groups, num_features = len(first) - 1, coefficients.shape[1]
+    start = np.zeros(num_groups + 1, np.int64)
+    for g in range(num_groups):
+        start[g + 1] = start[g] + (first[g + 1] - first[g] + LANES - 1) // LANES
+    tables = np.zeros((start[-1], num_features + 1, LANES), coefficients.dtype)
+    for g in range(num_groups):
+        own = members[first[g] : first[g + 1]]
+        tables[start[g + 1] - 1, 0] = -np.inf
+        for i in range(len(own)):
+            table = tables[start[g] + i // LANES]
+            table[0, i % LANES] = 0
+            for f in range(num_features):
+                table[f + 1, i % LANES] = coefficients[own[i], f]
+    return tables.reshape(-1), start
 
 
 @parallel_kernel(cost=64)
-def _enter_groups(features, coefficients, members, first, widest, asked, value, index):
+def _enter_groups(features, tables, start, members, first, asked, value, index):
     num_rows, num_features = features.shape
     number = value.shape[1]
-    num_blocks = min(num_rows, _BLOCKS)
+    num_blocks, widest, size = min(num_rows, _BLOCKS), np.diff(start).max(), (num_features + 1) * LANES
     for block in prange(num_blocks):
-        products, most = np.empty(widest, features.dtype), np.empty(widest, features.dtype)
-        peak, top = np.empty(2 * number, features.dtype), np.empty(number, features.dtype)
+        products, peaks = np.empty(widest * LANES, features.dtype), np.empty(_registers(number) * LANES, features.dtype)
         for n in range(num_rows * block // num_blocks, num_rows * (block + 1) // num_blocks):
             for g in asked[n]:
-                start, end = first[g], first[g + 1]
-                own = products[: end - start]
-                _multiply(features[n], coefficients[start * num_features :], own)
-                _enter_row(own, members[start:end], value[n], index[n], most, peak, top)
-
-
-@njit(cache=True, nogil=True, fastmath={"reassoc", "contract", "nsz"})
-def _product(features, coefficients):
-    total = features[0] * 0
-    for f in range(len(features)):
-        total += features[f] * coefficients[f]
-    return total
+                own = products[: (start[g + 1] - start[g]) * LANES]
+                for table in range(start[g], start[g + 1]):
+                    set_products(features[n], tables, table * size, own, (table - start[g]) * LANES)
+                _enter_row(own, members[first[g] : first[g + 1]], value[n], index[n], peaks)
 
 
 @njit(cache=True, nogil=True)
@@ -230,7 +207,7 @@ def _look_at(others, features, coefficients, best, index):
     """Enters those functions that are above the least of the best ones, and not there yet."""
     number = len(best)
     for other in others:
-        x = _product(features, coefficients[other])
+        x = product(features, coefficients, other)
         if _is_above(x, best[number - 1]):
             is_there = False
             for t in range(number):
