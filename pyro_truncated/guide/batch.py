@@ -149,8 +149,9 @@ class Batch:
                 with ops.together():
                     words = self.scorer.fitted(store.words[where])
                     score = self.scorer.scorer(rows)
-                    known = Population(store.space, words, score(words), self._positions(rows))
-                    batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), **keys)
+                    log_joint, moments = score.with_moments(words) if search.takes_moments else (score(words), None)
+                    known = Population(store.space, words, log_joint, self._positions(rows))
+                    batch = SearchBatch(known, score, shown, mean_active=mean_active, random=random.again(), moments=moments, **keys)
                     found = search.improve(batch, steps)
                     store.keep_(found.log_joint, where, found.words)
                 if len(blocks) > 1:

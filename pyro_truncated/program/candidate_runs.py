@@ -15,9 +15,11 @@ from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
 from pyro_truncated.program.densities import log_density
+from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.states.moments import Moments
 from pyro_truncated.utils.isolation import Assign, isolated
 
 Conditional = Callable[..., Any]
@@ -60,6 +62,13 @@ class CandidateRuns:
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
 
+    def log_probs_and_moments(self, words: Tensor) -> tuple[dict[str, Tensor], Moments | None]:
+        """What :meth:`log_probs` returns, and the moments of the observations in these states, where they are known."""
+        if self.scoring != "together" or self.conditional is not None:
+            return self.log_probs(words), None
+        nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
+        return self._with_sites({}, nodes), moments_of(nodes, self.probe, words)
+
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
         if all(self.probe.nodes[name]["mask"] is None for name in self.probe.layout.sites):
@@ -100,6 +109,10 @@ class CandidateRuns:
         nodes = sample_nodes(self._trace(values))
         if self.scoring == "singly":
             self._check_sites(nodes)
+        return self._with_sites(terms, nodes)
+
+    def _with_sites(self, terms: dict[str, Tensor], nodes: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The terms of a conditional, and those of the sites of a run."""
         for name, node in nodes.items():
             # A latent that nobody proposes is drawn from its prior: its density cancels that of its own proposal.
             if self.probe.is_inside(node) and (name not in self.uncovered or f"conditional of {name}" in terms):

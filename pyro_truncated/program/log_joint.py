@@ -17,6 +17,7 @@ from pyro_truncated.program.candidate_runs import CandidateRuns, Conditional, Sc
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.packed_scoring import PackedModel
 from pyro_truncated.program.probe import Probe
+from pyro_truncated.states.moments import Moments
 from pyro_truncated.utils.budget import budget_on, memory_budget
 
 # Numbers per word of a state, and as many more, that are held where states are sorted and selected.
@@ -39,6 +40,11 @@ class RowScorer:
         """Log joints ``(N, C)`` of packed states ``(N, C, num_words)`` of these rows."""
         scores = self.log_joint.score(words, self.rows)
         return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
+
+    def with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
+        """The same, and the moments of the observations in these states, where a run of the model on them tells."""
+        scorer = self.log_joint
+        return scorer.score_with_moments(words) if scorer.packed is None and not scorer.is_vectorized else (self(words), None)
 
     def flip_gains(self, words: Tensor) -> Tensor | None:
         """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of these rows; ``None`` where that is not known cheaply."""
@@ -111,6 +117,17 @@ class LogJoint(Probe):
         self._check_finite(log_joint, words)
         return log_joint
 
+    def score_with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
+        """Log joints of states ``(N, C, num_words)`` by runs of the model, and the moments of the observations in them, where known."""
+        if self.observed or torch.is_grad_enabled():
+            return self.score(words), None
+        with memory_budget(self.memory_budget):
+            runs = [self._runs().log_probs_and_moments(block) for block in words.split(self.candidates_per_run(), 1)]
+        log_joint = torch.cat([self._summed(terms) for terms, _ in runs], 1)
+        self._check_finite(log_joint, words)
+        moments = [found for _, found in runs if found is not None]
+        return log_joint, Moments.joined(moments) if len(moments) == len(runs) else None
+
     def scorer(self, rows: slice) -> RowScorer:
         """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""
         return RowScorer(self, rows)
@@ -150,7 +167,10 @@ class LogJoint(Probe):
         return scores.masked_fill(impossible, -math.inf)
 
     def _score_block(self, words: Tensor) -> Tensor:
-        terms = self.site_log_probs(words)
+        return self._summed(self.site_log_probs(words))
+
+    def _summed(self, terms: Mapping[str, Tensor]) -> Tensor:
+        """Log joints ``(N, C)`` from the log probabilities of sites."""
         total = sum_block(terms)
         for name in self.layout.checked & terms.keys():
             # What depends on an impossible value may be anything, NaN too.

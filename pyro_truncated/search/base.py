@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import ops
+from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
@@ -35,7 +36,8 @@ class SearchBatch:
         population: current populations, log joints up to date.
         score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. It may have an attribute
             ``flip_gains`` that maps one state of each data point ``(N, num_words)`` to what flipping each of its latents changes,
-            ``(N, L)``, or to ``None`` where scoring the flips is as cheap.
+            ``(N, L)``, or to ``None`` where scoring the flips is as cheap; and ``with_moments`` that maps states to their log joints and
+            the :class:`.Moments` of the observations in them, or ``None`` where these are not known.
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
@@ -49,6 +51,7 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
         is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
+        moments: of the observations in the states that the populations had when the search began, for searches that take them.
     """
 
     population: Population
@@ -62,6 +65,7 @@ class SearchBatch:
     is_spread: bool = False
     is_met: bool = False
     is_linear: bool = False
+    moments: Moments | None = None
 
     @functools.cached_property
     def positions(self) -> Tensor:
@@ -91,6 +95,12 @@ class SearchBatch:
     def scored(self, words: Tensor) -> Population:
         """Candidates ``(N, C, num_words)`` with their log joints."""
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
+
+    def scored_with_moments(self, words: Tensor) -> tuple[Population, Moments | None]:
+        """The same, and the moments of the observations in these states, where they are known."""
+        with_moments = getattr(self.score, "with_moments", None)
+        log_joint, moments = (self.score(words), None) if with_moments is None else with_moments(words)
+        return dataclasses.replace(self.population, words=words, log_joint=log_joint), moments
 
 
 @functools.lru_cache(maxsize=1)
@@ -140,6 +150,11 @@ class Search(Described, Stateful, abc.ABC):
     @property
     def takes_activity(self) -> bool:
         """Whether the search asks for :meth:`SearchBatch.activity`."""
+        return False
+
+    @property
+    def takes_moments(self) -> bool:
+        """Whether the search asks for :attr:`SearchBatch.moments`."""
         return False
 
     @property
@@ -235,6 +250,11 @@ class CombinedSearch(Search):
     def takes_activity(self) -> bool:
         """Whether one of the searches does."""
         return any(search.takes_activity for search in self.searches)
+
+    @property
+    def takes_moments(self) -> bool:
+        """Whether one of the searches does."""
+        return any(search.takes_moments for search in self.searches)
 
     @property
     def learns(self) -> bool:

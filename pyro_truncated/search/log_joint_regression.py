@@ -37,34 +37,45 @@ class Trials:
         states: ``(n, M, H)``, zeros and ones.
         log_joint: their log joints ``(n, M)``.
         features: of the data points, ``(n, Q)``.
+        explained: what is known of the log joints from elsewhere, ``(n, M)``, up to a constant of each data point; the function is of the
+            rest.
         best: the best state of each data point, ``(n, 1, H)``.
         gap: how far the log joints lie below its one, ``(n, M)``.
         steps: differences of the states from it.
+        target: how far the log joints lie above the best one, but for what is explained, ``(n, M)``.
         variance: of the scores about the quadratic function, ``(n, M)``.
     """
 
     states: Tensor
     log_joint: Tensor
     features: Tensor
+    explained: Tensor | None = None
 
     def __post_init__(self) -> None:
         best, at = self.log_joint.max(1, keepdim=True)
         put = object.__setattr__
         put(self, "best", self.states.gather(1, at.unsqueeze(-1).expand(-1, 1, self.states.shape[-1])))
         put(self, "gap", best - self.log_joint)
+        put(self, "target", -self.gap if self.explained is None else self.explained.gather(1, at) - self.explained - self.gap)
         put(self, "steps", self.states - self.best)
         put(self, "variance", _NOISE**2 + (_SHARE * self.gap).square())
 
     best: Tensor = dataclasses.field(init=False)
     gap: Tensor = dataclasses.field(init=False)
+    target: Tensor = dataclasses.field(init=False)
     steps: Tensor = dataclasses.field(init=False)
     variance: Tensor = dataclasses.field(init=False)
 
     def change_of_flip(self) -> float | None:
-        """Median of how many nats a flip changes if flips do so independently of each other; none if there is nothing to compare."""
+        """Median of how many nats, not explained, a flip changes if flips do so independently; none if there is nothing to compare."""
         flips = self.steps.abs().sum(-1)
         is_other = (flips > 0) & (self.gap < _IMPOSSIBLE)
-        return float((self.gap[is_other] / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
+        return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
+
+    def is_explained(self) -> bool:
+        """Whether what is known from elsewhere brings most of the states nearer than they lie below the best one."""
+        nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
+        return int(nearer.sum()) >= int(farther.sum())
 
     def predicted(self, effects: Effects) -> Tensor:
         """Differences ``(n, M)`` from the best state by what all data points share."""
@@ -114,7 +125,7 @@ class LogJointRegression:
         self._compare(trials)
         belief = Belief(trials, self)
         found = list(self.effects)
-        residual = _less(belief.transposed(-trials.gap), self._normal(belief, self.effects))
+        residual = _less(belief.transposed(trials.target), self._normal(belief, self.effects))
         scale = self._diagonal(belief)
         direction = ready = [r / s for r, s in zip(residual, scale, strict=True)]
         length = first = _dot(residual, ready)
@@ -174,11 +185,20 @@ class LogJointRegression:
 
 
 class Belief:
-    """What is believed of the effects in the data points of some trials, given the shared ones: a Gaussian for each."""
+    """What is believed of the effects in the data points of some trials, given the shared ones: a Gaussian for each.
 
-    def __init__(self, trials: Trials, regression: LogJointRegression) -> None:
-        self.trials, self.variance, self.effects = trials, regression.variance, regression.effects
-        covariance = torch.einsum("nmh,h,nkh->nmk", trials.steps, self.variance, trials.steps) + torch.diag_embed(trials.variance)
+    Args:
+        trials: the trials.
+        regression: has the shared effects, and how much own ones deviate.
+        least: how much own effects of each data point deviate at least, ``(n,)``; default: not at all.
+    """
+
+    def __init__(self, trials: Trials, regression: LogJointRegression, least: Tensor | None = None) -> None:
+        self.trials, self.effects = trials, regression.effects
+        self.variance = regression.variance.expand(len(trials.states), -1)
+        if least is not None:
+            self.variance = self.variance.maximum(least.square().unsqueeze(1))
+        covariance = torch.einsum("nmh,nh,nkh->nmk", trials.steps, self.variance, trials.steps) + torch.diag_embed(trials.variance)
         self._factor = torch.linalg.cholesky(covariance)
 
     def transposed(self, values: Tensor) -> Effects:
@@ -193,7 +213,7 @@ class Belief:
     def mean_squares(self) -> Tensor:
         """Expected squares of the data points' own effects, averaged over these, ``(H,)``."""
         left = (self.variance * (1 - self.variance * self.informed())).clamp(min=0.0)
-        mean = self._own(-self.trials.gap.unsqueeze(1) - self.trials.predicted(self.effects).unsqueeze(1)).squeeze(1)
+        mean = self._own((self.trials.target - self.trials.predicted(self.effects)).unsqueeze(1)).squeeze(1)
         squares: Tensor = (mean.square() + left).mean(0)
         return squares
 
@@ -204,14 +224,14 @@ class Belief:
             effects: standard normal numbers, ``(n, C, H)``; with zeros for both, the mean.
             errors: standard normal numbers, ``(n, C, M)``.
         """
-        prior = effects * self.variance.sqrt()
-        residual = (-self.trials.gap - self.trials.predicted(self.effects)).unsqueeze(1)
+        prior = effects * self.variance.sqrt().unsqueeze(1)
+        residual = (self.trials.target - self.trials.predicted(self.effects)).unsqueeze(1)
         missing = residual - torch.einsum("nch,nmh->ncm", prior, self.trials.steps) - errors * self.trials.variance.sqrt().unsqueeze(1)
         return (self.trials.features @ self.effects.linear.mT).unsqueeze(1) + prior + self._own(missing)
 
     def _own(self, residuals: Tensor) -> Tensor:
         """Means ``(n, C, H)`` of the data points' own effects for residuals ``(n, C, M)``."""
-        return self.variance * torch.einsum("nmh,ncm->nch", self.trials.steps, self._solve(residuals))
+        return self.variance.unsqueeze(1) * torch.einsum("nmh,ncm->nch", self.trials.steps, self._solve(residuals))
 
     def _solve(self, residuals: Tensor) -> Tensor:
         return torch.cholesky_solve(residuals.mT, self._factor).mT

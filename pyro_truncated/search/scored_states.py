@@ -30,13 +30,14 @@ class ScoredStates:
         """The states of a batch's populations, and those scored before if their log joints are still the same."""
         population = batch.population
         log_joint = population.log_joint.double().clamp(min=_LOWEST)
-        if before is not None and before._hold(batch, log_joint):
+        if before is not None and before.holds(batch):
             return before.with_more(population)
         return cls(batch.space, batch.positions, population.words, log_joint)
 
-    def _hold(self, batch: SearchBatch, log_joint: Tensor) -> bool:
+    def holds(self, batch: SearchBatch) -> bool:
         """Whether the best state of every data point is among these, with the same log joint."""
         population = batch.population
+        log_joint = population.log_joint.double().clamp(min=_LOWEST)
         if self.space is not batch.space or not torch.equal(self.positions, batch.positions):
             return False
         best, at = log_joint.max(1, keepdim=True)
@@ -61,6 +62,10 @@ class ScoredStates:
         best = self.log_joint.topk(size - size // 2, 1).indices
         rank = age.masked_fill(self.log_joint <= _LOWEST, -1).scatter(1, best, number)
         return self._at(rank.topk(size, 1).indices.sort(1).values, self.words, self.log_joint)
+
+    def of_rows(self, rows: slice) -> ScoredStates:
+        """Those of some data points."""
+        return dataclasses.replace(self, positions=self.positions[rows], words=self.words[rows], log_joint=self.log_joint[rows])
 
     def num_since_best(self) -> Tensor:
         """How many states were scored after the best one, ``(N,)``; initial states count in the order in which the population had them."""

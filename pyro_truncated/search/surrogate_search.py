@@ -1,8 +1,7 @@
-"""States that a regression on all scores so far thinks best, for models whose scores are expensive."""
+"""States that regressions on all scores so far think best, for models whose scores are expensive."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -11,16 +10,24 @@ from torch import Tensor
 
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
+from pyro_truncated.search.expected_observations import ApproximateLikelihoods, ExpectedObservations
 from pyro_truncated.search.log_joint_regression import Belief, LogJointRegression, Trials
 from pyro_truncated.search.met_data import flat_observations
+from pyro_truncated.search.quadratic_functions import QuadraticFunctions
 from pyro_truncated.search.scored_states import ScoredStates, drawn_by_weight
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_counts
 
-# The climb from a state to an optimum of the quadratic function, and the latents of whose pairs neighbours of it are made.
-_CLIMB, _PAIRED = 12, 40
+# Flips from a state to an optimum of the quadratic function.
+_CLIMB = 12
+# Where likelihoods are known approximately: second orders that are climbed one after the other, steps on each, and the most latents.
+_EXPANSIONS, _STEPS, _MOST_LATENTS = 3, 2, 64
+# More nats per flip than that surprise no more: states may be impossible.
+_MOST_SURPRISE = 1e6
+# States whose second orders are held at a time: what fits into the cache.
+_BLOCK = 512
 # Deviations of the draws from their means, as powers of two times what is believed: some children are cautious; a belief may be wrong.
 _BOLDNESS = -1.0, 1.0
 # Steps without a better state after which they are twice as bold: a data point gets stuck where the regression trusts itself.
@@ -28,16 +35,28 @@ _PATIENCE = 2
 
 
 class SurrogateSearch(Search):
-    r"""Scores the states that a quadratic regression on the scores so far thinks best; for models whose scores are expensive.
+    r"""Scores the states that regressions on the scores so far think best; for models whose scores are expensive.
 
-    All scores of a search are kept while the parameters stay the same, those of bad states too; ``memory`` of them are regressed on the
-    states: linear effects depend on the observation and on the data point, interactions of pairs are shared by all data (see
-    :class:`.LogJointRegression`). For each child, effects are drawn from what is believed of them in the data point (Thompson sampling), a
-    state of the population drawn by its weight climbs to an optimum of the quadratic function that they make, and the best of that optimum
-    and of the states one or two flips away which has not been scored before is scored. The first child takes the means, the others deviate
-    from them by half to twice as much as is believed, because a quadratic function is not the whole truth, and by twice that in data
-    points for which two steps have found no better state. So no state is scored twice, flips that are known to be bad are not tried
-    again, and what was learned from other data points tells where to look.
+    A run of the model on a state shows more than its log joint: the means and the variances of the observations under it. Where the model
+    tells these (see below), means are regressed on all states that were scored, of whatever data point, as a quadratic function that all
+    data share (:class:`.ExpectedObservations`). For each data point an approximate likelihood of any state follows from it, and what log
+    joints lack of it is regressed on the states as linear effects and interactions of pairs (:class:`.LogJointRegression`). For each child
+    effects are drawn from what is believed of them in the data point (Thompson sampling), where they deviate by no less than the
+    likelihoods of the last children were wrong, per flip; a state climbs to an optimum of the sum, whose second order is taken anew on the
+    way, and the best of that optimum and of the states one or two flips away which has not been scored before is scored. Half of the
+    climbs start from states of the population, drawn by their weights, and half from the best state of another data point, so that no
+    data point stays near one optimum.
+
+    Where the moments are not known, or there are more than 64 latents, and from when on the likelihoods that follow are farther from the
+    log joints than the best of these for most of the states, log joints alone are regressed on the states: linear effects depend
+    on the observation and on the data point, interactions of pairs are shared by all data; climbs start from states of the population.
+
+    The first child takes the means of the effects, the others deviate from them by half to twice as much as is believed, because a
+    quadratic function is not the whole truth, and by twice that in data points for which two steps have found no better state. No state is
+    scored twice, flips that are known to be bad are not tried again, and what was learned from other data points tells where to look.
+
+    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no conditional; inside the
+    plate all that is observed must be known (no missing values), neither masked nor scaled, and have means and variances.
 
     What was scored under other parameters is forgotten, but for the regression, so that in training, too, each step starts from what the
     steps before have learned. Where a score takes some tens of microseconds or more, this pays. For binary latents.
@@ -52,7 +71,7 @@ class SurrogateSearch(Search):
         memory: number of scored states per data point that are regressed on (no fewer than a population has): the best half, and of the
             others the latest. It does not bound what is kept, lest a state be scored twice: all that were scored under the same
             parameters, up to ``children`` more per data point with every step, until parameters or data change.
-        rank: number of principal components of the inputs that effects depend on.
+        rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
         generator: source of randomness; default: torch's global generator.
@@ -85,9 +104,16 @@ class SurrogateSearch(Search):
     def forget(self) -> None:
         """Forgets all scores, and what was learned from them."""
         self.regression: LogJointRegression | None = None
+        self.expected: ExpectedObservations | None = None
         self._projection: PrincipalComponents | None = None
         self._scored: ScoredStates | None = None
-        self._is_of_new_data = False
+        self._surprise: Tensor | None = None
+        self._is_of_new_data = self._is_misled = False
+
+    @property
+    def takes_moments(self) -> bool:
+        """It does, unless likelihoods that follow from them have been found wrong."""
+        return not self._is_misled
 
     def check_space(self, space: StateSpace) -> None:
         """Refuses latents of more than two values."""
@@ -99,16 +125,32 @@ class SurrogateSearch(Search):
         self.check_space(batch.space)
         if batch.is_spread:
             raise NotImplementedError("SurrogateSearch learns from the data of one process; these are shards: train it on whole data")
+        is_continued = self._scored is not None and self._scored.holds(batch)
+        if not is_continued:
+            self._surprise = None
         scored = self._scored = ScoredStates.of(batch, self._scored)
         kept = scored.kept(max(self.memory, batch.population.num_states))
-        trials = Trials(kept.states(), kept.log_joint, self._features(batch))
+        states, features = kept.states(), self._features(batch)
+        trials, likelihoods = Trials(states, kept.log_joint, features), self._likelihoods(batch, is_continued)
+        if likelihoods is not None:
+            # Effects of the data are in the likelihoods: what is left are the same constants for all.
+            explained = Trials(states, kept.log_joint, features[:, -1:], likelihoods(states))
+            self._is_misled |= self._may_learn(batch) and not explained.is_explained()
+            trials, likelihoods = (trials, None) if self._is_misled else (explained, likelihoods)
         self._learn(trials, batch)
         assert self.regression is not None
-        effects = self._drawn(Belief(trials, self.regression), batch)
+        functions = QuadraticFunctions(self._drawn(Belief(trials, self.regression, self._surprise), batch), self.regression.effects.pairs)
         start = batch.space.unpack(drawn_by_weight(batch, self.children, self.generator)).double()
-        children = _best_unseen(start, effects, self.regression.effects.pairs, scored)
-        found = batch.scored(batch.space.pack(children.long()))
+        if likelihoods is None:
+            children = functions.best_unseen(functions.climbed(start, _CLIMB), scored)
+        else:
+            children = self._likely(likelihoods, functions, torch.cat([start[:, ::2], self._of_others(trials, batch)], 1))
+        found, moments = batch.scored_with_moments(batch.space.pack(children.long()))
         self._scored = scored.with_more(found)
+        if likelihoods is not None:
+            self._surprise = _surprise(likelihoods, trials, children.double(), found.log_joint)
+            if moments is not None and self.expected is not None and self._may_learn(batch):
+                self.expected.take(moments, batch.space)
         return found
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,6 +158,9 @@ class SurrogateSearch(Search):
         if self.regression is None or self._projection is None:
             return super().state_dict()
         learned = {"regression": self.regression.state_dict(), "projection": list(self._projection), "is_of_new_data": self._is_of_new_data}
+        learned["is_misled"] = self._is_misled
+        if self.expected is not None:
+            learned["expected"] = self.expected.state_dict()
         return {**super().state_dict(), **learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -125,22 +170,63 @@ class SurrogateSearch(Search):
         if "regression" in state:
             self.regression = LogJointRegression.of(state["regression"])
             self._projection = PrincipalComponents(*state["projection"])
-            self._is_of_new_data = bool(state["is_of_new_data"])
+            self._is_of_new_data, self._is_misled = bool(state["is_of_new_data"]), bool(state.get("is_misled", False))
+        if "expected" in state:
+            self.expected = ExpectedObservations.of(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
         """Principal components of the inputs and a one, ``(n, Q)``; those of the first batch, until other inputs come."""
         inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
         if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._is_of_new_data and not batch.is_new):
-            self.regression, self._is_of_new_data = None, batch.is_new
+            self.regression, self.expected, self._is_of_new_data, self._is_misled = None, None, batch.is_new, False
             self._projection = PrincipalComponents.of(inputs, self.rank)
         return self._projection(inputs)
 
+    def _may_learn(self, batch: SearchBatch) -> bool:
+        return self._is_of_new_data or not batch.is_new
+
     def _learn(self, trials: Trials, batch: SearchBatch) -> None:
-        num_latents, num_features = trials.states.shape[-1], trials.features.shape[1]
-        if self.regression is None or len(self.regression.variance) != num_latents:
-            self.regression = LogJointRegression(num_latents, num_features, trials.states.device)
-        if self._is_of_new_data or not batch.is_new:
+        sizes = trials.states.shape[-1], trials.features.shape[1]
+        if self.regression is None or self.regression.effects.linear.shape != sizes:
+            self.regression = LogJointRegression(*sizes, trials.states.device)
+        if self._may_learn(batch):
             self.regression.fit(trials)
+
+    def _likelihoods(self, batch: SearchBatch, is_continued: bool) -> ApproximateLikelihoods | None:
+        """What is expected to be observed tells of the likelihoods; nothing where it is not known, or of too many latents."""
+        moments, num_latents = batch.moments, batch.space.num_latents
+        if moments is None or self._is_misled or num_latents > _MOST_LATENTS:
+            return None
+        observations = flat_observations(batch)
+        num_values = observations.shape[1]
+        if num_values != moments.mean.shape[-1]:
+            return None
+        if self.expected is None or not self.expected.fits(num_latents, num_values):
+            if not self._may_learn(batch):
+                return None
+            self.expected = ExpectedObservations(num_latents, num_values, self.rank, observations.device)
+        if self._may_learn(batch) and not is_continued:
+            self.expected.fade()
+            self.expected.take(moments, batch.space)
+        return self.expected.likelihoods(observations)
+
+    def _of_others(self, trials: Trials, batch: SearchBatch) -> Tensor:
+        """For half of the children the best state of another data point, drawn at random."""
+        uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
+        return trials.best[(uniform.double() * len(trials.best)).long(), 0]
+
+    def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
+        """The best states not scored yet near optima of likelihoods, and of other functions beside, that are reached from a start."""
+        assert self._scored is not None
+        found, number = [], max(1, _BLOCK // self.children)
+        for first in range(0, len(start), number):
+            rows = slice(first, first + number)
+            likelihood = likelihoods._replace(observed=likelihoods.observed[rows])
+            states, rest = start[rows].float(), QuadraticFunctions(beside.effects[rows].float(), beside.pairs.float())
+            for _ in range(_EXPANSIONS):
+                states = likelihood.near(states, rest).climbed_by_pairs(states, _STEPS)
+            found.append(likelihood.near(states, rest).best_unseen(states, self._scored.of_rows(rows)))
+        return torch.cat(found)
 
     def _drawn(self, belief: Belief, batch: SearchBatch) -> Tensor:
         """Linear effects for each child, ``(n, children, H)``."""
@@ -176,85 +262,10 @@ class PrincipalComponents(NamedTuple):
         return torch.cat([known @ self.axes, torch.ones_like(known[:, :1])], 1)
 
 
-# --- children ---
-
-
-def _best_unseen(start: Tensor, effects: Tensor, pairs: Tensor, scored: ScoredStates) -> Tensor:
-    """For each of the effects ``(n, C, H)`` the best state that was not scored yet, near an optimum that is reached from a start."""
-    optimum = _climbed(start, effects, pairs)
-    # States are known by their words, or by one number made of these; each latent adds its own.
-    latent_keys = _keys(scored.space.pack(torch.eye(start.shape[-1], dtype=torch.int64, device=start.device)))
-    taken, children = _keys(scored.words).sort(1).values, []
-    for state, gain in zip(optimum.unbind(1), _gains(optimum, effects, pairs).unbind(1), strict=True):
-        near, sign = Neighbours.of(gain), 1 - 2 * state
-        values = near.sums(gain)
-        values[:, 1 + gain.shape[1] :] += near.between(pairs) * near.products(sign)
-        keys = near.sums(sign.long() * latent_keys) + (state.long() * latent_keys).sum(-1, keepdim=True)
-        at = torch.searchsorted(taken, keys).clamp(max=taken.shape[1] - 1)
-        best = values.masked_fill(taken.gather(1, at) == keys, -math.inf).argmax(1, keepdim=True)
-        children.append((state - near.flips(best).to(state)).abs())
-        taken = torch.cat([taken, keys.gather(1, best)], 1).sort(1).values
-    return torch.stack(children, 1)
-
-
-def _gains(states: Tensor, effects: Tensor, pairs: Tensor) -> Tensor:
-    """What flips of each latent alone add to quadratic functions."""
-    return (1 - 2 * states) * (effects + states @ pairs)
-
-
-def _climbed(states: Tensor, effects: Tensor, pairs: Tensor) -> Tensor:
-    """States ``(n, C, H)`` after flips that each raise their quadratic functions most."""
-    for _ in range(_CLIMB):
-        gain, latent = _gains(states, effects, pairs).max(-1, keepdim=True)
-        flip = torch.zeros_like(states).scatter_(-1, latent, (gain > 0).to(states))
-        states = (states - flip).abs()
-    return states
-
-
-class Neighbours(NamedTuple):
-    """A state, all that are one flip away, and those two flips away of the latents that alone would gain most, for each data point.
-
-    Attributes:
-        best: these latents, ``(n, B)``.
-        one: which of them is flipped first in states two flips away.
-        other: which second.
-        num_latents: number of all latents ``H``.
-    """
-
-    best: Tensor
-    one: Tensor
-    other: Tensor
-    num_latents: int
-
-    @classmethod
-    def of(cls, gain: Tensor) -> Neighbours:
-        """Those of states whose flips gain this, ``(n, H)``."""
-        best = gain.topk(min(_PAIRED, gain.shape[1]), 1).indices
-        one, other = torch.triu_indices(best.shape[1], best.shape[1], 1, device=gain.device)
-        return cls(best, one, other, gain.shape[1])
-
-    def sums(self, values: Tensor) -> Tensor:
-        """Sums ``(n, 1 + H + len(one))`` over the flipped latents of values ``(n, H)``."""
-        best = values.gather(1, self.best)
-        return torch.cat([torch.zeros_like(values[:, :1]), values, best[:, self.one] + best[:, self.other]], 1)
-
-    def products(self, values: Tensor) -> Tensor:
-        """Products ``(n, len(one))`` of values of the two latents of states two flips away."""
-        best = values.gather(1, self.best)
-        return best[:, self.one] * best[:, self.other]
-
-    def between(self, pairs: Tensor) -> Tensor:
-        """Entries ``(n, len(one))`` of a matrix at the two latents of states two flips away."""
-        return pairs[self.best.unsqueeze(2), self.best.unsqueeze(1)][:, self.one, self.other]
-
-    def flips(self, chosen: Tensor) -> Tensor:
-        """Which latents are flipped in the chosen ones ``(n, 1)``, booleans ``(n, H)``."""
-        latent, pair = torch.arange(self.num_latents, device=chosen.device), chosen - 1 - self.num_latents
-        one, other = (self.best.gather(1, which[pair.clamp(min=0)]) for which in (self.one, self.other))
-        return torch.where(pair < 0, latent == chosen - 1, (latent == one) | (latent == other))
-
-
-def _keys(words: Tensor) -> Tensor:
-    """One number for each state: a sum over its words, so that it is one over its latents too."""
-    factors = torch.arange(words.shape[-1], device=words.device) * 0x9E3779B97F4A7C + 1
-    return (words * factors).sum(-1)
+def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Tensor, log_joint: Tensor) -> Tensor:
+    """Root mean square ``(n,)`` of how many nats, per root of flips, log joints ``(n, C)`` differ from what likelihoods say."""
+    said = likelihoods(children) - likelihoods(trials.best)
+    found = log_joint.double().clamp(min=-1e30) - trials.log_joint.amax(1, keepdim=True)
+    flips = (children - trials.best).abs().sum(-1).clamp(min=1)
+    root: Tensor = ((found - said).square() / flips).mean(1).sqrt().clamp(max=_MOST_SURPRISE)
+    return root

@@ -108,6 +108,10 @@ class Watched(Search):
         self.before, self.began = renderer.num_scores, time.process_time()
         self.curve: list[tuple[float, float, float]] = []
 
+    @property
+    def takes_moments(self) -> bool:
+        return self.search.takes_moments
+
     def propose(self, batch: SearchBatch) -> Population:
         return self.search.propose(batch)
 

@@ -1,0 +1,53 @@
+"""Means and variances of what a model observes, read off one run on candidate states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from pyro.distributions.torch_distribution import MaskedDistribution
+from torch import Tensor
+
+from pyro_truncated.program.probe import Probe
+from pyro_truncated.states.moments import Moments
+
+
+def moments_of(nodes: Mapping[str, Any], probe: Probe, words: Tensor) -> Moments | None:
+    """Those of the sample sites of a run on states ``(N, C, num_words)``, ``None`` where they do not tell how likely observations are.
+
+    They do where a data point is a row of one plate and all that is observed inside it is known, neither masked nor scaled by itself, and
+    of distributions with finite means and positive variances.
+    """
+    if probe.layout.dims != (-1,) or probe.depth != 1:
+        return None
+    parts = [_site_moments(nodes[name], value, probe, words) for name, value in probe.observations(nodes).items()]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    mean, variance = (torch.cat(values, -1) for values in zip(*known, strict=True))
+    is_known = mean.isfinite() & variance.isfinite() & (variance > 0)
+    return Moments(words, mean, variance) if bool(is_known.all()) else None
+
+
+def _site_moments(node: Mapping[str, Any], value: Tensor, probe: Probe, words: Tensor) -> tuple[Tensor, Tensor] | None:
+    is_alone = len(node["cond_indep_stack"]) == 1 and len(value) == probe.num_data
+    if not is_alone or node["mask"] is not None or bool((torch.as_tensor(node["scale"]) != torch.as_tensor(probe.scale)).any()):
+        return None
+    fn = node["fn"]
+    if _is_masked(fn) or value.is_complex() or bool(value.isnan().any()):
+        return None
+    try:
+        moments = fn.mean, fn.variance
+    except (NotImplementedError, AttributeError):
+        return None
+    shape = words.shape[1], *value.shape
+    if any(len(moment.shape) > len(shape) for moment in moments):
+        return None
+    mean, variance = (moment.detach().expand(shape).transpose(0, 1).reshape(*words.shape[:2], -1) for moment in moments)
+    return mean, variance
+
+
+def _is_masked(fn: Any) -> bool:
+    """Whether there is a mask inside a distribution."""
+    return fn is not None and (isinstance(fn, MaskedDistribution) or _is_masked(getattr(fn, "base_dist", None)))

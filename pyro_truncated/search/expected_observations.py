@@ -1,0 +1,164 @@
+"""What a model expects to observe in a state, as a quadratic function that all data points share, and likelihoods that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.search.quadratic_functions import QuadraticFunctions
+from pyro_truncated.states.moments import Moments
+from pyro_truncated.states.space import StateSpace
+
+# Ridges, in numbers of states that say something of an effect: that of pairs, and that of latents and of the constant.
+_RIDGE, _RIDGE_OF_LATENTS = 0.5, 0.05
+# What states scored under other parameters count, with each change of these.
+_FADED = 0.5
+# Rows from which principal axes are found.
+_MOST_ROWS = 512
+
+
+class ExpectedObservations:
+    r"""The means of observations as a quadratic function of binary states, by a ridge regression on all states that were scored.
+
+    .. math:: \mathbb E[y \mid s] \approx a + \sum_h s_h b_h + \sum_{h < k} s_h s_k c_{hk}
+
+    A score shows one number of a state of one data point; the means, as many as there are observed values, are of all data points.
+    So few scores tell how a model makes data, and with :math:`v` the mean variances of the observations,
+
+    .. math:: \log p(y_n \mid s) \approx \text{const} - \tfrac12 \sum_d (y_{nd} - \mathbb E[y_d \mid s])^2 / v_d
+
+    is known for states that no one has scored. It is exact for normal noise that is the same everywhere, else an approximation. Means
+    are divided by :math:`\sqrt v` and projected on their principal axes.
+
+    Args:
+        num_latents: number of binary latents ``H``.
+        num_values: number of observed values ``D`` of a data point.
+        rank: number of principal axes.
+        device: where the states live.
+    """
+
+    def __init__(self, num_latents: int, num_values: int, rank: int, device: torch.device | str | None = None) -> None:
+        self.num_latents, self.rank = num_latents, rank
+        self._one, self._other = torch.triu_indices(num_latents, num_latents, 1, device=device)
+        size = 1 + num_latents + len(self._one)
+        self._products = torch.zeros(size, size, dtype=torch.float64, device=device)
+        self._sums, self._variances = self._products.new_zeros(size, num_values), self._products.new_zeros(num_values)
+        self._axes = self._products.new_zeros(0)
+        self._effects: Tensor | None = None
+
+    def fits(self, num_latents: int, num_values: int) -> bool:
+        """Whether it is for so many latents and observed values."""
+        return num_latents == self.num_latents and num_values == self._sums.shape[1]
+
+    def take(self, moments: Moments, space: StateSpace) -> None:
+        """Learns from states and the moments of the observations in them."""
+        # In single precision: of zeros and ones all products are exact.
+        terms, mean = self._terms(space.unpack(moments.words).flatten(0, 1).float()), moments.mean.flatten(0, 1).float()
+        self._products += terms.mT @ terms
+        self._sums += terms.mT @ mean
+        self._variances += moments.variance.flatten(0, 1).double().sum(0)
+        if not len(self._axes):
+            self._axes = _principal_axes(mean.double() / self.scale, self.rank)
+        self._effects = None
+
+    def fade(self) -> None:
+        """What was learned so far counts half: parameters have changed."""
+        for total in (self._products, self._sums, self._variances):
+            total *= _FADED
+        self._axes = self._axes.new_zeros(0)
+
+    @property
+    def scale(self) -> Tensor:
+        """Deviations of the observed values, ``(D,)``."""
+        return (self._variances / self._products[0, 0]).sqrt()
+
+    def likelihoods(self, observations: Tensor) -> ApproximateLikelihoods:
+        """Those of data points with these observations ``(n, D)``."""
+        axes = self._axes / self.scale.unsqueeze(1)
+        if self._effects is None:
+            ridge = torch.full_like(self._products[0], _RIDGE)
+            ridge[: 1 + self.num_latents] = _RIDGE_OF_LATENTS
+            factor = torch.linalg.cholesky(self._products + torch.diag(ridge))
+            self._effects = torch.cholesky_solve(self._sums @ axes, factor)
+        effects = self._effects
+        linear, pairs = effects[1 : 1 + self.num_latents], effects.new_zeros(self.num_latents, self.num_latents, effects.shape[1])
+        pairs[self._one, self._other] = pairs[self._other, self._one] = effects[1 + self.num_latents :]
+        return ApproximateLikelihoods((observations @ axes - effects[0]).float(), linear.float(), pairs.float())
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that was learned."""
+        totals = {"products": self._products, "sums": self._sums, "variances": self._variances, "axes": self._axes}
+        return {"num_latents": self.num_latents, "rank": self.rank, **{name: total.clone() for name, total in totals.items()}}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> ExpectedObservations:
+        """The regression that :meth:`state_dict` has described."""
+        found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
+        found._products, found._sums = state["products"].clone(), state["sums"].clone()
+        found._variances, found._axes = state["variances"].clone(), state["axes"].clone()
+        return found
+
+    def _terms(self, states: Tensor) -> Tensor:
+        """A one, the latents, and the products of pairs, ``(M, P)``."""
+        return torch.cat([torch.ones_like(states[:, :1]), states, states[:, self._one] * states[:, self._other]], 1)
+
+
+class ApproximateLikelihoods(NamedTuple):
+    r"""Log likelihoods :math:`-\frac12 |r_n - \sum_h s_h b_h - \sum_{h < k} s_h s_k c_{hk}|^2` of data points, in single precision.
+
+    Attributes:
+        observed: :math:`r`, ``(n, R)``.
+        linear: :math:`b`, ``(H, R)``.
+        pairs: :math:`c`, ``(H, H, R)``, symmetric with zeros on the diagonal.
+    """
+
+    observed: Tensor
+    linear: Tensor
+    pairs: Tensor
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """Log likelihoods ``(n, M)`` of states ``(n, M, H)``, but for a constant of each data point."""
+        states = states.float()
+        value: Tensor = -0.5 * self._residual(states, self._shift(states)).square().sum(-1).double()
+        return value
+
+    def near(self, states: Tensor, beside: QuadraticFunctions) -> QuadraticFunctions:
+        r"""Their second order about states ``(n, C, H)``, and other functions beside.
+
+        With flips :math:`t = s - s_0`, derivatives :math:`d_h` of the mean by latents and residuals :math:`e` at :math:`s_0`,
+
+        .. math:: \sum_h t_h d_h \cdot e + \sum_{h < k} t_h t_k (c_{hk} \cdot e - d_h \cdot d_k) - \tfrac12 \sum_h t_h^2 |d_h|^2,
+
+        which is exact for one flip.
+        """
+        shift = self._shift(states)
+        slope, residual = self.linear + shift, self._residual(states, shift)
+        pairs = (residual.flatten(0, 1) @ self.pairs.flatten(0, 1).mT).view(slope.shape[:3] + slope.shape[2:3]) - slope @ slope.mT
+        square = pairs.diagonal(dim1=-2, dim2=-1).clone()
+        pairs.diagonal(dim1=-2, dim2=-1).zero_()
+        linear = (slope @ residual.unsqueeze(-1)).squeeze(-1) + 0.5 * square * (1 - 2 * states) - (pairs @ states.unsqueeze(-1)).squeeze(-1)
+        return QuadraticFunctions(linear + beside.effects, pairs + beside.pairs)
+
+    def _shift(self, states: Tensor) -> Tensor:
+        """What latents add to the means by the others that are on in states ``(n, C, H)``, ``(n, C, H, R)``."""
+        shift: Tensor = (states @ self.pairs.flatten(1)).unflatten(-1, self.pairs.shape[1:])
+        return shift
+
+    def _residual(self, states: Tensor, shift: Tensor) -> Tensor:
+        among = torch.bmm(states.flatten(0, 1).unsqueeze(1), shift.flatten(0, 1)).view(*states.shape[:2], -1)
+        return self.observed.unsqueeze(1) - states @ self.linear - 0.5 * among
+
+
+def _principal_axes(values: Tensor, rank: int) -> Tensor:
+    """The first principal axes of values ``(M, D)``, ``(D, R)``, from some of the rows."""
+    some = values[:: max(1, len(values) // _MOST_ROWS)]
+    some = some - some.mean(0)
+    number = min(rank, *some.shape)
+    if some.shape[1] <= len(some):
+        axes: Tensor = torch.linalg.eigh(some.mT @ some).eigenvectors[:, -number:]
+    else:
+        axes = torch.linalg.qr(some.mT @ torch.linalg.eigh(some @ some.mT).eigenvectors[:, -number:]).Q
+    return axes
