@@ -8,10 +8,13 @@ from torch import Tensor
 from pyro_truncated.ops.checks import cholesky, refuse
 from pyro_truncated.ops.component_sums import checked_components
 from pyro_truncated.ops.grouped import Grouped
+from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count
 
 # What rounding may take of the identity that the square of directions, in units of the noise, is added to.
 _LEAST_PRECISION = 0.1
+# What a few temporaries of so many bytes hold is near a processor.
+_CACHED = 2**23
 
 
 def whiten(factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,6 +94,45 @@ def _means_of_what_is_seen(
     rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same where entries are missing: every row has a posterior covariance of its own."""
+    number = (~rows.isnan()).sum(1)[row]
+    # The smaller of two systems of equations: one for each entry that is seen, or one for each direction.
+    is_few = number < (factor.shape[2] if (ranks := _ranks(factor)) is None else ranks.max())
+    few, many = is_few.nonzero().squeeze(1), (~is_few).nonzero().squeeze(1)
+    few = few[number[few].argsort()]
+    parts = [
+        means(rows, row[own], component[own], loc, factor, scale)
+        for means, own in ((_means_by_entries, few), (_means_by_directions, many))
+        if len(own)
+    ]
+    place = torch.cat([few, many]).argsort()
+    means, variances = (torch.cat(part)[place] for part in zip(*parts, strict=True))
+    return means, variances
+
+
+def _means_by_entries(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`, rows that see more coming after others."""
+    number, covariance = (~rows[row].isnan()).sum(1), factor @ factor.mT
+    prior, found = covariance.diagonal(dim1=1, dim2=2), []
+    per_block = rows.element_size() * 3 * rows.shape[1] * max(1, int(number[-1]))
+    length = min(rows_per_block(per_block), rows_per_block(per_block, _CACHED)) if rows.is_cpu else rows_per_block(per_block)
+    for at, group, numbers in zip(row.split(length), component.split(length), number.split(length), strict=True):
+        above = rows[at] - loc[group]
+        # Rows that see less than the last one are filled up with entries that nothing depends on.
+        place = above.isnan().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(numbers[-1]))]
+        is_seen = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)
+        cross = covariance[group.unsqueeze(1), place] * is_seen.unsqueeze(2)
+        known = cross.gather(2, place.unsqueeze(1).expand(-1, place.shape[1], -1)) * is_seen.unsqueeze(1)
+        lower = cholesky(known + torch.where(is_seen, scale[group].square().unsqueeze(1), 1.0).diag_embed())
+        seen = torch.where(is_seen, above.gather(1, place), 0.0)
+        solved = torch.linalg.solve_triangular(lower, torch.cat([cross, seen.unsqueeze(2)], 2), upper=False)
+        root, white = solved[..., :-1], solved[..., -1:]
+        found.append((loc[group] + (root.mT @ white).squeeze(2), (prior[group] - root.square().sum(1)).clamp(min=0.0)))
+    means, variances = (torch.cat(part) for part in zip(*found, strict=True))
+    return means, variances
+
+
+def _means_by_directions(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The same by :math:`(\sigma^2 I + W_O^\top W_O)^{-1}`."""
     size, rank = factor.shape[1:]
     grouped, ranks, found = Grouped.of(component, len(loc)), _ranks(factor), []
     for part in grouped.parts(rows.element_size() * (3 * rank**2 + 4 * size)):

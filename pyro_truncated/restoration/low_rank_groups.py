@@ -11,7 +11,7 @@ from pyro_truncated.restoration.similar_windows import similar
 from pyro_truncated.restoration.windows import Patches
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
-_SIDE, _STRIDE, _MEMBERS = 8, 4, 60
+_SIDE, _STRIDE, _STRIDE_OF_COLOURS, _MEMBERS = 8, 4, 6, 60
 _STEPS, _STRENGTH, _WEIGHT = 8, 4.0, 0.4
 # Smaller images have too few windows that could be alike.
 _LEAST_SIDE = 32
@@ -22,10 +22,11 @@ _BLOCK = 1024
 def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels: int | None = None, stride: int = 1) -> Tensor:
     r"""A restored image, averaged with what groups of windows that are similar in it say of the missing entries.
 
-    The group of a window of side 8 are the 60 near by that are nearest to it. In each of eight steps every group becomes the matrix without
-    its small singular values, those up to :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of :math:`D` entries; where windows
-    overlap they are averaged. What observed entries have then lost is added to them before the next step (Bregman iterations), so that they
-    are not forgotten and the missing ones follow. The result counts .4 beside the estimate: its errors are other ones.
+    The group of a window of side 8 are the 60 near by that are nearest to it in the restored image. In each of eight steps every group
+    becomes the matrix without its small singular values, those up to :math:`4 \sigma (\sqrt{K} + \sqrt{D})` with :math:`K` windows of
+    :math:`D` entries; where windows overlap they are averaged. What observed entries have then lost is added to them before the next step
+    (Bregman iterations), so that they are not forgotten and the missing ones follow. The result counts .4 beside the estimate: its errors
+    are other ones.
 
     Args:
         image: the image with missing entries (NaN), without noise; of signals, volumes and images with a side below 32 the estimate is
@@ -33,7 +34,8 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
         estimate: the restored image.
         noise: standard deviation :math:`\sigma` of what cannot be predicted.
         channels: number of channels; ``None`` for an image without.
-        stride: above 1 fewer groups: one for every ``4 * stride`` places along each dimension, at least every eighth.
+        stride: above 1 fewer groups: one for every ``4 * stride`` places along each dimension, with channels for every ``6 * stride``, at
+            least for every eighth.
 
     Returns:
         The image; its observed entries are those of the estimate, and so are channels without texture, which deviate by four times the
@@ -46,8 +48,10 @@ def with_low_rank_groups(image: Tensor, estimate: Tensor, noise: float, channels
         return estimate
     is_seen, found = ~image.isnan(), estimate
     lost = torch.zeros_like(estimate)
+    patches = Patches(image.shape[:2], _SIDE, channels=channels)
+    groups = _groups(torch.where(is_seen, image, estimate), patches, stride)
     for _ in range(_STEPS):
-        found = _of_small_rank(torch.where(is_seen, image + lost, found), _STRENGTH * noise, channels, min(_STRIDE * stride, _SIDE))
+        found = _of_small_rank(torch.where(is_seen, image + lost, found), patches, groups, _STRENGTH * noise)
         lost = lost + torch.where(is_seen, image - found, 0.0)
     return torch.where(is_seen | ~_with_texture(image, noise, channels), estimate, torch.lerp(estimate, found, _WEIGHT))
 
@@ -58,19 +62,23 @@ def _with_texture(image: Tensor, noise: float, channels: int | None) -> Tensor:
     return ((seen - seen.nanmean(0)).square().nanmean(0) > (_STRENGTH * noise) ** 2).reshape([channels] if channels else [])
 
 
-def _of_small_rank(image: Tensor, noise: float, channels: int | None, stride: int = _STRIDE) -> Tensor:
+def _groups(image: Tensor, patches: Patches, stride: int) -> Tensor:
+    """Numbers of the windows of all groups, ``(G, K)``."""
+    stride = min((_STRIDE if patches.channels is None else _STRIDE_OF_COLOURS) * stride, _SIDE)
+    windows, counts = patches.extract(image), [size - _SIDE + 1 for size in patches.shape]
+    centres = Patches(patches.shape, _SIDE, stride).places().to(windows.device)
+    return torch.cat([similar(windows, block, counts, _MEMBERS) for block in centres.split(_BLOCK)])
+
+
+def _of_small_rank(image: Tensor, patches: Patches, groups: Tensor, noise: float) -> Tensor:
     """The mean of all groups of an image without their small singular values."""
-    shape = image.shape[:2]
-    patches = Patches(shape, _SIDE, channels=channels)
     windows = patches.extract(image)
     total, share = torch.zeros_like(windows), windows.new_zeros(len(windows), 1)
-    centres = Patches(shape, _SIDE, stride, channels=channels).places().to(windows.device)
-    for block in centres.split(_BLOCK):
-        members = similar(windows, block, [size - _SIDE + 1 for size in shape], _MEMBERS)
-        groups = windows[members]
-        squares, directions = torch.linalg.eigh(groups @ groups.mT)
-        largest = (noise * (math.sqrt(members.shape[1]) + math.sqrt(windows.shape[1]))) ** 2
+    largest = (noise * (math.sqrt(groups.shape[1]) + math.sqrt(windows.shape[1]))) ** 2
+    for members in groups.split(_BLOCK):
+        group = windows[members]
+        squares, directions = torch.linalg.eigh(group @ group.mT)
         kept = directions * (squares > largest).unsqueeze(1)
-        total.index_add_(0, members.flatten(), (kept @ (directions.mT @ groups)).flatten(0, 1))
+        total.index_add_(0, members.flatten(), (kept @ (directions.mT @ group)).flatten(0, 1))
         share.index_add_(0, members.flatten(), share.new_ones(members.numel(), 1))
     return patches.assemble(total / share.clamp(min=1.0), share)

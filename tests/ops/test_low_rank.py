@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from pyro_truncated.distributions import ComponentLowRankNormal, products_of_components
+from pyro_truncated.ops import low_rank
 from pyro_truncated.ops.grouped import Grouped
 from pyro_truncated.utils.budget import memory_budget
 
@@ -77,8 +78,9 @@ def test_draws_have_the_moments_of_the_distribution() -> None:
     assert ((centred.mT @ centred / 20_000 - expected).abs() < 6 * error).all()
 
 
-@pytest.mark.parametrize("share_missing", [0.0, 0.4])
-def test_without_noise_are_conditional_expectations_given_what_is_observed(share_missing: float) -> None:
+@pytest.mark.parametrize("share_missing", [0.0, 0.4, 0.8, 1.0])  # mostly by directions, by entries, and nothing seen at all
+def test_without_noise_are_conditional_expectations_given_what_is_observed(share_missing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(low_rank, "_CACHED", 2000)  # several blocks
     generator = torch.Generator().manual_seed(2)
     loc, factor, scale = parameters()
     factor[:3, :, 1] = 0.0
