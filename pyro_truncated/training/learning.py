@@ -29,8 +29,9 @@ from pyro_truncated.training.model_kinds import (
 )
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
+from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.resting import finished
-from pyro_truncated.training.several_starts import Plan, SeveralStarts
+from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors

@@ -60,6 +60,12 @@ def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, fo
         return run.truncated.space.unpack(run.truncated.population().mode())
 
 
+def likeliest_code(found: Start) -> Tensor:
+    """Which latents are more probably on than off, ``(N, H)``, in a start of a network."""
+    assert found.probabilities is not None
+    return (found.probabilities > 0.5).to(torch.int64)
+
+
 def takes_gradients(model: Any, value: Tensor) -> bool:
     """Whether a parameter is learned: all of Pyro's store are, and of modules those that are not frozen."""
     return value.requires_grad or not isinstance(model, torch.nn.Module)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pyro_truncated.distributed.shards import total_rows
@@ -21,10 +18,12 @@ from pyro_truncated.training.completion import MOST_MISSED, can_complete, comple
 from pyro_truncated.training.exchanges import fitted, recombinations_of, settled
 from pyro_truncated.training.growth import are_many, grown_start
 from pyro_truncated.training.linear_causes import LinearCauses
-from pyro_truncated.training.linear_codes import decoded_values, likeliest_states, shuffle, teach
+from pyro_truncated.training.linear_codes import decoded_values, likeliest_code, likeliest_states, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel, StartingModel, starts_near_the_end
 from pyro_truncated.training.model_parameters import copies, disturb, draws_starts, layers_of, put_back
 from pyro_truncated.training.model_runs import Settings, layout_of
+from pyro_truncated.training.pairwise_codes import explaining_pairs
+from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.training.waking import woken
@@ -38,57 +37,12 @@ _FEWEST_OF_SOME, _FEW_ROWS_PER_LATENT = 8, 16
 _MOST_OF_SMALL_MIXTURES = 50_000
 # Of so many latents a start costs as much as the training.
 _MOST_OF_MANY = 2
+# Starts of networks that begin with codes before it is asked whether another one pays: the fourth is the first near the best one.
+_FEWEST_OF_CODES = 4
 # The best starts, which are kept with their states.
 _KEPT = 3
-# The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
-# expected to gain, a best one that no other comes near may be an accident.
-_FARTHEST = 4
-# Free energies of two networks of the same latents that are the same, for each number of a data point: a noise larger by a fiftieth.
-# Of bars, all found, two were .006 apart at most; of random networks up to .08, and the better of them 1.5 nats below the truth.
-_GAP_OF_A_NUMBER = 0.02
 # States, first temperature and tolerance of the starts of the linear model that networks take codes from: those of such a model by itself.
 _STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How many starts there are, of which kind, and when they agree.
-
-    Attributes:
-        starts: the most starts; ``None``: 8, or 16 if they exchange latents, which have half the states each and end as soon as they may.
-        steps: steps of each.
-        temperature: as a function of the step.
-        tolerance: free energies per data point that differ by less are the same.
-        generator: source of randomness.
-        is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
-            number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
-            do not agree, however many there are. Of small mixtures, where the values of the data times the components are at most 50 000,
-            eight are made even if two of less agree.
-        is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
-            single posterior has few optima, and bad ones are met twice.
-        are_compared: whether starts agree only if they have found the same latents, too: with closed-form M-steps, on for the same data
-            points; by gradients, with free energies of the same data points (see :func:`are_alike`).
-    """
-
-    starts: int | None
-    steps: int
-    temperature: Callable[[int], float]
-    tolerance: float
-    generator: torch.Generator | None
-    is_of_gains: bool = False
-    is_shared: bool = False
-    are_compared: bool = False
-
-    def lead(self, number: int) -> float:
-        """How far apart the best two of so many starts may be."""
-        return self.tolerance * (min(number / 2, _FARTHEST) if self.is_of_gains else 1)
-
-    def gap(self, size: int) -> float:
-        """How far apart two networks of the same latents may be, by the numbers of a data point that they decode them into.
-
-        The weights of one may have ended in a worse optimum than the other's.
-        """
-        return max(self.tolerance, _GAP_OF_A_NUMBER * size)
 
 
 class SeveralStarts:
@@ -117,6 +71,9 @@ class SeveralStarts:
         self._found: list[Start] = []
         # What a network decodes states into, where a linear model can find the first ones.
         self._decoded: Tensor | None = None
+        # Near whose end a start begins, and what the last one had reached that a network has begun near.
+        self._near: Start | None = None
+        self._tried = -math.inf
 
     def _has_few_rows(self) -> bool:
         """Whether two starts agree easily in a bad optimum, and another one costs little."""
@@ -145,7 +102,8 @@ class SeveralStarts:
             return grown_start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator, plan.tolerance)
         if self._decoded is None:
             return start(self._model, self._y, self._settings, plan.temperature, plan.steps, plan.generator)
-        states = self._linear_code(self._decoded)
+        code = self._linear_code(self._decoded) if self._near is None else likeliest_code(self._near)
+        states = explaining_pairs(code, self._decoded, plan.generator)
         teach(self._model, self._y, self._settings, states, plan.steps)
         return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
 
@@ -193,7 +151,8 @@ class SeveralStarts:
     def _is_enough(self) -> bool:
         if len(self.energies) < self._fewest:
             return False
-        if (can_complete(self._model) or self._is_network) and hardly_pays(self._apart):
+        may_be_mended = self._decoded is not None and len(self.energies) < _FEWEST_OF_CODES
+        if (can_complete(self._model) or self._is_network) and not may_be_mended and hardly_pays(self._apart):
             return True
         if self._assembly is not None and self._assembly.is_complete():
             return True
@@ -245,18 +204,27 @@ class SeveralStarts:
 
     def _begin(self, number: int) -> None:
         """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""
+        self._near = None
         if self._first is None or number == 0:
             return
         if number == 1:
             self._assembly = self._assembled(self._first)
             self._is_network = self._assembly is None and bool(layers_of(self._model, self._y))
             self._decoded = decoded_values(self._model, self._y, self._settings) if self._is_network else None
+        if number % 2 == 1 and self._can_begin_near_best():
+            self._near, self._tried = self.best, self.best.reached.free_energy
         if self._decoded is not None:
             put_back(self._model, self._y, self._first)
             shuffle(self._model, self._y, self._plan.generator)
             return
-        is_near_best = number % 2 == 1 and self._assembly is None and not self._is_network
-        self._disturb(self.best.parameters if is_near_best else self._first)
+        self._disturb(self._first if self._near is None else self._near.parameters)
+
+    def _can_begin_near_best(self) -> bool:
+        """Networks do if they can begin with its states, once for each best one, and from the fourth start on."""
+        if not self._is_network:
+            return self._assembly is None
+        is_better = self.best.reached.free_energy > self._tried + self._plan.tolerance
+        return is_better and self._decoded is not None and len(self.energies) > 1 and self.best.probabilities is not None
 
     def _disturb(self, parameters: dict[str, Tensor]) -> None:
         put_back(self._model, self._y, parameters)
@@ -276,14 +244,19 @@ class SeveralStarts:
         return assembly
 
     def _end(self, number: int, found: Start) -> None:
-        if can_complete(self._model) or found.probabilities is not None:
+        # What began near the best one and has ended above it did not come back.
+        is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
+        is_new = self._near is None or is_above
+        if self._near is not None and self._is_network and is_above:
+            # What has become of another start does not agree with it.
+            self._found = [one for one in self._found if one is not self._near]
+            self._apart = [one for one in self._apart if one is not self._near.reached]
+        if can_complete(self._model) or (found.probabilities is not None and is_new):
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
         if self._plan.is_shared:
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
         self.energies.append(found.reached.free_energy)
-        # What began near the best one and has ended above it did not come back.
-        is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
-        if not self._first or self._assembly is not None or self._is_network or number % 2 == 0 or is_above:
+        if is_new:
             self._apart.append(found.reached)
         if self._assembly is not None:
             self._assembly.join(found)

@@ -13,9 +13,10 @@ from pyro_truncated.training import cooling, growth, several_starts
 from pyro_truncated.training.completion import can_complete, completed, mended
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.recombination import Recombination
 from pyro_truncated.training.resting import rested
-from pyro_truncated.training.several_starts import Plan, SeveralStarts
+from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
 from pyro_truncated.utils.progress import progress_bar
 

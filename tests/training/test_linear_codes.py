@@ -23,7 +23,9 @@ from pyro_truncated.training.linear_codes import decoded_values, shuffle, teach
 from pyro_truncated.training.model_kinds import ResizableModel
 from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
+from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
+from pyro_truncated.utils.progress import progress_bar
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
 
@@ -280,3 +282,26 @@ def test_latents_behind_a_network_of_ones_own_are_found():
     population = guide.population()
     assert share_most(states.double(), population.marginals().double(), 0.0)
     assert float(population.free_energy().mean()) > truth - 0.5
+
+
+def test_the_fourth_start_begins_near_the_best_one_and_counts_in_its_place_if_it_ends_higher(monkeypatch):
+    """The first begins where the model is; the best of three then has other states than the linear model finds."""
+    y, begun, heights = data(200), [], iter([-30.0, -20.0, -25.0, -10.0, -11.0, -12.0, -13.0, -14.0])
+    linear, own = ((torch.rand(200, NUM_LATENTS, generator=generator(seed)) < 0.3).double() for seed in (0, 1))
+
+    def told(model, y, *args):
+        height = next(heights)
+        each = height + torch.randn(len(y), generator=generator(int(-height)), dtype=torch.float64)
+        return Start(Reached(height, each=each), copies(model, y), None, probabilities=own)
+
+    monkeypatch.setattr(several_starts, "start", told)
+    monkeypatch.setattr(several_starts, "explaining_pairs", lambda code, *_: begun.append(code.double()) or code)
+    monkeypatch.setattr(several_starts.SeveralStarts, "_linear_code", lambda self, decoded: linear.long())
+    plan = Plan(None, 1, lambda _: 1.0, 0.05, generator(), are_compared=True)
+    starts = several_starts.SeveralStarts(behind(perceptron()), y, Settings(None, 4), plan)
+    with progress_bar(False) as bar:
+        starts.make(bar)
+    # The sixth begins near the fourth, the eighth does not again.
+    assert [torch.equal(code, own) for code in begun] == [False, False, True, False, True, False, False]
+    # That of twenty has become that of ten, and what began near it and ended lower says nothing new.
+    assert sorted(one.free_energy for one in starts._apart) == [-30.0, -25.0, -14.0, -13.0, -11.0, -10.0]

@@ -1,0 +1,105 @@
+"""Codes that explain values by the effects of their latents and of pairs of these, as the causes that a linear model finds do not."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.utils.generators import device_of
+
+# Passes in which states follow effects, unless the square error falls by less than that part in one.
+_PASSES, _AT_REST = 30, 1e-4
+# The part of the square error that a latent drawn anew has to take away, and how often each is drawn in vain before the search ends.
+_LITTLE, _DRAWS = 2e-3, 5
+# Principal components of what the other latents leave, of which a random direction tells where a latent drawn anew is on.
+_COMPONENTS = 4
+# A normal prior of effects, in data points; and data points for each effect without which nothing is learned of them.
+_RIDGE, _FEWEST_FOR_EFFECT = 0.3, 4
+# Products of effects, values and data points in a pass, at most.
+_MOST_WORK = 1e9
+
+
+@torch.no_grad()
+def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | None) -> Tensor:
+    r"""A code near another one that explains values better, if latents may change each other's effects.
+
+    .. math:: \min_{s, a, b, c} \sum_n \|v_n - a - \sum_h b_h s_{nh} - \sum_{h < j} c_{hj} s_{nh} s_{nj}\|^2
+
+    by turns for the states - one latent of every data point after the other - and for the effects. Then latents are drawn anew, one after
+    the other: on where what the others leave points into a random one of its main directions; that is kept if it ends lower.
+
+    Args:
+        code: binary, ``(N, H)``.
+        values: ``(N, D)``.
+        generator: source of randomness.
+
+    Returns:
+        The code ``(N, H)``; the one that was given where pairs have more effects than data points tell, or are too many.
+    """
+    size = code.shape[1]
+    effects = 1 + size + size * (size - 1) // 2
+    if len(code) < _FEWEST_FOR_EFFECT * effects or len(code) * effects * values.shape[1] * size > _MOST_WORK:
+        return code
+    values = values.double()
+    best, lowest = _settled(code.double(), values)
+    failed = 0
+    while failed < _DRAWS * size:
+        found, error = _settled(_redrawn(best, failed % size, values, generator), values)
+        if error < (1 - _LITTLE) * lowest:
+            best, lowest, failed = found, error, 0
+        else:
+            failed += 1
+    return best.to(code)
+
+
+def _settled(code: Tensor, values: Tensor) -> tuple[Tensor, float]:
+    """A code and its square error, once states and effects fit each other."""
+    weights, before = _effects(code, values), math.inf
+    for _ in range(_PASSES):
+        error = _errors(code, values, weights)
+        for latent in range(code.shape[1]):
+            flipped = code.clone()
+            flipped[:, latent] = 1 - flipped[:, latent]
+            other = _errors(flipped, values, weights)
+            code = torch.where((other < error).unsqueeze(1), flipped, code)
+            error = torch.minimum(error, other)
+        weights = _effects(code, values)
+        now = float(_errors(code, values, weights).sum())
+        if now > (1 - _AT_REST) * before:
+            break
+        before = now
+    return code, now
+
+
+def _redrawn(code: Tensor, latent: int, values: Tensor, generator: torch.Generator | None) -> Tensor:
+    """A code with another latent: on, as often as it was, where what the others leave is largest in a random direction."""
+    without = code.clone()
+    without[:, latent] = 0
+    left = values - _pairs(without) @ _effects(without, values)
+    directions = torch.linalg.svd(left, full_matrices=False).Vh
+    components = left @ directions[:_COMPONENTS].mT
+    drawn = torch.randn(components.shape[1], generator=generator, dtype=torch.float64, device=device_of(generator)).to(values)
+    along = components @ drawn
+    number = int(code[:, latent].sum().clamp(1, len(code) - 1))
+    without[along.topk(number).indices, latent] = 1
+    return without
+
+
+def _effects(code: Tensor, values: Tensor) -> Tensor:
+    """The best effects of latents and pairs, ``(1 + H + H (H - 1) / 2, D)``."""
+    pairs = _pairs(code)
+    effects: Tensor = torch.linalg.solve(pairs.mT @ pairs + _RIDGE * torch.eye(pairs.shape[1]).to(pairs), pairs.mT @ values)
+    return effects
+
+
+def _errors(code: Tensor, values: Tensor, weights: Tensor) -> Tensor:
+    """The square error of each data point, ``(N,)``."""
+    return (values - _pairs(code) @ weights).square().sum(1)
+
+
+def _pairs(code: Tensor) -> Tensor:
+    """Ones, latents and their products, ``(N, 1 + H + H (H - 1) / 2)``."""
+    first, second = torch.triu_indices(code.shape[1], code.shape[1], 1, device=code.device)
+    return torch.cat([torch.ones_like(code[:, :1]), code, code[:, first] * code[:, second]], 1)
