@@ -8,7 +8,7 @@ from torch import Tensor
 from pyro_truncated.ops.checks import cholesky, refuse
 from pyro_truncated.ops.component_sums import checked_components
 from pyro_truncated.ops.grouped import Grouped
-from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.budget import current_budget, rows_per_block
 from pyro_truncated.utils.counts import check_count
 
 # What rounding may take of the identity that the square of directions, in units of the noise, is added to.
@@ -94,29 +94,34 @@ def _means_of_what_is_seen(
     rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor
 ) -> tuple[Tensor, Tensor]:
     """The same where entries are missing: every row has a posterior covariance of its own."""
-    number = (~rows.isnan()).sum(1)[row]
-    # The smaller of two systems of equations: one for each entry that is seen, or one for each direction.
-    is_few = number < (factor.shape[2] if (ranks := _ranks(factor)) is None else ranks.max())
-    few, many = is_few.nonzero().squeeze(1), (~is_few).nonzero().squeeze(1)
-    few = few[number[few].argsort()]
-    parts = [
-        means(rows, row[own], component[own], loc, factor, scale)
-        for means, own in ((_means_by_entries, few), (_means_by_directions, many))
-        if len(own)
-    ]
-    place = torch.cat([few, many]).argsort()
-    means, variances = (torch.cat(part)[place] for part in zip(*parts, strict=True))
+    number, size = (~rows.isnan()).sum(1)[row], rows.shape[1]
+    # The smaller of two systems of equations: one for each direction, or one for each entry that is seen, which needs whole covariances.
+    bytes_of_covariance = rows.element_size() * size**2
+    rank = factor.shape[2] if (ranks := _ranks(factor)) is None else ranks.max()
+    is_few = (number < rank) & (bytes_of_covariance <= current_budget())
+    many, entries, found = (~is_few).nonzero().squeeze(1), [], [(rows.new_empty(0, size), rows.new_empty(0, size))]
+    length = rows_per_block(bytes_of_covariance)
+    for first, own in zip(range(0, len(loc), length), factor.split(length), strict=True):
+        few = (is_few & (component >= first) & (component < first + length)).nonzero().squeeze(1)
+        if len(few):
+            few = few[number[few].argsort()]
+            entries.append(few)
+            found.append(_means_by_entries(rows[row[few]], component[few] - first, loc[first:], own, scale[first:], number[few]))
+    if len(many):
+        found.append(_means_by_directions(rows, row[many], component[many], loc, factor, scale))
+    place = torch.cat([*entries, many]).argsort()
+    means, variances = (torch.cat(part)[place] for part in zip(*found, strict=True))
     return means, variances
 
 
-def _means_by_entries(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`, rows that see more coming after others."""
-    number, covariance = (~rows[row].isnan()).sum(1), factor @ factor.mT
+def _means_by_entries(rows: Tensor, component: Tensor, loc: Tensor, factor: Tensor, scale: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    r"""The same by :math:`C_{\cdot O} (C_{OO} + \sigma^2 I)^{-1}` with :math:`C = W W^\top`, rows ``(E, D)`` that see more coming last."""
+    covariance = factor @ factor.mT
     prior, found = covariance.diagonal(dim1=1, dim2=2), []
-    per_block = rows.element_size() * 3 * rows.shape[1] * max(1, int(number[-1]))
-    length = min(rows_per_block(per_block), rows_per_block(per_block, _CACHED)) if rows.is_cpu else rows_per_block(per_block)
-    for at, group, numbers in zip(row.split(length), component.split(length), number.split(length), strict=True):
-        above = rows[at] - loc[group]
+    per_row = rows.element_size() * 4 * rows.shape[1] * max(1, int(number[-1]))
+    length = min(rows_per_block(per_row), rows_per_block(per_row, _CACHED)) if rows.is_cpu else rows_per_block(per_row)
+    for values, group, numbers in zip(rows.split(length), component.split(length), number.split(length), strict=True):
+        above = values - loc[group]
         # Rows that see less than the last one are filled up with entries that nothing depends on.
         place = above.isnan().to(torch.uint8).argsort(dim=1, stable=True)[:, : max(1, int(numbers[-1]))]
         is_seen = torch.arange(place.shape[1], device=place.device) < numbers.unsqueeze(1)

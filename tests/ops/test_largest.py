@@ -66,6 +66,16 @@ def test_in_groups_others_are_not_looked_at() -> None:
 
 
 @pytest.mark.usefixtures("kind")
+def test_a_group_without_functions_changes_no_other() -> None:
+    features, coefficients, group = problem()
+    group = torch.where(group == 4, 3, group)
+    asked = torch.tensor([[0, 3]]).expand(150, -1).contiguous()
+    value, _ = largest_of_groups(features, coefficients, group, 7, asked, 3)
+    expected = (features @ coefficients.mT).masked_fill((group != 0) & (group != 3), -torch.inf).topk(3)
+    torch.testing.assert_close(value, expected.values)
+
+
+@pytest.mark.usefixtures("kind")
 def test_a_walk_ends_where_no_neighbour_of_the_best_is_better() -> None:
     # Functions along a line, each largest at its own place: from the left end neighbours lead to a data point at place 9.
     places = torch.arange(20, dtype=torch.float64)

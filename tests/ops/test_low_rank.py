@@ -79,14 +79,18 @@ def test_draws_have_the_moments_of_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("share_missing", [0.0, 0.4, 0.8, 1.0])  # mostly by directions, by entries, and nothing seen at all
-def test_without_noise_are_conditional_expectations_given_what_is_observed(share_missing: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("budget", [None, 2 * 8 * D**2, 10])  # all covariances at once, two, and none
+def test_without_noise_are_conditional_expectations_given_what_is_observed(
+    share_missing: float, budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(low_rank, "_CACHED", 2000)  # several blocks
     generator = torch.Generator().manual_seed(2)
     loc, factor, scale = parameters()
     factor[:3, :, 1] = 0.0
     component, y = torch.randint(K, (2, N), generator=generator), torch.randn(N, D, generator=generator, dtype=D64)
     y = torch.where(torch.rand(y.shape, generator=generator) < share_missing, math.nan, y)
-    means, variances = ComponentLowRankNormal(component, loc, factor, scale).without_noise(y)
+    with memory_budget(budget):
+        means, variances = ComponentLowRankNormal(component, loc, factor, scale).without_noise(y)
     for s, n in ((s, n) for s in range(2) for n in range(N)):
         k, seen = int(component[s, n]), ~y[n].isnan()
         prior = factor[k] @ factor[k].mT

@@ -178,7 +178,8 @@ def _tables(coefficients, members, first):
     tables = np.zeros((start[-1], num_features + 1, LANES), coefficients.dtype)
     for g in range(num_groups):
         own = members[first[g] : first[g + 1]]
-        tables[start[g + 1] - 1, 0] = -np.inf
+        if len(own):
+            tables[start[g + 1] - 1, 0] = -np.inf
         for i in range(len(own)):
             table = tables[start[g] + i // LANES]
             table[0, i % LANES] = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from llvmlite import ir
-from numba import types
+from numba import errors, types
 from numba.extending import intrinsic
 
 # Entries that are worked on at a time.
@@ -22,6 +22,7 @@ def set_products(typing_context, features, coefficients, start, products, at):
 
     The table ``c (1 + F, 16)`` lies in the flat ``coefficients`` from ``start`` on.
     """
+    _check(features, coefficients, products)
 
     def generate(context, builder, signature, arguments):
         features, coefficients, start, products, at = arguments
@@ -55,6 +56,7 @@ def set_products(typing_context, features, coefficients, start, products, at):
 @intrinsic
 def product(typing_context, features, coefficients, row):
     """The product of features ``(F,)`` with a row of coefficients ``(K, F)``; there are whole registers of half as many entries."""
+    _check(features, coefficients)
 
     def generate(context, builder, signature, arguments):
         features, coefficients, row = arguments
@@ -87,6 +89,7 @@ def product(typing_context, features, coefficients, row):
 @intrinsic
 def set_peaks(typing_context, products, first, step, peaks, start):
     """Sets sixteen ``peaks`` from ``start`` on to the maxima over every ``step``-th sixteen ``products``; NaN is above nothing."""
+    _check(products, peaks)
 
     def generate(context, builder, signature, arguments):
         products, first, step, peaks, start = arguments
@@ -120,6 +123,7 @@ def set_peaks(typing_context, products, first, step, peaks, start):
 @intrinsic
 def ranked(typing_context, peaks, start, rank):
     """The value of which so many of the sixteen from ``start`` on, ``rank``, are no smaller; none of them is NaN."""
+    _check(peaks)
 
     def generate(context, builder, signature, arguments):
         peaks, start, rank = arguments
@@ -139,6 +143,7 @@ def ranked(typing_context, peaks, start, rank):
 @intrinsic
 def not_below(typing_context, products, at, bound):
     """Which of the sixteen ``products`` from ``at`` on are not below a bound, as bits of an integer; NaN is not."""
+    _check(products)
 
     def generate(context, builder, signature, arguments):
         products, at, bound = arguments
@@ -157,6 +162,12 @@ def lowest_bit(typing_context, bits):
         return builder.cttz(arguments[0], ir.Constant(_BIT, 1))
 
     return types.int64(types.int64), generate
+
+
+def _check(*kinds):
+    """Refuses arrays that do not lie in one piece, or are of several types: their entries would be read from elsewhere."""
+    if any(not isinstance(kind, types.Array) or kind.layout != "C" or kind.ndim > 2 or kind.dtype != kinds[0].dtype for kind in kinds):
+        raise errors.TypingError(f"contiguous arrays of one type are needed; got {', '.join(map(str, kinds))}")
 
 
 def _size(kind):
