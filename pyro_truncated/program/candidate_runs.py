@@ -62,12 +62,12 @@ class CandidateRuns:
         columns = [self._terms(states) for states in _unbind(values)]
         return {name: torch.cat([column[name] for column in columns]) for name in columns[0]}
 
-    def log_probs_and_moments(self, words: Tensor) -> tuple[dict[str, Tensor], Moments | None]:
-        """What :meth:`log_probs` returns, and the moments of the observations in these states, where they are known."""
+    def log_probs_and_moments(self, words: Tensor, rows: slice) -> tuple[dict[str, Tensor], Moments | None]:
+        """What :meth:`log_probs` returns, and the moments of observations in the states of some data points, where they are known."""
         if self.scoring != "together" or self.conditional is not None:
             return self.log_probs(words), None
         nodes = sample_nodes(self._trace({**self.probe.values, **self._together(words)}))
-        return self._with_sites({}, nodes), moments_of(nodes, self.probe, words)
+        return self._with_sites({}, nodes), moments_of(nodes, self.probe, words, rows)
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""

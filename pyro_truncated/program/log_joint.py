@@ -42,7 +42,7 @@ class RowScorer:
         return scores if scores.dim() == 2 else scores.flatten(0, -3).mean(0)
 
     def with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
-        """The same, and the moments of the observations in these states, where a run of the model on them tells."""
+        """The same, and the moments of the observations in many of these states, where a run of the model on them tells."""
         scorer = self.log_joint
         return scorer.score_with_moments(words) if scorer.packed is None and not scorer.is_vectorized else (self(words), None)
 
@@ -118,15 +118,22 @@ class LogJoint(Probe):
         return log_joint
 
     def score_with_moments(self, words: Tensor) -> tuple[Tensor, Moments | None]:
-        """Log joints of states ``(N, C, num_words)`` by runs of the model, and the moments of the observations in them, where known."""
+        """Log joints of states ``(N, C, num_words)`` by runs of the model, and the moments of the observations in them, where known.
+
+        Of so many runs moments are those of every so many-th data point, each run's of others: together as many as one run has.
+        """
         if self.observed or torch.is_grad_enabled():
             return self.score(words), None
+        blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):
-            runs = [self._runs().log_probs_and_moments(block) for block in words.split(self.candidates_per_run(), 1)]
-        log_joint = torch.cat([self._summed(terms) for terms, _ in runs], 1)
+            for first, block in enumerate(blocks):
+                terms, found = self._runs().log_probs_and_moments(block, slice(first, None, len(blocks)))
+                scores.append(self._summed(terms))
+                moments.append(found)
+        log_joint = torch.cat(scores, 1)
         self._check_finite(log_joint, words)
-        moments = [found for _, found in runs if found is not None]
-        return log_joint, Moments.joined(moments) if len(moments) == len(runs) else None
+        known = [found for found in moments if found is not None]
+        return log_joint, Moments.joined(known) if len(known) == len(moments) else None
 
     def scorer(self, rows: slice) -> RowScorer:
         """Scores ``(N, C)`` of the states of some data points; under several draws of other latents at once their mean."""

@@ -37,7 +37,7 @@ class SearchBatch:
         score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. It may have an attribute
             ``flip_gains`` that maps one state of each data point ``(N, num_words)`` to what flipping each of its latents changes,
             ``(N, L)``, or to ``None`` where scoring the flips is as cheap; and ``with_moments`` that maps states to their log joints and
-            the :class:`.Moments` of the observations in them, or ``None`` where these are not known.
+            the :class:`.Moments` of the observations in many of them, or ``None`` where these are not known.
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
@@ -51,7 +51,8 @@ class SearchBatch:
         is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
         is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
-        moments: of the observations in the states that the populations had when the search began, for searches that take them.
+        moments: of the observations in states that the populations had when the search began, for searches that take them: in all, or,
+            where the means do not fit the memory budget, of some of the data points in each.
     """
 
     population: Population
@@ -97,7 +98,7 @@ class SearchBatch:
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
 
     def scored_with_moments(self, words: Tensor) -> tuple[Population, Moments | None]:
-        """The same, and the moments of the observations in these states, where they are known."""
+        """The same, and the moments of the observations in many of these states, where they are known."""
         with_moments = getattr(self.score, "with_moments", None)
         log_joint, moments = (self.score(words), None) if with_moments is None else with_moments(words)
         return dataclasses.replace(self.population, words=words, log_joint=log_joint), moments
@@ -135,7 +136,8 @@ class Search(Described, Stateful, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
     Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,
-    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities.
+    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities. A search that wraps another one passes on what that one asks
+    for (:attr:`takes_activity`, :attr:`takes_moments`, :attr:`learns`): without, it is given none of it.
 
     Example:
         >>> class Neighbours(Search):

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated.search.quadratic_functions import QuadraticFunctions
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.space import StateSpace
+from pyro_truncated.utils.budget import blocks_of_rows
 
 # Ridges, in numbers of states that say something of an effect: that of pairs, and that of latents and of the constant.
 _RIDGE, _RIDGE_OF_LATENTS = 0.5, 0.05
@@ -46,7 +47,7 @@ class ExpectedObservations:
         size = 1 + num_latents + len(self._one)
         self._products = torch.zeros(size, size, dtype=torch.float64, device=device)
         self._sums, self._variances = self._products.new_zeros(size, num_values), self._products.new_zeros(num_values)
-        self._axes = self._products.new_zeros(0)
+        self._axes, self._centre = self._products.new_zeros(0), self._products.new_zeros(0)
         self._effects: Tensor | None = None
 
     def fits(self, num_latents: int, num_values: int) -> bool:
@@ -55,13 +56,18 @@ class ExpectedObservations:
 
     def take(self, moments: Moments, space: StateSpace) -> None:
         """Learns from states and the moments of the observations in them."""
-        # In single precision: of zeros and ones all products are exact.
-        terms, mean = self._terms(space.unpack(moments.words).flatten(0, 1).float()), moments.mean.flatten(0, 1).float()
-        self._products += terms.mT @ terms
-        self._sums += terms.mT @ mean
-        self._variances += moments.variance.flatten(0, 1).double().sum(0)
+        if not len(self._centre):
+            self._centre = moments.mean.mean(0, dtype=torch.float64)
+        size, num_values = self._sums.shape
+        for rows in blocks_of_rows(len(moments.words), 16 * size + 24 * num_values):
+            # In single precision: of zeros and ones all products are exact.
+            terms = self._terms(space.unpack(moments.words[rows]).float())
+            self._products += terms.mT @ terms
+            self._sums += terms.mT @ (moments.mean[rows] - self._centre).float()
+            self._variances += moments.variance[rows].sum(0, dtype=torch.float64)
         if not len(self._axes):
-            self._axes = _principal_axes(mean.double() / self.scale, self.rank)
+            some = moments.mean[:: max(1, len(moments.mean) // _MOST_ROWS)]
+            self._axes = _principal_axes((some - self._centre) / self.scale, self.rank)
         self._effects = None
 
     def fade(self) -> None:
@@ -86,11 +92,11 @@ class ExpectedObservations:
         effects = self._effects
         linear, pairs = effects[1 : 1 + self.num_latents], effects.new_zeros(self.num_latents, self.num_latents, effects.shape[1])
         pairs[self._one, self._other] = pairs[self._other, self._one] = effects[1 + self.num_latents :]
-        return ApproximateLikelihoods((observations @ axes - effects[0]).float(), linear.float(), pairs.float())
+        return ApproximateLikelihoods(((observations - self._centre) @ axes - effects[0]).float(), linear.float(), pairs.float())
 
     def state_dict(self) -> dict[str, Any]:
         """All that was learned."""
-        totals = {"products": self._products, "sums": self._sums, "variances": self._variances, "axes": self._axes}
+        totals = {"products": self._products, "sums": self._sums, "variances": self._variances, "axes": self._axes, "centre": self._centre}
         return {"num_latents": self.num_latents, "rank": self.rank, **{name: total.clone() for name, total in totals.items()}}
 
     @classmethod
@@ -98,7 +104,7 @@ class ExpectedObservations:
         """The regression that :meth:`state_dict` has described."""
         found = cls(state["num_latents"], state["sums"].shape[1], state["rank"], state["sums"].device)
         found._products, found._sums = state["products"].clone(), state["sums"].clone()
-        found._variances, found._axes = state["variances"].clone(), state["axes"].clone()
+        found._variances, found._axes, found._centre = state["variances"].clone(), state["axes"].clone(), state["centre"].clone()
         return found
 
     def _terms(self, states: Tensor) -> Tensor:
@@ -121,9 +127,11 @@ class ApproximateLikelihoods(NamedTuple):
 
     def __call__(self, states: Tensor) -> Tensor:
         """Log likelihoods ``(n, M)`` of states ``(n, M, H)``, but for a constant of each data point."""
-        states = states.float()
-        value: Tensor = -0.5 * self._residual(states, self._shift(states)).square().sum(-1).double()
-        return value
+        values = torch.empty(states.shape[:2], dtype=torch.float64, device=states.device)
+        for rows in blocks_of_rows(len(states), 8 * states.shape[1] * self.linear.numel()):
+            some, here = states[rows].float(), self._replace(observed=self.observed[rows])
+            values[rows] = -0.5 * here._residual(some, here._shift(some)).square().sum(-1)
+        return values
 
     def near(self, states: Tensor, beside: QuadraticFunctions) -> QuadraticFunctions:
         r"""Their second order about states ``(n, C, H)``, and other functions beside.
@@ -153,9 +161,8 @@ class ApproximateLikelihoods(NamedTuple):
 
 
 def _principal_axes(values: Tensor, rank: int) -> Tensor:
-    """The first principal axes of values ``(M, D)``, ``(D, R)``, from some of the rows."""
-    some = values[:: max(1, len(values) // _MOST_ROWS)]
-    some = some - some.mean(0)
+    """The first principal axes of values ``(M, D)``, ``(D, R)``."""
+    some = values - values.mean(0)
     number = min(rank, *some.shape)
     if some.shape[1] <= len(some):
         axes: Tensor = torch.linalg.eigh(some.mT @ some).eigenvectors[:, -number:]

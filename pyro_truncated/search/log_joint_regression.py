@@ -73,9 +73,10 @@ class Trials:
         return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
 
     def is_explained(self) -> bool:
-        """Whether what is known from elsewhere brings most of the states nearer than they lie below the best one."""
+        """Whether what is known from elsewhere brings most of the possible states nearer than they lie below the best one."""
+        is_possible = self.log_joint > -_IMPOSSIBLE
         nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
-        return int(nearer.sum()) >= int(farther.sum())
+        return int((nearer & is_possible).sum()) >= int((farther & is_possible).sum())
 
     def predicted(self, effects: Effects) -> Tensor:
         """Differences ``(n, M)`` from the best state by what all data points share."""

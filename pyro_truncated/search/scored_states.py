@@ -35,14 +35,17 @@ class ScoredStates:
         return cls(batch.space, batch.positions, population.words, log_joint)
 
     def holds(self, batch: SearchBatch) -> bool:
-        """Whether the best state of every data point is among these, with the same log joint."""
+        """Whether the best of these are still in the populations, of some data points at least, and all with the same log joints.
+
+        Populations may have better states, too, that others have found.
+        """
         population = batch.population
-        log_joint = population.log_joint.double().clamp(min=_LOWEST)
         if self.space is not batch.space or not torch.equal(self.positions, batch.positions):
             return False
-        best, at = log_joint.max(1, keepdim=True)
-        is_best = (self.words == population.take(at)).all(-1) & (self.log_joint == best)
-        return bool(is_best.any(1).all())
+        best, at = self.log_joint.max(1, keepdim=True)
+        is_there = (population.words == ops.take(self.words, at)).all(-1)
+        is_same = is_there & (population.log_joint.double().clamp(min=_LOWEST) == best)
+        return bool(is_there.any()) and bool((is_same.any(1) | ~is_there.any(1)).all())
 
     def with_more(self, found: Population) -> ScoredStates:
         """These and others behind them, without what is there twice of every data point."""

@@ -1,4 +1,4 @@
-"""What a model expects to observe of data points in states: means and variances, beside the states."""
+"""What a model expects to observe in states: means and variances, beside the states."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch import Tensor
 
 
 class Moments(NamedTuple):
-    """Means and variances of the observations of ``N`` data points in ``C`` states of each, those of all sites side by side.
+    """Means and variances of the observations in ``M`` states, of whatever data points, those of all sites side by side.
 
     Attributes:
-        words: the states, ``(N, C, num_words)``.
-        mean: of each observed value in each state, ``(N, C, D)``.
+        words: the states, ``(M, num_words)``.
+        mean: of each observed value in each state, ``(M, D)``.
         variance: likewise.
     """
 
@@ -23,6 +23,6 @@ class Moments(NamedTuple):
     variance: Tensor
 
     @classmethod
-    def joined(cls, blocks: Sequence[Moments]) -> Moments:
-        """Those of blocks of states of the same data points."""
-        return cls(*(torch.cat(parts, 1) for parts in zip(*blocks, strict=True)))
+    def joined(cls, parts: Sequence[Moments]) -> Moments:
+        """Those of all parts."""
+        return parts[0] if len(parts) == 1 else cls(*map(torch.cat, zip(*parts, strict=True)))

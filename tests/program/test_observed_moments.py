@@ -8,8 +8,9 @@ import pyro.poutine as poutine
 import pytest
 import torch
 
-from pyro_truncated import AutoTruncated, EvolutionarySearch
+from pyro_truncated import AutoTruncated, EvolutionarySearch, StateSpace
 from pyro_truncated.models import BinarySparseCoding
+from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search import Search, SearchBatch, SurrogateSearch
 
 H, D, N = 5, 3, 7
@@ -20,6 +21,15 @@ def mean_of(s: torch.Tensor) -> torch.Tensor:
     return (s @ WEIGHT).exp()
 
 
+def with_moments(mean, variance) -> type[dist.Normal]:
+    """Normal distributions that say something else of their moments."""
+    return type("Odd", (dist.Normal,), {"mean": property(mean), "variance": property(variance)})
+
+
+def refuse(fn):
+    raise ValueError("there is none for these parameters")
+
+
 LIKELIHOODS = {
     "normal": lambda s: dist.Normal(mean_of(s), 0.5).to_event(1),
     "poisson": lambda s: dist.Poisson(mean_of(s)).to_event(1),
@@ -28,7 +38,13 @@ LIKELIHOODS = {
     "one number": lambda s: dist.Normal(mean_of(s)[..., 0], 0.5),
     "masked": lambda s: dist.Normal(mean_of(s), 0.5).mask(torch.arange(D) > 0).to_event(1),
     "categorical": lambda s: dist.Categorical(logits=mean_of(s)),
+    "broadcast": lambda s: dist.Normal(mean_of(s), 0.5).to_event(1),
+    "mean of another shape": lambda s: with_moments(lambda fn: fn.loc[..., :2], lambda fn: fn.scale**2)(mean_of(s), 0.5).to_event(1),
+    "variance is a number": lambda s: with_moments(lambda fn: fn.loc, lambda fn: 0.25)(mean_of(s), 0.5).to_event(1),
+    "mean fails": lambda s: with_moments(lambda fn: torch.zeros(2).reshape(3), lambda fn: fn.scale**2)(mean_of(s), 0.5).to_event(1),
+    "no mean for its parameters": lambda s: with_moments(refuse, lambda fn: fn.scale**2)(mean_of(s), 0.5).to_event(1),
 }
+UNKNOWN = ["cauchy", "masked", "categorical", *list(LIKELIHOODS)[-5:]]
 
 
 class Looking(Search):
@@ -50,7 +66,8 @@ def looked_at(likelihood: str, wrapped=lambda obs: obs) -> Looking:
             with wrapped(poutine.scale(scale=1.0)):
                 pyro.sample("y", LIKELIHOODS[likelihood](s), obs=y)
 
-    y = torch.ones(N) if likelihood in ("categorical", "one number") else torch.ones(N, D)
+    sizes = {"categorical": (N,), "one number": (N,), "broadcast": (N, 1)}
+    y = torch.ones(sizes.get(likelihood, (N, D)))
     search = Looking()
     guide = AutoTruncated(model, num_states=4)
     guide.batch_of(y).search_(search)
@@ -62,16 +79,29 @@ def test_moments_are_those_of_the_distributions_in_each_state(likelihood: str) -
     search = looked_at(likelihood)
     for moments in (search.batch.moments, search.moments):
         assert moments is not None
-        s = search.batch.space.unpack(moments.words).float().transpose(0, 1)
+        s = search.batch.space.unpack(moments.words).float().unflatten(0, (-1, N))
         fn = LIKELIHOODS[likelihood](s)
-        mean, variance = (moment.expand(fn.mean.shape).transpose(0, 1).reshape(moments.mean.shape) for moment in (fn.mean, fn.variance))
+        mean, variance = (moment.reshape(moments.mean.shape) for moment in (fn.mean, fn.variance))
         torch.testing.assert_close(moments.mean, mean)
         torch.testing.assert_close(moments.variance, variance)
-    assert torch.equal(search.batch.moments.words, search.words)
+    assert torch.equal(search.batch.moments.words, search.words.transpose(0, 1).flatten(0, 1))
 
 
-@pytest.mark.parametrize("likelihood", ["cauchy", "masked", "categorical"])
-def test_there_are_none_of_distributions_without_means_and_of_masked_ones(likelihood: str) -> None:
+def test_where_runs_are_many_moments_are_those_of_some_of_the_data_points_in_each(monkeypatch) -> None:
+    monkeypatch.setattr(LogJoint, "candidates_per_run", lambda self: 1)
+    moments = looked_at("own scales").batch.moments
+    assert moments is not None
+    assert moments.mean.shape == (N, D)
+    expected = mean_of(StateSpace([2] * H).unpack(moments.words).float())
+    torch.testing.assert_close(moments.mean, expected)
+    # The first run has shown data points 0 and 4, the others 1 and 5, 2 and 6, 3.
+    numbers = torch.tensor([1.0, 5.0, 2.0, 6.0, 3.0, 7.0, 4.0])
+    torch.testing.assert_close(moments.variance, numbers.square().unsqueeze(1).expand(-1, D))
+    assert moments.mean.untyped_storage().nbytes() == moments.mean.nbytes
+
+
+@pytest.mark.parametrize("likelihood", UNKNOWN)
+def test_there_are_none_of_distributions_that_do_not_tell_and_of_masked_ones(likelihood: str) -> None:
     search = looked_at(likelihood)
     assert search.batch.moments is None
     assert search.moments is None

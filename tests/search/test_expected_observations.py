@@ -32,9 +32,9 @@ def quadratic_means(states: Tensor) -> Tensor:
 
 
 def everything(space: StateSpace, variance: Tensor, repeats: int = 1000) -> Moments:
-    words = space.enumerate().unsqueeze(0)
+    words = space.enumerate()
     mean = quadratic_means(space.unpack(words).double())
-    return Moments(words.repeat(repeats, 1, 1), mean.repeat(repeats, 1, 1), variance.expand(repeats, 2**H, D))
+    return Moments(words.repeat(repeats, 1), mean.repeat(repeats, 1), variance.expand(repeats * 2**H, D))
 
 
 def some_likelihoods() -> ApproximateLikelihoods:

@@ -244,10 +244,10 @@ def test_the_best_states_are_found_where_log_joints_are_quadratic() -> None:
     guide = AutoTruncated(model, num_states=6)
     guide.batch_of(y[:40]).search_(search, 8)
     torch.testing.assert_close(guide.population().log_joint.amax(1), best[:40], atol=1e-3, rtol=0)
-    effects = search.regression.effects.linear.clone()
+    effects = search.regressions["log joints"].effects.linear.clone()
     later = guide.infer(y[40:], search, steps=4)
     torch.testing.assert_close(later.population().log_joint.amax(1), best[40:], atol=1e-3, rtol=0)
-    assert torch.equal(search.regression.effects.linear, effects)
+    assert torch.equal(search.regressions["log joints"].effects.linear, effects)
 
 
 def test_impossible_states_and_missing_data_do_no_harm() -> None:

@@ -394,7 +394,7 @@ def test_a_regression_on_scores_learns_from_several_starts_and_forgets_each():
     guide = learn(model, bars.data, search, steps=3, short_steps=20, num_states=12, starts=2, tolerance=10.0, progress=False)
     assert len(guide.starts) == 2
     assert matched_bars(model.weight, bars.components) == 8
-    assert len(search.regression.variance) == 8
+    assert len(search.regressions["log joints"].variance) == 8
 
 
 def own(y, rates=(0.5, 0.5, 0.5)):
