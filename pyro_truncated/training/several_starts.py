@@ -222,7 +222,7 @@ class SeveralStarts:
     def _can_begin_near_best(self) -> bool:
         """Networks do if they can begin with its states, once for each best one, and from the fourth start on."""
         if not self._is_network:
-            return self._assembly is None
+            return bool(self._first) and self._assembly is None
         is_better = self.best.reached.free_energy > self._tried + self._plan.tolerance
         return is_better and self._decoded is not None and len(self.energies) > 1 and self.best.probabilities is not None
 
@@ -244,6 +244,8 @@ class SeveralStarts:
         return assembly
 
     def _end(self, number: int, found: Start) -> None:
+        if self._plan.is_shared:
+            found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
         # What began near the best one and has ended above it did not come back.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
         is_new = self._near is None or is_above
@@ -253,8 +255,6 @@ class SeveralStarts:
             self._apart = [one for one in self._apart if one is not self._near.reached]
         if can_complete(self._model) or (found.probabilities is not None and is_new):
             self._found = sorted([*self._found, found], key=lambda one: -one.reached.free_energy)[:_KEPT]
-        if self._plan.is_shared:
-            found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
         self.energies.append(found.reached.free_energy)
         if is_new:
             self._apart.append(found.reached)
