@@ -15,7 +15,7 @@ _NOISE, _SHARE = 1.0, 0.4
 # flip changes. The least that the first become, in nats.
 _OWN, _MOST, _SHARED, _LEAST = 0.5, 4.0, 0.16, 1.0
 # What a flip changes, in nats, where no two scores show it; scores further below the best one are of impossible states.
-_FLIP, _IMPOSSIBLE = 200.0, 1e20
+_FLIP, IMPOSSIBLE = 200.0, 1e20
 # Share of the weight of pairs that data points' own effects leave to shared ones, roughly.
 _LEFT = 0.01
 # Share of the squared residual at which conjugate gradients have arrived; beyond it they would divide rounding by rounding.
@@ -69,12 +69,12 @@ class Trials:
     def change_of_flip(self) -> float | None:
         """Median of how many nats, not explained, a flip changes if flips do so independently; none if there is nothing to compare."""
         flips = self.steps.abs().sum(-1)
-        is_other = (flips > 0) & (self.gap < _IMPOSSIBLE)
+        is_other = (flips > 0) & (self.gap < IMPOSSIBLE)
         return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
 
     def is_explained(self) -> bool:
         """Whether what is known from elsewhere brings most of the possible states nearer than they lie below the best one."""
-        is_possible = self.log_joint > -_IMPOSSIBLE
+        is_possible = self.log_joint > -IMPOSSIBLE
         nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
         return int((nearer & is_possible).sum()) >= int((farther & is_possible).sum())
 

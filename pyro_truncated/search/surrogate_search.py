@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.search.base import Search, SearchBatch
 from pyro_truncated.search.expected_observations import ApproximateLikelihoods, ExpectedObservations
-from pyro_truncated.search.log_joint_regression import Belief, LogJointRegression, Trials
+from pyro_truncated.search.log_joint_regression import IMPOSSIBLE, Belief, LogJointRegression, Trials
 from pyro_truncated.search.met_data import flat_observations
 from pyro_truncated.search.quadratic_functions import QuadraticFunctions
 from pyro_truncated.search.scored_states import ScoredStates, drawn_by_weight
@@ -25,8 +25,6 @@ from pyro_truncated.utils.counts import check_counts
 _CLIMB = 12
 # Where likelihoods are known approximately: second orders that are climbed one after the other, steps on each, and the most latents.
 _EXPANSIONS, _STEPS, _MOST_LATENTS = 3, 2, 64
-# Of states this far below the best one, which are impossible, likelihoods need not tell.
-_IMPOSSIBLE = 1e20
 # States whose second orders are held at a time: what fits into the cache.
 _BLOCK = 512
 # Deviations of the draws from their means, as powers of two times what is believed: some children are cautious; a belief may be wrong.
@@ -293,5 +291,5 @@ def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Ten
     said = likelihoods(children) - likelihoods(trials.best)
     found = log_joint.double().clamp(min=-1e30) - trials.log_joint.amax(1, keepdim=True)
     flips = (children - trials.best).abs().sum(-1).clamp(min=1)
-    wrong = ((found - said).abs() / flips.sqrt()).clamp(max=most).masked_fill(found < -_IMPOSSIBLE, torch.nan)
+    wrong = ((found - said).abs() / flips.sqrt()).clamp(max=most).masked_fill(found < -IMPOSSIBLE, torch.nan)
     return wrong.square().nanmean(1).sqrt().nan_to_num(nan=0.0)

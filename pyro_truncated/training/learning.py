@@ -117,8 +117,8 @@ def learn(
         model: a model that is called with the data; its parameters are changed in place. With ``draw_start(y, generator)`` or
             ``initialize(y, generator)`` it says itself where a start may lie. Others start where they are (where ``initialize(y)`` takes
             them, if they have it), then there with noise as large as what their parameters have reached; in turn with where the best start
-            has ended, if they cannot exchange latents. Networks from binary latents to real numbers start there, then from states that a
-            linear model finds.
+            has ended, if they cannot exchange latents. Networks from binary latents to real numbers start there, then near states that a
+            linear model finds, or that the best start has ended with.
         y: data, ``(N, ...)``, the model's argument; of a model of several arrays these side by side, ``torch.cat([x, y], 1)``.
         search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
             population holds all states, evolutionary with crossover for latents most of which are binary (unless all of more

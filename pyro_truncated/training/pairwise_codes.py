@@ -17,7 +17,7 @@ _LITTLE, _DRAWS = 2e-3, 5
 _COMPONENTS = 4
 # A normal prior of effects, in data points; and data points for each effect without which nothing is learned of them.
 _RIDGE, _FEWEST_FOR_EFFECT = 0.3, 4
-# Products of effects, values and data points in a pass, at most.
+# Products of effects, values, latents and data points in a pass, at most.
 _MOST_WORK = 1e9
 
 
@@ -31,13 +31,14 @@ def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | 
     the other: on where what the others leave points into a random one of its main directions; that is kept if it ends lower.
 
     Args:
-        code: binary, ``(N, H)``.
+        code: binary, ``(N, H)``, on any device.
         values: ``(N, D)``.
         generator: source of randomness.
 
     Returns:
-        The code ``(N, H)``; the one that was given where pairs have more effects than data points tell, or are too many.
+        The code ``(N, H)``, where the values are; the one that was given where pairs have more effects than data points tell, or are too many.
     """
+    code = code.to(values.device)
     size = code.shape[1]
     effects = 1 + size + size * (size - 1) // 2
     if len(code) < _FEWEST_FOR_EFFECT * effects or len(code) * effects * values.shape[1] * size > _MOST_WORK:

@@ -11,6 +11,7 @@ from torch import Tensor
 from pyro_truncated.training import pairwise_codes
 from pyro_truncated.training.codes import are_shared
 from pyro_truncated.training.pairwise_codes import explaining_pairs
+from tests.pretended_device import DEVICE, PretendedDevice, here, there
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -84,3 +85,14 @@ def test_latents_that_are_always_on_or_never_are_no_obstacle() -> None:
         found = explaining_pairs(given, values, generator())
         assert bool(found.isfinite().all())
         assert left(found, values) <= left(given, values)
+
+
+def test_a_code_on_the_host_goes_where_the_values_are() -> None:
+    """The code of the best start is kept on the host; what a network decodes is on its device."""
+    code, values = data(100)
+    given = code.roll(7, 0)
+    expected = explaining_pairs(given, values, generator())
+    with PretendedDevice():
+        found = explaining_pairs(given, there(values), generator())
+        assert found.device == DEVICE
+        assert torch.equal(here(found), expected)
