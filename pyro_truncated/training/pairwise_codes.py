@@ -36,7 +36,8 @@ def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | 
         generator: source of randomness.
 
     Returns:
-        The code ``(N, H)``, where the values are; the one that was given where pairs have more effects than data points tell, or are too many.
+        The code ``(N, H)``, where the values are; the one that was given if pairs have more effects than data points tell, or there are
+        too many.
     """
     code = code.to(values.device)
     size = code.shape[1]
