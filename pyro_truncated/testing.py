@@ -125,7 +125,7 @@ def _one_by_one(log_joint: LogJoint, words: Tensor) -> Tensor:
             trace = log_joint.call.of(poutine.condition(log_joint.call.model, data={**log_joint.values, **states})).trace()
         columns.append(_per_data_point(trace, log_joint))
     scores = torch.stack(columns, -1)
-    return scores.masked_fill(log_joint.contradicted(words), -torch.inf) if log_joint.observed else scores
+    return scores.masked_fill(log_joint.contradicted(words), -torch.inf) if log_joint.known is not None else scores
 
 
 def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
@@ -138,7 +138,7 @@ def _per_data_point(trace: poutine.Trace, log_joint: LogJoint) -> Tensor:
         if node["type"] != "sample" or site_is_subsample(node) or not plates >= set(layout.plates):
             continue
         # A latent that is summed out has a distribution whether masked or not.
-        mask = None if node["name"] in layout.sites and node["name"] not in log_joint.observed else node["mask"]
+        mask = None if node["name"] in layout.sites and not (node["is_observed"] or node["name"] in log_joint.idle) else node["mask"]
         log_prob = scale_and_mask(supported_log_prob(node["fn"], node["value"]), node["scale"] / log_joint.scale, mask)
         log_prob = log_prob.movedim(layout.dims, tuple(range(len(layout.dims)))) if layout.dims else log_prob
         total = total + log_prob.reshape(log_joint.num_data, -1).sum(-1)

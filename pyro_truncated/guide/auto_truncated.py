@@ -14,8 +14,13 @@ from pyro_truncated.guide.averaging import average_over_draws, readable
 from pyro_truncated.guide.batch import Batch
 from pyro_truncated.guide.file_store import populations_in
 from pyro_truncated.guide.given_states import Init, old_layout
+from pyro_truncated.guide.product_batch import ProductBatch
+from pyro_truncated.guide.product_posterior import ProductPosterior
+from pyro_truncated.guide.product_program import ProductProgramRun
+from pyro_truncated.guide.product_store import ProductStore, saved_groups
 from pyro_truncated.guide.program import ProgramRun, recorded_values
 from pyro_truncated.guide.siblings import refuse_uncovered
+from pyro_truncated.guide.store import PopulationStore
 from pyro_truncated.guide.structure import describe, portion_of_plates, takes_arguments
 from pyro_truncated.guide.truncated_posterior import TruncatedPosterior
 from pyro_truncated.guide.whole_model import WholeModelGuide
@@ -23,6 +28,7 @@ from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
@@ -72,6 +78,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         create_plates: as for every autoguide; needed only if the guide should subsample where the model does not.
         memory_budget: bytes that the temporaries of one operation may take, roughly; default: 2**28, on CUDA an eighth of what is free.
         store: a folder, for populations in memory-mapped files, of which a step touches its own rows only.
+        whole_states: whether a population holds whole states of a data point even where the model's factor graph has several nodes. By
+            default each node has a set of ``num_states`` states, and the posterior lives on the product of the sets. With ``conditional``,
+            ``init`` or ``store`` populations always hold whole states.
 
     Attributes:
         populations: where the states of all data points are kept.
@@ -97,11 +106,13 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         create_plates: Callable[..., Any] | None = None,
         memory_budget: int | None = None,
         store: str | Path | None = None,
+        whole_states: bool = False,
     ) -> None:
         options: dict[str, Any] = {"conditional": conditional, "max_count": max_count, "vectorize": vectorize}
         super().__init__(model, create_plates=create_plates, memory_budget=memory_budget, **options)
         self.populations = populations_in(store, check_count("num_states", num_states))
         self._init = init
+        self.whole_states = whole_states or init is not None or store is not None or conditional is not None
         self._last_call: Call | None = None
 
     @property
@@ -120,18 +131,34 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return self.populations.log_joint
 
     def population(self, indices: Tensor | None = None) -> Population:
-        """The stored populations of all or the given data points, with the log joints of when they were last scored."""
-        return self.populations.population(indices)
+        """The stored populations of all or the given data points, with the log joints of when they were last scored.
+
+        Where each node of the model's factor graph has a set of states, what is returned has no list of whole states.
+        """
+        return self._product_posterior(indices) if self.product is not None else self.populations.population(indices)
 
     def _setup_prototype(self, *args: Any, **kwargs: Any) -> None:
         self.populations.seed_()  # before the model draws as many numbers as it has data
         try:
             super()._setup_prototype(*args, **kwargs)
             with ordinary_tensors():
+                if self.product is not None:
+                    self._start_product(self.product)
+                    return
                 self.populations.start_(self.layout, self._init, self._device, portion_of_plates(self.layout, (args, kwargs)))
         except BaseException:
             self._forget_model()
             raise
+
+    @property
+    def _num_product_states(self) -> int | None:
+        return None if self.whole_states else self.num_states
+
+    def _start_product(self, product: ProductLayout) -> None:
+        """Creates the sets of all nodes, unless they have been loaded."""
+        if isinstance(self.populations, PopulationStore):
+            self.populations = ProductStore(self.num_states, len(product.groups))
+        self.populations.start_(product, self._device)
 
     def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
         """Why what a state dict says of a guide does not fit this one; of one that has not seen its model, as far as can be told."""
@@ -142,6 +169,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         if problem is not None:
             args[-1].append(problem)
             return
+        groups = saved_groups(state_dict, f"{prefix}populations.")
+        if groups and isinstance(self.populations, PopulationStore) and not self.populations.is_filled:
+            self.populations = ProductStore(self.num_states, groups)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -153,6 +183,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return duplicate
 
     def __repr__(self) -> str:
+        if self.product is not None:
+            lines = "".join(f"\n  {line}" for line in self.product.summary(self.num_states))
+            return f"{type(self).__name__}(sets of num_states={self.num_states} for each node of the factor graph:{lines}\n)"
         return f"{type(self).__name__}({describe(self.layout if self.is_set_up else None, self.num_states)})"
 
     def batch_of(self, *args: Any, **kwargs: Any) -> Batch:
@@ -165,7 +198,8 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def batch(self, call: Call, values: Mapping[str, Any] | None = None) -> Batch:
         """The batch of a call of the model, see :meth:`batch_of`; other latents and subsamples of plates may be given by name."""
-        batch = Batch(self.populations, self.scorer(call, values))
+        scorer = self.scorer(call, values)
+        batch = Batch(self.populations, scorer) if isinstance(scorer, LogJoint) else ProductBatch(self.populations, scorer)
         batch.check()
         self._last_call = call
         return batch
@@ -246,7 +280,19 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         every draw that these make. What is read, here and by the methods below, is then the average over :attr:`num_draws` of them, under
         the model as it is now and the arguments it was last called with.
         """
+        if self.product is not None:
+            return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
+
+    def _product_posterior(self, indices: Tensor | None) -> ProductPosterior:
+        """What can be read from the sets of all nodes, under the model as it is now and the arguments it was last called with."""
+        if indices is not None:
+            raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
+        if self._last_call is None:
+            raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
+        with torch.no_grad():
+            batch = self.batch(self._last_call, self.other_values(self._last_call))
+            return ProductPosterior(batch, batch.rescored())
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
@@ -292,9 +338,12 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return self.scored()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))
+            if isinstance(batch, ProductBatch):
+                return ProductPosterior(batch, batch.rescored())
             return TruncatedPosterior(batch.rescored(), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:
         """Samples the discrete sites (and what ``conditional`` samples); the same arguments as the model's."""
         self.setup(*args, **kwargs)
-        return ProgramRun(self, Call(self.model, args, kwargs)).sample()
+        run = ProgramRun if self.product is None else ProductProgramRun
+        return run(self, Call(self.model, args, kwargs)).sample()

@@ -113,7 +113,7 @@ class Batch:
         return self._store_(self.rescored())
 
     def _store_(self, population: Population) -> Population:
-        return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.observed else None)
+        return self.populations.store_(population.log_joint, self.indices, population.words if self.scorer.known is not None else None)
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> Population:
@@ -253,7 +253,7 @@ class Batch:
     def _loss_(self, log_joint: Tensor, words: Tensor, outside: Tensor) -> float:
         """Stores fresh log joints, and returns minus the free energy that they make."""
         with torch.no_grad(), ops.together():
-            population = self.populations.store_(log_joint, self.indices, words if self.scorer.observed else None)
+            population = self.populations.store_(log_joint, self.indices, words if self.scorer.known is not None else None)
             return -ops.number(self.scale * population.free_energy().sum() + outside)
 
 

@@ -80,6 +80,11 @@ class ProgramRun:
                 plates, batch = self._open(values, plates)
             except AllObservedError:
                 return self._sample_given_states(values)
+        return self._sample_batch(batch, plates, values)
+
+    def _sample_batch(self, batch: Any, plates: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Samples the states of a batch in the given plates."""
+        with torch.no_grad():
             population = self._improved(batch).without_impossible()
         scorer = batch.scorer
         hidden = scorer.hidden_log_probs(population.words)

@@ -16,12 +16,17 @@ from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.dependencies import Dependencies
-from pyro_truncated.program.inspection import dependents, refuse_hidden_latents
+from pyro_truncated.program.factor_graph import build_graph
+from pyro_truncated.program.inspection import refuse_hidden_latents
+from pyro_truncated.program.known_levels import find_idle
 from pyro_truncated.program.layout import Layout
+from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
+from pyro_truncated.utils.notes import note_once
 from pyro_truncated.utils.representation import power_of_ten
 from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
 
@@ -39,16 +44,35 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
             return call.trace()
 
 
-def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> Layout:
-    """The discrete sites and the data plates of a model that has been run."""
-    layout = Layout(trace, max_count, lambda names: dependents(call, names), Dependencies(call))
+def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> tuple[Layout, Dependencies]:
+    """The discrete sites and the data plates of a model that has been run, and what depends on what."""
+    dependencies = Dependencies(call)
+    layout = Layout(trace, max_count, dependencies)
+    layout.idle_where_masked = find_idle(call, trace, layout)
     if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
         warnings.warn(
             "AutoTruncated sees no observed site: its posterior would be the prior. "
             "Give it the whole model, not poutine.block(model, ...).",
             stacklevel=2,
         )
-    return layout
+    return layout, dependencies
+
+
+def find_product(call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> ProductLayout | None:
+    """The nodes of a model's factor graph, or ``None`` where a population of whole states is the structure, or is all there is.
+
+    Models that do not take many states at once keep whole states, and so do those whose Python code looks at latents.
+    """
+    if dependencies.scopes is None or layout.read or len(layout.sites) + layout.space.num_latents == 2:
+        return None
+    graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)
+    for sentence in graph.whole:
+        note_once(sentence)
+    if len(graph.nodes) == 1:
+        return None
+    product = ProductLayout(graph, layout)
+    with spare_random_numbers(), torch.no_grad():
+        return product if ProductScorer(call, product).takes_sets() else None
 
 
 def frames_of(trace: poutine.Trace) -> dict[str, Any]:

@@ -15,12 +15,23 @@ from torch import Tensor
 
 from pyro_truncated.guide.plates import SharedPlates, model_plates, refuse_other_size, subsamples_of
 from pyro_truncated.guide.siblings import Siblings, refuse_subsampled_latents, share_plates
-from pyro_truncated.guide.structure import are_all_observed, find_layout, first_run, frames_of, seen_in_minibatch, without_states
+from pyro_truncated.guide.structure import (
+    are_all_observed,
+    find_layout,
+    find_product,
+    first_run,
+    frames_of,
+    seen_in_minibatch,
+    without_states,
+)
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional, Scoring
+from pyro_truncated.program.discovery import refuse_partial_plates
 from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.log_joint import LogJoint
+from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.subsampling import SparseSubsamples
 from pyro_truncated.program.vectorization import check_choice, scoring_for
 from pyro_truncated.states.space import StateSpace
@@ -63,6 +74,7 @@ class WholeModelGuide(AutoGuide):
         # Must not become a submodule: its parameters belong to the model or to other guides.
         self._conditional = (conditional,)
         self._layout: Layout | None = None
+        self._product: ProductLayout | None = None
         self._scoring: Scoring = "together"
         self._is_enumerable = True
         self._inherited: Siblings | None = None
@@ -138,7 +150,12 @@ class WholeModelGuide(AutoGuide):
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
             trace = first_run(call, self.conditional)
-            self._layout = find_layout(call, trace, self.max_count)
+            self._layout, dependencies = find_layout(call, trace, self.max_count)
+            num_states = self._num_product_states
+            self._product = None if num_states is None else find_product(call, trace, self._layout, dependencies, num_states)
+            for own in [self._layout] if self._product is None else self._product.node_layouts:
+                for site in own.sites.values():
+                    refuse_partial_plates(site, own.plates)
             # The prototype stays with the guide, which could not be copied if it held tensors with a graph behind them.
             with torch.no_grad():
                 try:
@@ -148,15 +165,28 @@ class WholeModelGuide(AutoGuide):
                     # Sequential plates are no trouble to us: their sites are parts of a joint state.
                     self._prototype_frames = frames_of(trace)
                 self._device = without_states(self.prototype_trace, self._layout)
+                if self._product is not None:
+                    self._scoring, self._is_enumerable = "together", False
+                    return
                 self._scoring, self._is_enumerable = scoring_for(
                     self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
                 )
 
+    @property
+    def _num_product_states(self) -> int | None:
+        """The most states of a set where each node of the factor graph may have one; ``None`` for whole states in any case."""
+        return None
+
     def _forget_model(self) -> None:
         """The next use of the guide shall not take it for one that is ready."""
-        self.prototype_trace, self._layout = None, None
+        self.prototype_trace, self._layout, self._product = None, None, None
 
-    def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint:
+    @property
+    def product(self) -> ProductLayout | None:
+        """The nodes of the model's factor graph if each has a set of states, ``None`` if populations hold whole states."""
+        return self._product
+
+    def scorer(self, call: Call, values: Mapping[str, Any] | None = None) -> LogJoint | ProductScorer:
         """A scorer of states for the data points that a call of the model selects.
 
         Args:
@@ -178,6 +208,8 @@ class WholeModelGuide(AutoGuide):
                 "AutoGuideList, or give it a conditional.",
                 stacklevel=3,
             )
+        if self._product is not None:
+            return ProductScorer(call, self._product, values)
         return LogJoint(
             call,
             self.layout,

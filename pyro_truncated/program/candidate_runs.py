@@ -71,7 +71,7 @@ class CandidateRuns:
 
     def hidden_log_probs(self, words: Tensor) -> dict[str, Tensor]:
         """What masks hide of the log probabilities of discrete sites: ``(C, *batch)`` by name of the masked, for ``(N, C, num_words)``."""
-        if all(self.probe.nodes[name]["mask"] is None for name in self.probe.layout.sites):
+        if not self.probe.hidden:
             return {}
         if self.scoring == "together":
             return self._hidden(self._together(words))
@@ -122,9 +122,9 @@ class CandidateRuns:
     def _hidden(self, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
         nodes = sample_nodes(self._trace({**self.probe.values, **states}))
         hidden = {}
-        for name in self.probe.layout.sites:
+        for name in self.probe.hidden:
             node = nodes[name]
-            if node["mask"] is not None and not node["is_observed"]:
+            if not node["is_observed"]:
                 log_prob = self._log_prob(node) * (node["scale"] / self.probe.scale)
                 hidden[name] = torch.where(torch.as_tensor(node["mask"], device=log_prob.device), 0.0, log_prob)
         return hidden
@@ -172,8 +172,9 @@ class CandidateRuns:
         return log_prob
 
     def _mask(self, node: Any) -> Any:
-        """A site's mask; a latent that is summed out has a distribution whether masked or not."""
-        return None if node["name"] in self.probe.layout.sites and not node["is_observed"] else node["mask"]
+        """A site's mask; a latent that is summed out has a distribution whether masked or not, unless it counts for nothing."""
+        is_summed_out = node["name"] in self.probe.layout.sites and not node["is_observed"] and node["name"] not in self.probe.idle
+        return None if is_summed_out else node["mask"]
 
     def _reduce(self, node: Any) -> Tensor:
         """A site's log probability ``(C, ..., N)``, summed over all plates but the data plates."""

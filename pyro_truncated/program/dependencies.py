@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pyro
@@ -16,6 +16,7 @@ from torch.distributions import constraints
 from torch.overrides import TorchFunctionMode
 
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import bounds_of, elementwise, support_of
 from pyro_truncated.utils.isolation import Assign, isolated, spare_random_numbers
 
@@ -35,6 +36,7 @@ class Dependencies:
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
         observed: by site, the latents that its observed value is computed from.
         read: the latents whose values Python code reads anywhere.
+        scopes: by sample site, the latents that its log density is computed from; ``None`` where the model cannot be followed.
 
     Args:
         call: the model and its arguments.
@@ -47,10 +49,13 @@ class Dependencies:
         self.observed: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
         self.read: frozenset[str] = frozenset()
+        self.scopes: dict[str, frozenset[str]] | None = None
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
                 trace = call.of(TrackProvenance()(call.model)).trace()
+            with torch.no_grad(), pyro.validation_enabled(False):
+                scopes = _scopes(trace)
         except Exception:
             # Code that cannot follow tensors that carry their provenance.
             self._compare_runs()
@@ -58,6 +63,7 @@ class Dependencies:
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}
         latents = {name for name, node in sites.items() if not node["is_observed"]}
         self.read = reader.read & latents
+        self.scopes = {name: scope & latents for name, scope in scopes.items()}
         for name, leaked in marks.seen.items():
             node: Any = trace.nodes[name]
             self.observed[name] = get_provenance(node["value"]) & latents if node["is_observed"] else frozenset()
@@ -92,6 +98,17 @@ class Dependencies:
             elif other is None or not torch.equal(torch.as_tensor(node["value"]), torch.as_tensor(other["value"])):
                 self.observed[name] = frozenset(before)
 
+    def dependents(self, names: set[str]) -> set[str]:
+        """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
+        if self.scopes is None:
+            sites = list(self.parents)
+            return set(sites[min(map(sites.index, names)) :]) - names
+        below = set(names)
+        for name, scope in self.scopes.items():  # a site comes after all that it depends on
+            if scope & below:
+                below.add(name)
+        return below - names
+
     def upstream(self, name: str) -> set[str]:
         """The latents that the support of a site depends on, as far as can be told, directly or through the supports of others."""
         found: set[str] = set()
@@ -104,6 +121,32 @@ class Dependencies:
     def conditional(self, discrete: set[str]) -> set[str]:
         """The sites whose supports depend on discrete latents."""
         return {name for name, parents in self.parents.items() if (parents | self.leaked[name]) & discrete}
+
+
+def _scopes(trace: Any) -> dict[str, frozenset[str]]:
+    """The sites that the log density of each sample site is computed from; of a point mass, those that the place is computed from."""
+    scopes: dict[str, frozenset[str]] = {}
+    places: dict[str, frozenset[str]] = {}
+    for name, node in trace.nodes.items():
+        if node["type"] != "sample" or site_is_subsample(node):
+            continue
+        if is_delta(node) and not node["is_observed"]:
+            places[name] = _through(get_provenance(_point(node["fn"])), places)
+        with PythonReads() as reader:
+            found = get_provenance(node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"]))
+        scopes[name] = _through(found | reader.names, places)
+    return scopes
+
+
+def _point(fn: Any) -> Any:
+    while hasattr(fn, "base_dist"):
+        fn = fn.base_dist
+    return fn.v
+
+
+def _through(names: frozenset[str], places: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """Sites, with those that point masses follow from in place of the point masses."""
+    return frozenset().union(*(places.get(name, {name}) for name in names))
 
 
 class PythonReads(TorchFunctionMode):

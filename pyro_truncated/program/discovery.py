@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import pyro.poutine as poutine
@@ -32,7 +32,21 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
             )
 
 
-def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependents: Callable[[set[str]], set[str]] | None) -> None:
+def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> None:
+    """Checks that a discrete site lies in no subsampled plate but data plates.
+
+    Raises:
+        NotImplementedError: naming the site and the plate.
+    """
+    for frame in site.frames:
+        if frame.vectorized and frame.name not in data_plates and frame.full_size is not None and frame.full_size != frame.size:
+            raise NotImplementedError(
+                f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
+                "its members share a posterior, so all are needed"
+            )
+
+
+def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], dependencies: Dependencies | None) -> None:
     """Checks that all batch dimensions are those of plates, of latent sites and of what depends on discrete latents.
 
     What follows from other sites (``Delta``), and observations and factors that are the same for all states, may have others.
@@ -40,7 +54,7 @@ def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], depende
     Args:
         nodes: the sample sites of a model.
         names: of its discrete latent sites.
-        dependents: returns the names of the sites that depend on the given ones; asked only if the answer matters.
+        dependencies: which densities depend on which latents; asked only if the answer matters.
 
     Raises:
         ValueError: naming a site and the dimension that is not.
@@ -54,7 +68,7 @@ def refuse_unplated(nodes: Iterable[Mapping[str, Any]], names: set[str], depende
         for dim in range(-1, -len(shape) - 1, -1):
             if shape[dim] > 1 and dim not in plated:
                 if node["is_observed"]:
-                    below = (dependents(names) if dependents is not None else set()) if below is None else below
+                    below = (dependencies.dependents(names) if dependencies is not None else set()) if below is None else below
                     if node["name"] not in below:
                         break
                 raise ValueError(
@@ -74,16 +88,9 @@ def discrete_site(node: Any, data_plates: Sequence[str], low: Tensor, high: Tens
         high: its highest values; where they differ between data points, the site has those of the largest.
 
     Raises:
-        NotImplementedError: if it lies in a subsampled plate other than a data plate.
         ValueError: if the number of its values may differ between data points and only some have been seen.
     """
     inner = sorted((f for f in node["cond_indep_stack"] if f.vectorized and f.name not in data_plates), key=lambda f: f.dim)
-    for frame in inner:
-        if frame.full_size is not None and frame.full_size != frame.size:
-            raise NotImplementedError(
-                f"discrete latent site '{node['name']}' lies in the subsampled plate '{frame.name}', which is no data plate: "
-                "its members share a posterior, so all are needed"
-            )
     kind = _kind(node)
     lowest = int(low.min())
     cardinality = high - lowest + 1

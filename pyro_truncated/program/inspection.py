@@ -7,17 +7,14 @@ from collections.abc import Collection, Container, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import pyro
 import pyro.poutine as poutine
 import torch
-from pyro.infer.inspect import get_dependencies
 from pyro.poutine.block_messenger import BlockMessenger
 from pyro.poutine.messenger import Messenger
 from pyro.poutine.runtime import _PYRO_STACK, effectful
 from pyro.poutine.trace_messenger import TraceMessenger
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.dependencies import PythonReads
 from pyro_truncated.program.sites import latent_nodes
 
 
@@ -57,31 +54,6 @@ def refuse_hidden_latents(call: Call) -> None:
             "whenever a state is scored. Give AutoTruncated the whole model: it takes the discrete sites and leaves the others to "
             "other guides."
         )
-
-
-def dependents(call: Call, names: set[str]) -> set[str]:
-    """Sites downstream of the named ones, through any number of others; all after them where the model cannot be followed."""
-    # Whether the data are possible is checked elsewhere, where the message can name what is not.
-    with poutine.block(), pyro.validation_enabled(False), PythonReads():
-        try:
-            found: Any = get_dependencies(call.model, call.args, dict(call.kwargs))
-        except Exception:
-            # Tensors that carry their provenance are strange to some code.
-            return _later(call.trace(), names)
-    upstream = found["prior_dependencies"]
-    below = set(names)
-    grown = True
-    while grown:
-        more = {site for site, parents in upstream.items() if below & set(parents)} - below
-        below |= more
-        grown = bool(more)
-    return below - names
-
-
-def _later(trace: poutine.Trace, names: set[str]) -> set[str]:
-    """Sample sites after the first of the named ones."""
-    sites = [name for name, node in trace.nodes.items() if node["type"] == "sample"]
-    return set(sites[min(map(sites.index, names)) :]) - names
 
 
 class _OpenPlates(Messenger):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,19 +19,13 @@ from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.counts import check_count
 
 
-class Layout:
-    """Where a model's discrete latents live: its *data plates*, and the sites inside them.
-
-    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have
-    independent posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a
-    site outside every plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a
-    single "data point".
+class SiteLayout:
+    """Discrete sites and the plates whose members are data points: how states become values of sites, and the other way round.
 
     Args:
-        trace: a trace of the model (one value per site).
-        max_count: upper bound of counts with infinite support, for all such sites or by site name.
-        dependents: returns the names of the sites that depend on the given ones; asked only where the plates leave it open.
-        dependencies: which supports depend on which latents; none are taken to do so without it.
+        sites: the discrete sites by name.
+        frames: the data plates, by dimension from left to right.
+        depth: number of plate dimensions in the model.
 
     Attributes:
         sites: the discrete sites by name.
@@ -40,63 +34,23 @@ class Layout:
         full_sizes: their sizes.
         num_data: number of data points: product of the data plates' full sizes.
         space: the joint state space of one data point.
-        other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
         depth: number of plate dimensions in the model.
-        nesting: number of plate dimensions that Pyro must count to compare the shapes of model and guide rightly; mostly the same.
-        checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
-            that other latents or other data points do not allow, observations that a latent does not allow.
-        read: names of the sites whose values Python code of the model looks at, as far as can be told.
-
-    Raises:
-        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
-            continuous latents or on too many others, or a bound is none, or the batch of a
-            latent site, or of one that depends on discrete latents, lies outside of plates.
-        NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
-            or a site whose entries depend on each other by its support (multinomial counts).
     """
 
-    def __init__(
-        self,
-        trace: poutine.Trace,
-        max_count: int | Mapping[str, int] | None = None,
-        dependents: Callable[[set[str]], set[str]] | None = None,
-        dependencies: Dependencies | None = None,
-    ) -> None:
-        nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
-        if not nodes:
-            others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
-            raise ValueError(
-                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
-                f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
-            )
-        refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependents)
-        for node in nodes:
-            refuse_partial_sequence(node)
-        _check_bounds(max_count, [node["name"] for node in nodes])
-        frames = _data_plates(trace, nodes, dependents)
+    def __init__(self, sites: Mapping[str, DiscreteSite], frames: Sequence[Any], depth: int) -> None:
+        self.sites: dict[str, DiscreteSite] = dict(sites)
         self.plates: tuple[str, ...] = tuple(frame.name for frame in frames)
         self.dims: tuple[int, ...] = tuple(frame.dim for frame in frames)
         self.full_sizes: tuple[int, ...] = tuple(frame.full_size or frame.size for frame in frames)
         self.num_data: int = math.prod(self.full_sizes)
-        self.sites: dict[str, DiscreteSite] = {}
-        checked = set()
-        for node in nodes:
-            name = node["name"]
-            low, high = reachable_bounds(node, trace, self.sites, max_count, dependencies)
-            self.sites[name] = discrete_site(node, self.plates, low, high)
-            if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
-                checked.add(name)
-        self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
-        self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
-        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
         self.space = StateSpace([v for site in self.sites.values() for v in site.cardinalities])
-        frames = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
-        self.depth: int = max((-frame.dim for frame in frames if frame.vectorized), default=0)
-        self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
+        self.depth = depth
 
-    def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
-        """Where Pyro must count more plates than there are, lets it, while a value of so many batch dimensions is sampled."""
-        return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
+    def part(self, names: Sequence[str], plates: Collection[str]) -> SiteLayout:
+        """The layout of some of the sites, whose data points are the members of other plates."""
+        frames = {f.name: f for name in names for f in self.sites[name].frames if f.vectorized and f.name in plates}
+        sites = {name: self.sites[name].seen_from(plates) for name in names}
+        return SiteLayout(sites, sorted(frames.values(), key=lambda frame: frame.dim), self.depth)
 
     def spread(self, sizes: Sequence[int], depth: int | None = None) -> tuple[int, ...]:
         """Batch shape of ``depth`` dimensions (default: up to the left-most data plate) with the given sizes at the data plates."""
@@ -140,15 +94,24 @@ class Layout:
 
     def encode_values(self, values: Mapping[str, Tensor], sizes: Sequence[int]) -> Tensor:
         """Inverse of :meth:`site_values`: unpacked states ``(N, L)`` from values in the shapes of the model's sites."""
-        found = {}
-        for name, site in self.sites.items():
-            value, event_dim = values[name], site.event_dim
-            value = value.reshape((1,) * (self.depth - value.dim() + event_dim) + tuple(value.shape))
-            if self.dims:
-                value = value.movedim(tuple(dim - event_dim for dim in self.dims), tuple(range(len(self.dims))))
-            event = (site.cardinalities[0],) if site.kind == "one_hot" else ()
-            found[name] = value.reshape(math.prod(sizes), *site.shape, *event)
-        return self.encode(found)
+        return torch.cat([self.levels_of(name, values[name], sizes) for name in self.sites], -1)
+
+    def levels_of(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Levels ``(N, L)`` of one site from a value in the shape of the model's site."""
+        site = self.sites[name]
+        return site.to_levels(self.arranged(name, value, sizes)).reshape(math.prod(sizes), site.num_latents)
+
+    def arranged(self, name: str, value: Tensor, sizes: Sequence[int]) -> Tensor:
+        """What has the shape of a model's site, expanded: data points in front, ``(N, *site shape)`` and the values of one-hot sites."""
+        site = self.sites[name]
+        batch = [1] * (self.depth - len(self.spread(sizes))) + list(self.spread(sizes))
+        for dim, size in site.plates:
+            batch[dim] = size
+        value = value.reshape((1,) * (self.depth - value.dim() + site.event_dim) + tuple(value.shape))
+        value = value.expand(*batch, *site.event_shape, *[-1] * (site.kind == "one_hot"))
+        if self.dims:
+            value = value.movedim(tuple(dim - site.event_dim for dim in self.dims), tuple(range(len(self.dims))))
+        return value.reshape(math.prod(sizes), *site.shape, *value.shape[value.dim() - 1 :] * (site.kind == "one_hot"))
 
     def encode(self, values: Mapping[str, Tensor]) -> Tensor:
         """Unpacked states ``(*batch, L)`` from site values ``(*batch, *site.shape)``.
@@ -169,6 +132,82 @@ class Layout:
         return torch.cat(parts, -1)
 
 
+class Layout(SiteLayout):
+    """Where a model's discrete latents live: its *data plates*, and the sites inside them.
+
+    The data plates are those that hold all discrete latent sites and everything that depends on them, so that their members have
+    independent posteriors; mostly it is one, where there are more a member of all of them counts as a data point. Where there is none (a
+    site outside every plate; feature selectors whose observations lie in another plate), all discrete latents form the one state of a
+    single "data point".
+
+    Args:
+        trace: a trace of the model (one value per site).
+        max_count: upper bound of counts with infinite support, for all such sites or by site name.
+        dependencies: which densities and supports depend on which latents; none are taken to do so without it.
+
+    Attributes:
+        sites: the discrete sites by name.
+        plates: names of the data plates, by dimension from left to right.
+        dims: their dimensions (negative).
+        full_sizes: their sizes.
+        num_data: number of data points: product of the data plates' full sizes.
+        space: the joint state space of one data point.
+        other_latents: names of the model's other latent sites, without ``Delta`` sites, which follow from the rest.
+        depth: number of plate dimensions in the model.
+        nesting: number of plate dimensions that Pyro must count to compare the shapes of model and guide rightly; mostly the same.
+        checked: names of the sites that give probability zero to some states because these lie outside of a support: values of a latent
+            that other latents or other data points do not allow, observations that a latent does not allow.
+        read: names of the sites whose values Python code of the model looks at, as far as can be told.
+        idle_where_masked: names of the sites whose entries change nothing where masks switch them off.
+
+    Raises:
+        ValueError: if there is no discrete latent site, or one of them has infinite support and no bound, or one that depends on
+            continuous latents or on too many others, or a bound is none, or the batch of a
+            latent site, or of one that depends on discrete latents, lies outside of plates.
+        NotImplementedError: for a subsampled sequential plate, a subsampled plate other than a data plate that holds a discrete latent,
+            or a site whose entries depend on each other by its support (multinomial counts).
+    """
+
+    def __init__(
+        self,
+        trace: poutine.Trace,
+        max_count: int | Mapping[str, int] | None = None,
+        dependencies: Dependencies | None = None,
+    ) -> None:
+        nodes = [node for node in latent_nodes(trace) if node["fn"].support.is_discrete]
+        if not nodes:
+            others = ", ".join(f"'{node['name']}' ({family(node['fn'])})" for node in latent_nodes(trace)) or "none"
+            raise ValueError(
+                "the model has no discrete latent site; AutoTruncated has nothing to infer. If it observes them in "
+                f"this call, show the guide one in which it does not, first: guide.setup(*args). Its latents are: {others}"
+            )
+        refuse_unplated(sample_nodes(trace).values(), {node["name"] for node in nodes}, dependencies)
+        for node in nodes:
+            refuse_partial_sequence(node)
+        _check_bounds(max_count, [node["name"] for node in nodes])
+        frames = _data_plates(trace, nodes, dependencies)
+        plates = [frame.name for frame in frames]
+        sites: dict[str, DiscreteSite] = {}
+        checked = set()
+        for node in nodes:
+            name = node["name"]
+            low, high = reachable_bounds(node, trace, sites, max_count, dependencies)
+            sites[name] = discrete_site(node, plates, low, high)
+            if high.numel() > 1 and bool((high != high.flatten()[0]).any()):
+                checked.add(name)
+        every = [frame for node in sample_nodes(trace).values() for frame in node["cond_indep_stack"]]
+        super().__init__(sites, frames, max((-frame.dim for frame in every if frame.vectorized), default=0))
+        self.checked = frozenset(checked | (dependencies.conditional(set(self.sites)) if dependencies is not None else set()))
+        self.read = frozenset(self.sites) & (dependencies.read if dependencies is not None else frozenset())
+        self.other_latents = [node["name"] for node in latent_nodes(trace) if node["name"] not in self.sites and not is_delta(node)]
+        self.idle_where_masked: frozenset[str] = frozenset()
+        self.nesting: int = nesting_with_room(latent_nodes(trace), self.depth)
+
+    def room_for(self, site: DiscreteSite, batch_dim: int) -> AbstractContextManager[Any]:
+        """Where Pyro must count more plates than there are, lets it, while a value of so many batch dimensions is sampled."""
+        return room_for_events(site, self.nesting, batch_dim) if self.nesting > self.depth else nullcontext()
+
+
 def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str]) -> None:
     bounds = max_count if isinstance(max_count, Mapping) else {"": max_count}
     unknown = set(bounds) - {"", *names}
@@ -179,7 +218,7 @@ def _check_bounds(max_count: int | Mapping[str, int] | None, names: Sequence[str
             check_count("max_count, or each of its entries by site,", bound)
 
 
-def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependents: Callable[[set[str]], set[str]] | None) -> list[Any]:
+def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], dependencies: Dependencies | None) -> list[Any]:
     """Plates around all discrete sites and whatever depends on them, by dimension from left to right."""
     stacks = [[frame for frame in node["cond_indep_stack"] if frame.vectorized] for node in nodes]
     # A plate that is opened anew with another size or dimension is another plate.
@@ -191,8 +230,8 @@ def _data_plates(trace: poutine.Trace, nodes: Sequence[Mapping[str, Any]], depen
         for node in sample_nodes(trace).values()
         if node["name"] not in names
     }
-    if dependents is not None and any(not shared <= plates for plates in others.values()):
-        below = dependents(names)
+    if dependencies is not None and any(not shared <= plates for plates in others.values()):
+        below = dependencies.dependents(names)
         others = {name: plates for name, plates in others.items() if name in below}
         shared = shared.intersection(*others.values())
     return sorted((frame for frame in stacks[0] if frame.name in shared), key=lambda frame: frame.dim)

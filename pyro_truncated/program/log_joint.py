@@ -50,7 +50,7 @@ class RowScorer:
         """What one flip changes, ``(N, H)``, in states ``(N, num_words)`` of these rows; ``None`` where that is not known cheaply."""
         scorer = self.log_joint
         with memory_budget(scorer.memory_budget):
-            found = None if scorer.packed is None or scorer.observed else scorer.packed.flip_gains(words, self.rows)
+            found = None if scorer.packed is None or scorer.known is not None else scorer.packed.flip_gains(words, self.rows)
         return None if found is None or found.dim() > 2 else found
 
 
@@ -112,7 +112,7 @@ class LogJoint(Probe):
             raise ValueError("this model can only be scored on all data points of the batch at once")
         with memory_budget(self.memory_budget):
             log_joint = self.packed.score(words, rows) if self.packed is not None else self._score_dense(words)
-        if self.observed:
+        if self.known is not None:
             log_joint = log_joint.masked_fill(self.contradicted(words), -math.inf)
         self._check_finite(log_joint, words)
         return log_joint
@@ -122,7 +122,7 @@ class LogJoint(Probe):
 
         Of so many runs moments are those of every so many-th data point, each run's of others: together as many as one run has.
         """
-        if self.observed or torch.is_grad_enabled():
+        if self.known is not None or torch.is_grad_enabled():
             return self.score(words), None
         blocks, scores, moments = words.split(self.candidates_per_run(), 1), [], []
         with memory_budget(self.memory_budget):

@@ -12,8 +12,8 @@ import torch
 from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
-from pyro_truncated.ops import repeated, take
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.known_levels import KnownLevels
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
 
@@ -47,6 +47,9 @@ class Probe:
             no guide has given a value.
         uncovered: the latents that nobody has given a value.
         observed: the discrete sites that are observed in this call.
+        idle: by discrete site, the entries of its batch that a mask switches off: they have one value.
+        hidden: the other discrete sites with masks: these count in sums, but not in densities of the model.
+        known: the levels that observed and idle latents have, ``None`` where all are free.
         frames: the data plates, from left to right.
         dtypes: types of the discrete sites' values.
         device: where they are.
@@ -81,7 +84,10 @@ class Probe:
         extra = (self.values[name].dim() - node["fn"].event_dim for name, node in self.nodes.items() if name in self.values)
         self.depth: int = max([layout.depth, *extra])
         self.is_vectorized = self.depth > layout.depth
-        self._known = self._known_levels() if self.observed else None
+        masks = self._masks()
+        self.idle = {name: ~mask for name, mask in masks.items() if name in layout.idle_where_masked}
+        self.hidden = [name for name in masks if name not in self.idle]
+        self.known = self._known_levels()
 
     def run(self, values: Mapping[str, Any]) -> poutine.Trace:
         """A run of the model with the given values of sample sites and subsamples of plates, seen by nobody outside but for parameters."""
@@ -101,6 +107,12 @@ class Probe:
             )
         if all(self._is_observed(name) for name in self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+
+    def _masks(self) -> dict[str, Tensor]:
+        """The masks of latent discrete sites that switch some entries off."""
+        masks = {name: self.nodes[name]["mask"] for name in self.layout.sites if name not in self.observed}
+        tensors = {name: torch.as_tensor(mask, device=self.nodes[name]["value"].device) for name, mask in masks.items() if mask is not None}
+        return {name: mask for name, mask in tensors.items() if not bool(mask.all())}
 
     def _is_observed(self, name: str) -> bool:
         return name in self.nodes and bool(self.nodes[name]["is_observed"])
@@ -185,32 +197,17 @@ class Probe:
         nodes = [node for node in self.nodes.values() if with_parameters or not node["infer"].get("of_parameters", False)]
         return log_density((node for node in nodes if not self.is_inside(node) and (node["is_observed"] or is_delta(node))), self.device)
 
-    def _known_levels(self) -> Tensor:
-        """What is observed of the states, ``(N, 1, L)``; -1 where nothing is."""
-        given = self.observations() if self.layout.dims else {name: self.nodes[name]["value"].unsqueeze(0) for name in self.observed}
-        parts = []
-        for name, site in self.layout.sites.items():
-            if name in self.observed:
-                shape = (self.num_data, *site.shape, *([site.cardinalities[0]] if site.kind == "one_hot" else []))
-                parts.append(site.to_levels(given[name].reshape(shape)).reshape(self.num_data, site.num_latents))
-            else:
-                parts.append(torch.full((self.num_data, site.num_latents), -1, device=self.device))
-        return torch.cat(parts, -1).unsqueeze(1)
+    def _known_levels(self) -> KnownLevels | None:
+        """What this call says of the states."""
+        observed = {name: self.nodes[name]["value"] for name in self.observed}
+        return KnownLevels.of(self.layout, self.sizes, observed, self.idle, self.device)
 
     def contradicted(self, words: Tensor) -> Tensor:
         """Which of the states ``(N, C, num_words)`` are not what the model observes of them, ``(N, C)``."""
-        if self._known is None:
+        if self.known is None:
             return torch.zeros(words.shape[:2], dtype=torch.bool, device=words.device)
-        return ((self.layout.space.unpack(words).long() != self._known) & (self._known >= 0)).any(-1)
+        return self.known.contradicts(words)
 
     def fitted(self, words: Tensor) -> Tensor:
-        """Distinct states ``(N, S, num_words)`` with what the model observes put in; those that would repeat others stay as they are."""
-        if self._known is None:
-            return words
-        space = self.layout.space
-        put_in = space.pack(torch.where(self._known >= 0, self._known, space.unpack(words).long()))
-        # States that have it already count as the first of their kind: they repeat none of each other.
-        order = self.contradicted(words).byte().argsort(dim=-1, stable=True)
-        ordered = take(put_in, order)
-        repeats = torch.zeros_like(order, dtype=torch.bool).scatter_(1, order, repeated(ordered))
-        return torch.where(repeats.unsqueeze(-1), words, put_in)
+        """Distinct states ``(N, S, num_words)`` with what is known of them put in; those that would repeat others stay as they are."""
+        return words if self.known is None else self.known.put_into(words)

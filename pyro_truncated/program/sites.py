@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pyro.poutine as poutine
@@ -56,6 +56,22 @@ class DiscreteSite:
     def event_dim(self) -> int:
         """Number of event dimensions of the value Pyro sees."""
         return len(self.event_shape) + (self.kind == "one_hot")
+
+    def seen_from(self, plates: Collection[str]) -> DiscreteSite:
+        """The same site seen from a member of these data plates: all others that it lies in are inner plates."""
+        frames = {frame.dim: frame.name for frame in self.frames if frame.vectorized}
+        sizes = {frame.dim: frame.full_size or frame.size for frame in self.frames if frame.vectorized}
+        inner = tuple((dim, sizes[dim]) for dim in sorted(frames) if frames[dim] not in plates)
+        if inner == self.plates:
+            return self
+        # Data plates before this call have one cardinality for all members; those that become data plates get the largest.
+        held = dict(self.plates)
+        table = torch.tensor(self.cardinalities).reshape(*(held.get(dim, 1) for dim in sorted(frames)), *self.event_shape)
+        for position, dim in enumerate(sorted(frames)):
+            wanted = dict(inner).get(dim, 1)
+            if table.shape[position] != wanted:
+                table = table.amax(position, keepdim=True).expand(*(wanted if at == position else -1 for at in range(table.dim())))
+        return dataclasses.replace(self, plates=inner, cardinalities=tuple(table.flatten().tolist()))
 
     def to_values(self, levels: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Turns levels ``0 .. cardinality - 1`` into the values Pyro sees; one-hot sites gain a last dimension."""

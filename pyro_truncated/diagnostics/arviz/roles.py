@@ -10,7 +10,7 @@ from pyro.poutine.messenger import Messenger
 from torch import Tensor
 
 from pyro_truncated.program.call import Call
-from pyro_truncated.program.inspection import dependents
+from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.sites import family
 
 Node = Mapping[str, Any]
@@ -85,5 +85,5 @@ def leaves(
     model: Callable[..., Any], nodes: Mapping[str, Node], names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> frozenset[str]:
     """Those of the named latents on which nothing depends but computed values: missing entries of the data, say."""
-    call = Call(model, args, kwargs)
-    return frozenset(name for name in names if all(is_computed(nodes[site]) for site in dependents(call, {name})))
+    dependencies = Dependencies(Call(model, args, kwargs)) if names else None
+    return frozenset(name for name in names if all(is_computed(nodes[site]) for site in dependencies.dependents({name}) if site in nodes))

@@ -1,0 +1,282 @@
+"""A batch of a guide on a product of sets: its free energy, the gradient, and the search, node by node."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import pyro.poutine as poutine
+import torch
+from torch import Tensor
+
+from pyro_truncated import ops
+from pyro_truncated.guide.product_store import ProductStore
+from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
+from pyro_truncated.program.product_scorer import ProductScorer
+from pyro_truncated.search.base import Search, SearchBatch, check_search
+from pyro_truncated.states.population import Population
+
+# Evidence (nats) that a component may lose by rounding where sets are exchanged.
+_ROUNDING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductBatch:
+    r"""The sets of the nodes that a run of the model selects, with the scorer of this run.
+
+    .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y), \qquad
+              \nabla \mathcal F = \sum_f \sum_{s} q_f(s) \nabla \log \psi_f(s).
+
+    Attributes:
+        populations: where the sets of all nodes are kept.
+        scorer: densities of this run as tables over sets.
+    """
+
+    populations: ProductStore
+    scorer: ProductScorer
+    is_idle = False
+    indices = None
+
+    def check(self) -> None:
+        """Checks that the populations are of these data, and are where the model is.
+
+        Raises:
+            ValueError: if the model's plates have other sizes, or the populations are on another device.
+
+        Warns:
+            ChangedDataWarning: if the data are others than last time.
+        """
+        store = self.populations.stores[0]
+        if self.scorer.device != store.words.device:
+            raise ValueError(
+                f"the populations are on {store.words.device}, the model's states on {self.scorer.device}; "
+                f"call guide.to({str(self.scorer.device)!r})"
+            )
+        for number, (group, own) in enumerate(zip(self.scorer.product.groups, self.populations.stores, strict=True)):
+            sizes = [self.scorer.full_size_of(name) for name in group.plates]
+            if len(group.nodes) * math.prod(sizes) != len(own.words):
+                raise ValueError(
+                    f"the populations of {group.sites[:4]} have {len(own.words)} rows, the model's plates {list(group.plates)} now the "
+                    f"sizes {sizes}. Make a guide for these data: guide.infer(...), or a new AutoTruncated."
+                )
+            own.check_indices(self.scorer.rows_of(number))
+        self.populations.seen.compare(self.scorer)
+
+    # --- the sets ---
+
+    def sets(self) -> list[Tensor]:
+        """The words ``(rows, S, num_words)`` of each group, with what is known put in."""
+        stored = self._stored()
+        return [self.scorer.put_known_into(population.words, number) for number, population in enumerate(stored)]
+
+    def _stored(self) -> list[Population]:
+        return [store.take(self.scorer.rows_of(number)) for number, store in enumerate(self.populations.stores)]
+
+    def outside(self) -> Tensor:
+        """The log probability of what is observed and depends on no discrete latent; of new data without priors of parameters."""
+        return self.scorer.outside(with_parameters=not self.populations.seen.is_new)
+
+    # --- reading ---
+
+    @torch.no_grad()
+    def rescored(self) -> list[Population]:
+        """The populations of all groups with their log joints in this run of the model; nothing is stored."""
+        sets = self.sets()
+        return self._populations(sets, self.scorer.messages(sets))
+
+    def _populations(self, sets: list[Tensor], messages: Messages) -> list[Population]:
+        """Sets with the log joints that messages give them, see :class:`ProductStore`."""
+        product, scorer = self.scorer.product, self.scorer
+        beliefs = messages.beliefs()
+        evidence = self._evidence_by_node(messages)
+        roots = set(product.roots)
+        found = []
+        for number, (population, words) in enumerate(zip(self._stored(), sets, strict=True)):
+            rows = []
+            for node in product.groups[number].nodes:
+                log_q = beliefs[node] + messages.weights[node] - evidence[node]
+                log_joint = log_q + evidence[node] if node in roots else log_q
+                log_joint = log_joint.masked_fill(log_q < IMPOSSIBLE / 2, -math.inf)
+                rows.append(product.rows(node, log_joint, scorer.sizes_of(node)))
+            found.append(dataclasses.replace(population, words=words, log_joint=torch.cat(rows)))
+        return found
+
+    def _evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
+        """By node, the evidence of its component, in the dimensions of a table."""
+        product = self.scorer.product
+        return {
+            node: messages.evidence(root)
+            for component, root in zip(product.graph.components, product.roots, strict=True)
+            for node in component
+        }
+
+    def rescore_(self) -> list[Population]:
+        """Stores and returns the populations with their log joints in this run of the model."""
+        populations = self.rescored()
+        self.populations.store_(populations)
+        return populations
+
+    # --- the free energy and its gradient ---
+
+    def free_energy(self) -> Tensor:
+        """The scaled free energy, differentiable in whatever the model is."""
+        return self.scorer.free_energy(self.sets()) + self.outside()
+
+    def mean_free_energy(self, particles: int) -> Tensor:
+        """The free energy, averaged over draws of the latents that no guide covers where there are any."""
+        return torch.stack([batch.free_energy() for batch in self.draws(particles)]).mean()
+
+    def draws(self, particles: int) -> Iterator[ProductBatch]:
+        """Batches of the same data, this one first, each with its own draws of the latents that no guide covers."""
+        yield self
+        for _ in range((particles if self.scorer.layout.other_latents else 1) - 1):
+            again = ProductScorer(self.scorer.call, self.scorer.product, self.scorer.subsamples)
+            yield dataclasses.replace(self, scorer=again)
+
+    def backward_(self, temperature: float = 1.0, particles: int = 1) -> float:
+        r"""Accumulates the gradient of :math:`-\mathcal F`, stores the log joints, and returns :math:`-\mathcal F`.
+
+        Args:
+            temperature: :math:`\tau`: the gradient weighs states by the posterior of densities to the power :math:`1/\tau`.
+            particles: draws of the latents that no guide covers, which the gradient and the value returned are means over.
+        """
+        losses = [batch._backward_(temperature, particles) for batch in self.draws(particles)]
+        return sum(losses) / len(losses)
+
+    def _backward_(self, temperature: float, particles: int) -> float:
+        scorer, sets = self.scorer, self.sets()
+        number = particles if scorer.layout.other_latents else 1
+        with torch.enable_grad():
+            tables = scorer.tables(sets)
+            weights = scorer.weights(sets)
+            tempered = [(scope, table / temperature) for scope, table in tables] if temperature != 1.0 else tables
+            evidence = scorer.evidence(scorer.product.tree.collect(tempered, weights))
+            outside = self.outside()
+            objective = temperature * scorer.scaled(evidence) + outside
+            if objective.requires_grad:
+                (-objective / number).backward()
+        with torch.no_grad():
+            messages = scorer.product.tree.collect([(scope, table.detach()) for scope, table in tables], weights)
+            self.populations.store_(self._populations(sets, messages))
+            return -float(scorer.scaled(scorer.evidence(messages)) + outside)
+
+    # --- the search ---
+
+    @torch.no_grad()
+    def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
+        """Improves the sets in place, and returns the populations with their log joints.
+
+        The fitness of a candidate is what it adds to the evidence given the sets of all other nodes, which is exact. Proposals are made
+        for all nodes of a group together; the best states are selected for one node after the other.
+
+        Args:
+            search: proposes the states.
+            steps: number of search steps.
+            is_new: whether the data are new: until the guide is trained, priors of parameters are no part of their free energy.
+
+        Raises:
+            TypeError: if ``search`` is none.
+        """
+        check_search(search)
+        self.populations.seen.is_new |= is_new
+        with poutine.block():
+            sets = self.sets()
+            for _ in range(steps):
+                for number, group in enumerate(self.scorer.product.groups):
+                    if sets[number].shape[1] < group.space.size:
+                        sets = self._search_group(search, sets, number, is_new)
+            populations = self._populations(sets, self.scorer.messages(sets))
+            self.populations.store_(populations)
+        return populations
+
+    def _search_group(self, search: Search, sets: list[Tensor], number: int, is_new: bool) -> list[Tensor]:
+        scorer, store = self.scorer, self.populations.stores[number]
+        messages = scorer.messages(sets)
+        known = Population(store.space, sets[number], self._scores(messages, number), scorer.rows_of(number))
+        batch = SearchBatch(known, _NodeScores(self, sets, number), {}, is_new=is_new, random=store.next_search_())
+        proposed = search.propose(batch)
+        words, is_free = _best_new(known, proposed)
+        if not bool(is_free.any()):
+            return sets
+        chosen = self._select(sets, number, words, is_free)
+        return self._accepted(sets, number, torch.cat([sets[number], words], 1), chosen, messages)
+
+    def _scores(self, messages: Messages, number: int) -> Tensor:
+        """What the states of a group add to the evidence of their component, ``(rows, S)``; those that contradict what is known nothing."""
+        product, beliefs = self.scorer.product, messages.beliefs()
+        rows = [
+            product.rows(node, beliefs[node] + messages.weights[node], self.scorer.sizes_of(node)) for node in product.groups[number].nodes
+        ]
+        return torch.cat(rows)
+
+    def _select(self, sets: list[Tensor], number: int, words: Tensor, is_free: Tensor) -> Tensor:
+        """Positions ``(rows, S)`` of the best of the old and new states of a group, chosen for one node after the other."""
+        scorer, product, size = self.scorer, self.scorer.product, sets[number].shape[1]
+        joined = [*sets[:number], torch.cat([sets[number], words], 1), *sets[number + 1 :]]
+        allowed = scorer.log_weights(joined[number], number)
+        allowed[:, size:].masked_fill_(~is_free, -math.inf)
+        limits = dict(zip(product.groups[number].nodes, scorer.nodes_of(allowed, number), strict=True))
+        weights = scorer.weights(joined)
+        for node in limits:
+            weights[node].narrow(product.tree.dim(node), size, words.shape[1]).fill_(IMPOSSIBLE)
+        messages = product.tree.collect(scorer.tables(joined), weights)
+        chosen: dict[int, Tensor] = {}
+
+        def choose(node: int, belief: Tensor) -> Tensor | None:
+            if node not in limits:
+                return None
+            limit = limits[node]
+            scores = product.rows(node, belief, scorer.sizes_of(node)) + limit
+            best = chosen[node] = scores.topk(size, -1).indices
+            weights = torch.full_like(limit, IMPOSSIBLE).scatter(1, best, limit.gather(1, best).clamp(min=IMPOSSIBLE))
+            return product.spread(node, weights, scorer.sizes_of(node))
+
+        messages.select(choose)
+        return torch.cat([chosen[node] for node in limits])
+
+    def _accepted(self, sets: list[Tensor], number: int, joined: Tensor, chosen: Tensor, before: Messages) -> list[Tensor]:
+        """The chosen states of each component whose evidence they do not lower: members of one plate are chosen at once."""
+        product, scorer = self.scorer.product, self.scorer
+        found = [*sets[:number], ops.take(joined, chosen), *sets[number + 1 :]]
+        after = scorer.messages(found)
+        keep = []
+        for node in product.groups[number].nodes:
+            old, new = self._evidence_by_node(before)[node], self._evidence_by_node(after)[node]
+            is_better = (new >= old - _ROUNDING * old.abs().clamp(min=1.0)).double()
+            keep.append(product.rows(node, is_better, scorer.sizes_of(node)).squeeze(-1) > 0)
+        found[number] = torch.where(torch.cat(keep)[:, None, None], found[number], sets[number])
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _NodeScores:
+    """Scores candidate states of a group of nodes, given the sets of all nodes."""
+
+    batch: ProductBatch
+    sets: list[Tensor]
+    number: int
+
+    def __call__(self, words: Tensor) -> Tensor:
+        """What candidates ``(rows, C, num_words)`` add to the evidence of their component, ``(rows, C)``."""
+        scorer, number = self.batch.scorer, self.number
+        size = self.sets[number].shape[1]
+        joined = [*self.sets[:number], torch.cat([self.sets[number], words], 1), *self.sets[number + 1 :]]
+        weights = scorer.weights(joined)
+        limits = scorer.log_weights(joined[number], number)[:, size:]
+        for node in scorer.product.groups[number].nodes:
+            weights[node].narrow(scorer.product.tree.dim(node), size, words.shape[1]).fill_(IMPOSSIBLE)
+        messages = scorer.product.tree.collect(scorer.tables(joined), weights)
+        beliefs = messages.beliefs()
+        nodes = scorer.product.groups[number].nodes
+        scores = torch.cat([scorer.product.rows(node, beliefs[node], scorer.sizes_of(node)) for node in nodes])[:, size:]
+        return scores + limits
+
+
+def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
+    """The best proposals of each row, at most as many as it has states, and which of them are neither members nor repetitions."""
+    every = torch.cat([known.words, proposed.words], 1)
+    is_new = ~ops.repeated(every)[:, known.num_states :]
+    scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
+    best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
+    return ops.take(proposed.words, best), is_new.gather(1, best)

@@ -1,0 +1,147 @@
+"""A truncated posterior on a product of sets as numbers, by site of the model: marginals, modes, quantiles, draws."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.product_batch import ProductBatch
+from pyro_truncated.ops.elimination import Messages
+from pyro_truncated.states.population import Population
+from pyro_truncated.utils.counts import check_count
+
+_ROUNDING = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductPosterior:
+    """What can be read from the sets of a batch: every result has the plates of its site in front, then the event.
+
+    Attributes:
+        batch: the sets, with a run of the model.
+        populations: the sets of all groups with their log joints.
+    """
+
+    batch: ProductBatch
+    populations: list[Population]
+
+    def marginals(self) -> dict[str, Tensor]:
+        """The probability of 1, ``(*plates, *event)``, at Boolean sites; of each value, ``(*plates, *event, V)``, at others."""
+        found = {}
+        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+            own = table[..., : max(site.cardinalities)]
+            found[name] = own[..., 1] if site.kind == "boolean" else own
+        return found
+
+    def free_energy(self) -> Tensor:
+        """The evidence of each data point, ``(N,)`` in float64: of each member of the plates that all nodes share."""
+        scorer = self.batch.scorer
+        with torch.no_grad():
+            evidence = scorer.evidence(self._messages())
+        total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
+        for root, rows in zip(scorer.product.roots, evidence, strict=True):
+            dims = scorer.product.node_layouts[root].dims
+            beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
+            own = rows.reshape(scorer.sizes_of(root))
+            total = total + (own.sum(beyond) if beyond else own)
+        return total.flatten()
+
+    def mode(self) -> dict[str, Tensor]:
+        """The most probable joint state of the product of the sets, ``(*plates, *event)``."""
+        return {name: value.squeeze(0) for name, value in self._states(self._messages(maximum=True).draw(None)).items()}
+
+    def median(self) -> dict[str, Tensor]:
+        """The most probable joint state, shaped as the model's sites."""
+        return self._as_model(self.mode())
+
+    def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
+        """Independent draws, ``(num_samples, *plates, *event)``."""
+        return self._states(self._messages().draw(check_count("num_samples", num_samples), generator))
+
+    def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
+        r"""The smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`, shaped ``(Q, ...)`` as the model's sites.
+
+        Raises:
+            ValueError: if a number does not lie in 0 .. 1.
+            NotImplementedError: for one-hot sites, whose values have no order.
+        """
+        wanted = torch.as_tensor(quantiles, dtype=torch.float64).flatten()
+        if not bool(((wanted >= 0) & (wanted <= 1)).all()):
+            raise ValueError(f"quantiles must lie in 0 .. 1; got {wanted.tolist()}")
+        found: dict[str, list[Tensor]] = {}
+        for name, site, table in self._by_site(lambda population: population.value_probabilities()):
+            if site.kind == "one_hot":
+                raise NotImplementedError(f"the values of the one-hot site '{name}' have no order; use mode(), median() or marginals()")
+            below = table.double().cumsum(-1)
+            levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=max(site.cardinalities) - 1) for q in wanted.tolist()]
+            found[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
+        return {name: torch.stack(values) for name, values in found.items()}
+
+    def sets(self) -> dict[str, Tensor]:
+        """The states of all sets by site, ``(S, *plates, *event)``."""
+        found = {}
+        for name, site, table in self._by_site(lambda population: population.space.unpack(population.words).movedim(1, -1)):
+            found[name] = site.to_values(table.movedim(-1, 0))
+        return found
+
+    # --- from rows to sites ---
+
+    def _by_site(self, read: Callable[[Population], Tensor]) -> list[tuple[str, Any, Tensor]]:
+        """What is read from populations, ``(rows, L, ...)``, by site: ``(*plates, *event, ...)``."""
+        product, scorer = self.batch.scorer.product, self.batch.scorer
+        found: dict[str, tuple[str, Any, Tensor]] = {}
+        for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
+            for node, rows in zip(group.nodes, scorer.nodes_of(read(population), number), strict=True):
+                own, start = product.node_layouts[node], 0
+                for name, site in own.sites.items():
+                    part = rows[:, start : start + site.num_latents]
+                    start += site.num_latents
+                    table = part.reshape(*scorer.sizes_of(node), *site.shape, *part.shape[2:])
+                    found[name] = name, site, _in_order(table, own.dims, [dim for dim, _ in site.plates])
+        return [found[name] for name in self.batch.scorer.layout.sites]
+
+    def _states(self, drawn: dict[int, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
+        product, scorer = self.batch.scorer.product, self.batch.scorer
+        found = {}
+        for number, (group, population) in enumerate(zip(product.groups, self.populations, strict=True)):
+            for node, words in zip(group.nodes, scorer.nodes_of(population.words, number), strict=True):
+                own, sizes = product.node_layouts[node], scorer.sizes_of(node)
+                position = torch.stack([product.rows(node, draw, sizes).squeeze(-1) for draw in drawn[node][0]])
+                for name, value in own.split(own.space.unpack(pick(words, position))).items():
+                    site = own.sites[name]
+                    value = value.reshape(len(position), *sizes, *value.shape[2:])
+                    found[name] = _in_order(value, own.dims, [dim for dim, _ in site.plates], 1)
+        return {name: found[name] for name in scorer.layout.sites}
+
+    def _as_model(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Values ``(*plates, *event)`` in the shapes of the model's sites, with ones where no plate is."""
+        found = {}
+        for name, value in values.items():
+            site = self.batch.scorer.layout.sites[name]
+            dims = {frame.dim for frame in site.frames if frame.vectorized}
+            for dim in range(-1, -site.depth - 1, -1):
+                if dim not in dims:
+                    value = value.unsqueeze(dim - site.event_dim)
+            found[name] = value
+        return found
+
+    def _messages(self, *, maximum: bool = False) -> Messages:
+        with torch.no_grad():
+            return self.batch.scorer.messages([population.words for population in self.populations], maximum=maximum)
+
+
+def pick(words: Tensor, position: Tensor) -> Tensor:
+    """The states ``(B, rows, num_words)`` at positions ``(B, rows)`` of sets ``(rows, S, num_words)``."""
+    return words[torch.arange(len(words), device=words.device), position]
+
+
+def _in_order(table: Tensor, outer: Sequence[int], inner: Sequence[int], start: int = 0) -> Tensor:
+    """A tensor with data plates first and inner plates next, with all plates by dimension from left to right."""
+    dims = [*outer, *inner]
+    order = sorted(range(len(dims)), key=dims.__getitem__)
+    rest = range(start + len(dims), table.dim())
+    return table.permute(*range(start), *(start + place for place in order), *rest)

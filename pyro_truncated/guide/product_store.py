@@ -1,0 +1,99 @@
+"""The populations of a guide on a product of sets: one store for each group of nodes of the factor graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.guide.seen_data import SeenData
+from pyro_truncated.guide.store import PopulationStore
+from pyro_truncated.program.product_layout import ProductLayout
+from pyro_truncated.states.population import Population
+
+
+class ProductStore(torch.nn.Module):
+    r"""The sets of states of all nodes and their log joints.
+
+    A row's log joints are :math:`\log q_v(s)`, to which the row of a component's root adds the evidence of the component. So the
+    weights of a row are the marginal of its node, and the free energies of all rows add up to that of the guide.
+
+    Args:
+        num_states: states per node that are asked for.
+        num_groups: number of groups of nodes.
+
+    Attributes:
+        num_states: states per node that are asked for; small spaces have fewer.
+        groups: the populations of each group, a row for each node and member of its plates.
+        seen: what was observed of the data that the populations belong to.
+    """
+
+    portion = None
+    is_part = False
+    first_position = 0
+
+    def __init__(self, num_states: int, num_groups: int) -> None:
+        super().__init__()
+        self.num_states = num_states
+        self.groups = torch.nn.ModuleList(PopulationStore(num_states) for _ in range(num_groups))
+        self.seen = SeenData()
+
+    @property
+    def stores(self) -> list[PopulationStore]:
+        """The stores of the groups."""
+        return list(self.groups)  # type: ignore[arg-type]
+
+    def seed_(self) -> None:
+        """Draws a seed for each group if there is none."""
+        for store in self.stores:
+            store.seed_()
+
+    def start_(self, product: ProductLayout, device: torch.device) -> None:
+        """Creates the populations, or checks that those which have been loaded are of these nodes.
+
+        Raises:
+            ValueError: if the populations that were loaded are of other nodes.
+        """
+        if len(self.groups) != len(product.groups):
+            raise ValueError(f"the saved populations are of {len(self.groups)} groups of nodes, the model has {len(product.groups)}")
+        for store, group in zip(self.stores, product.groups, strict=True):
+            store.start_(group, None, device)
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether there are populations."""
+        return all(store.is_filled for store in self.stores)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether all populations have been scored."""
+        return not any(bool(store.log_joint.isnan().any()) for store in self.stores)
+
+    def populations(self) -> list[Population]:
+        """The populations of all groups, which must have been scored.
+
+        Raises:
+            RuntimeError: if some of them never were.
+        """
+        return [store.scored() for store in self.stores]
+
+    def store_(self, populations: list[Population]) -> None:
+        """Keeps populations with their log joints."""
+        for store, population in zip(self.stores, populations, strict=True):
+            store.store_(population.log_joint, population.indices, population.words)
+
+    def mismatch(self, state_dict: Mapping[str, Any], prefix: str = "") -> str | None:
+        """Why populations that were saved do not fit here."""
+        number = saved_groups(state_dict, prefix)
+        if number != len(self.groups):
+            return f"the saved populations are of {number} groups of nodes, this guide has {len(self.groups)}"
+        problems = (store.mismatch(state_dict, f"{prefix}groups.{place}.") for place, store in enumerate(self.stores))
+        return next((problem for problem in problems if problem is not None), None)
+
+
+def saved_groups(state_dict: Mapping[str, Tensor], prefix: str) -> int:
+    """How many groups of nodes a state dict holds populations of; zero of whole states."""
+    start = f"{prefix}groups."
+    return len({name.removeprefix(start).split(".")[0] for name in state_dict if name.startswith(start)})

@@ -1,0 +1,216 @@
+"""Sums over products of sets by variable elimination on a bucket tree, with plates."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+# Stands for a log probability of minus infinity (nats): sums of it stay finite, and so do differences and gradients.
+IMPOSSIBLE = -1e12
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketTree:
+    r"""The order in which variables are summed out of a product of tables, one clique after the other.
+
+    Every table has one dimension for each colour, followed by the plate dimensions: a variable's states lie in the dimension of its
+    colour, which no other variable of its cliques has, so that tables add up by broadcasting. With the sets :math:`K_v` of states,
+
+    .. math:: F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} \prod_f \psi_f(s) \prod_v e^{\theta_v(s_v)}.
+
+    Attributes:
+        order: the variables in the order of their elimination.
+        separators: by variable, the others of its clique.
+        colours: by variable, the number of its dimension.
+        plates: by variable, its plate dimensions (negative).
+        depth: number of plate dimensions.
+
+    Source: Dechter, *Bucket elimination*, 1999; Obermeyer et al., *Tensor Variable Elimination for Plated Factor Graphs*, 2019.
+    """
+
+    order: tuple[int, ...]
+    separators: tuple[tuple[int, ...], ...]
+    colours: tuple[int, ...]
+    plates: tuple[frozenset[int], ...]
+    depth: int
+
+    def __post_init__(self) -> None:
+        place = {node: position for position, node in enumerate(self.order)}
+        parents = [min(others, key=place.__getitem__, default=None) for others in self.separators]
+        children: list[list[int]] = [[] for _ in parents]
+        for node in self.order:
+            if (parent := parents[node]) is not None:
+                children[parent].append(node)
+        object.__setattr__(self, "place", place)
+        object.__setattr__(self, "parents", parents)
+        object.__setattr__(self, "children", children)
+
+    place: Mapping[int, int] = dataclasses.field(init=False, repr=False)
+    parents: Sequence[int | None] = dataclasses.field(init=False, repr=False)
+    children: Sequence[Sequence[int]] = dataclasses.field(init=False, repr=False)
+
+    @property
+    def num_dims(self) -> int:
+        """Number of dimensions of every table."""
+        return max(self.colours) + 1 + self.depth
+
+    def dim(self, node: int) -> int:
+        """The dimension (negative) of a variable's states."""
+        return -self.depth - 1 - self.colours[node]
+
+    def bucket_of(self, nodes: Sequence[int]) -> int:
+        """The variable that a table of some variables is summed out with: the first to be eliminated."""
+        return min(nodes, key=self.place.__getitem__)
+
+    def collect(self, tables: Sequence[tuple[Sequence[int], Tensor]], weights: Mapping[int, Tensor], *, maximum: bool = False) -> Messages:
+        """Sends messages from the first variable to the last.
+
+        Args:
+            tables: log tables with the variables that they are of.
+            weights: by variable, the log weights of its states, with the state in its dimension.
+            maximum: whether to maximise over states in place of summing, for the most probable joint state.
+        """
+        sums: list[Tensor | None] = [None] * len(self.separators)
+        for nodes, table in tables:
+            bucket = self.bucket_of(nodes)
+            held, table = sums[bucket], table.double().clamp(min=IMPOSSIBLE)
+            sums[bucket] = table if held is None else held + table
+        messages = Messages(self, sums, dict(weights), maximum)
+        for node in self.order:
+            messages.send(node)
+        return messages
+
+
+class Messages:
+    """The sums of all tables and messages in each bucket, and the messages that were sent.
+
+    Args:
+        tree: the elimination order.
+        sums: by variable, the sum of the tables of its bucket.
+        weights: by variable, the log weights of its states.
+        maximum: whether messages are maxima in place of sums.
+    """
+
+    def __init__(self, tree: BucketTree, sums: list[Tensor | None], weights: dict[int, Tensor], maximum: bool = False) -> None:
+        self.tree, self.weights = tree, weights
+        self._sums = sums
+        self._sent: list[Tensor | None] = [None] * len(sums)
+        self._reduce: Callable[..., Tensor] = torch.amax if maximum else torch.logsumexp
+
+    def _sum(self, node: int) -> Tensor:
+        held = self._sums[node]
+        return torch.zeros_like(self.weights[node]) if held is None else held
+
+    def send(self, node: int) -> None:
+        """Sums a variable out, and adds what is left to the bucket of its parent, in place of what was sent there before."""
+        tree, parent = self.tree, self.tree.parents[node]
+        message = self._reduce(self._sum(node) + self.weights[node], tree.dim(node), keepdim=True)
+        if parent is None:
+            self._sent[node] = message
+            return
+        held = self._sums[parent]
+        beyond = self._beyond(node)
+        total = message.sum(beyond, keepdim=True) if beyond else message
+        if self._sent[node] is not None:
+            sent = self._sent[node]
+            assert sent is not None
+            assert held is not None
+            total = total - (sent.sum(beyond, keepdim=True) if beyond else sent)
+        self._sums[parent] = total if held is None else held + total
+        self._sent[node] = message
+
+    def _beyond(self, node: int) -> list[int]:
+        """The plates of a variable that no other member of its clique lies in."""
+        tree = self.tree
+        return sorted(tree.plates[node].difference(*(tree.plates[other] for other in tree.separators[node])))
+
+    def evidence(self, node: int) -> Tensor:
+        """The log of the sum over all states of a component whose last variable this is, with the plates of that variable."""
+        found = self._sent[node]
+        assert found is not None
+        return found
+
+    def belief(self, node: int, above: Mapping[int, Tensor]) -> tuple[Tensor, Tensor]:
+        """What the states of a variable weigh, without its own weights, and the message from above.
+
+        Args:
+            node: the variable.
+            above: by variable, the messages from above; those of its parent must be known.
+        """
+        tree, parent = self.tree, self.tree.parents[node]
+        if parent is None:
+            down = self._sum(node).new_zeros((1,) * tree.num_dims)
+        else:
+            sent = self._sent[node]
+            assert sent is not None
+            rest = self._sum(parent) + self.weights[parent] + above[parent] - sent
+            gone = [tree.dim(other) for other in (parent, *tree.separators[parent]) if other not in tree.separators[node]]
+            down = self._reduce(rest, gone, keepdim=True) if gone else rest
+        clique = self._sum(node) + down
+        others = [tree.dim(other) for other in tree.separators[node]]
+        return self._reduce(clique, others, keepdim=True) if others else clique, down
+
+    def beliefs(self) -> dict[int, Tensor]:
+        r"""By variable, :math:`\log` of what each state adds to :math:`e^F`, without its own weight: exact, and additive.
+
+        Where a set of states is searched, this is the fitness of a candidate.
+        """
+        found: dict[int, Tensor] = {}
+        above: dict[int, Tensor] = {}
+        for node in reversed(self.tree.order):
+            found[node], above[node] = self.belief(node, above)
+        return found
+
+    def select(self, choose: Callable[[int, Tensor], Tensor | None]) -> None:
+        """Visits the variables one after the other, each given the newest weights of all others.
+
+        Args:
+            choose: maps a variable and the belief of its states to new log weights of these, or to ``None`` to keep them. Weights that
+                keep the best states never lower the evidence.
+        """
+        tree = self.tree
+        above: dict[int, Tensor] = {}
+        for root in (node for node in self.tree.order if tree.parents[node] is None):
+            stack = [(root, False)]
+            while stack:
+                node, is_done = stack.pop()
+                if not is_done:
+                    belief, above[node] = self.belief(node, above)
+                    weights = choose(node, belief)
+                    if weights is not None:
+                        self.weights[node] = weights
+                    stack.append((node, True))
+                    stack.extend((child, False) for child in tree.children[node])
+                else:
+                    self.send(node)
+
+    def draw(self, num_samples: int | None, generator: torch.Generator | None = None) -> dict[int, tuple[Tensor, Tensor]]:
+        """Joint states, and the log probability of each variable's state given those above it.
+
+        Args:
+            num_samples: number of independent draws; ``None`` for the most probable joint state, of messages that are maxima.
+            generator: source of randomness.
+
+        Returns:
+            By variable, positions in its set and log probabilities, ``(B, 1, ..., plates)``.
+        """
+        tree = self.tree
+        found: dict[int, tuple[Tensor, Tensor]] = {}
+        for node in reversed(tree.order):
+            table = (self._sum(node) + self.weights[node]).unsqueeze(0)
+            for other in tree.separators[node]:
+                table = torch.take_along_dim(table, found[other][0], dim=tree.dim(other))
+            logits = table.movedim(tree.dim(node), -1).log_softmax(-1)
+            if num_samples is None:
+                chosen = logits.argmax(-1, keepdim=True)
+            else:
+                logits = logits.expand(num_samples, *logits.shape[1:])
+                flat = torch.multinomial(logits.exp().flatten(0, -2), 1, generator=generator)
+                chosen = flat.reshape(*logits.shape[:-1], 1)
+            log_prob = logits.gather(-1, chosen).squeeze(-1)
+            position = tree.dim(node) % (tree.num_dims + 1)
+            found[node] = chosen.squeeze(-1).unsqueeze(position), log_prob.unsqueeze(position)
+        return found

@@ -1,0 +1,301 @@
+"""The factor graph of a Pyro program: its discrete latents as nodes, the densities that touch them as factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from pyro_truncated.program.sites import DiscreteSite, is_delta, sample_nodes
+from pyro_truncated.utils.representation import power_of_ten
+
+# A plate as a program opens it: its name, dimension and size.
+Plate = tuple[str, int, int]
+# Largest number of joint states of a clique, for each member of its plates.
+CLIQUE_LIMIT = 2**18
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A variable of the graph: discrete sites that are decided together, once for each member of its plates.
+
+    Attributes:
+        sites: names of the sites.
+        plates: the plates whose members are independent given all other nodes, by dimension from left to right.
+    """
+
+    sites: tuple[str, ...]
+    plates: tuple[Plate, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FactorGraph:
+    r"""Nodes, factors, and an elimination order that leaves every clique small.
+
+    The joint density of the discrete latents, given all that is continuous or observed, is
+
+    .. math:: p(s, y) = \prod_f \psi_f(s_{v \in f}), \qquad \psi_f \text{ the density of a sample site.}
+
+    Nodes are eliminated leaves first, those in more plates before those in fewer (Obermeyer et al., *Tensor Variable Elimination for
+    Plated Factor Graphs*, 2019).
+
+    Attributes:
+        nodes: the variables.
+        factors: by sample site, the positions of the nodes that its density depends on, ascending.
+        order: the positions of the nodes in the order of their elimination.
+        separators: by node, the nodes that share a clique with it when it is eliminated.
+        colours: by node, a number that the other members of its cliques do not have.
+        components: positions of the nodes that are connected, a tuple for each component.
+        whole: what is kept as whole states because no small cliques exist: a sentence for each such component.
+    """
+
+    nodes: tuple[Node, ...]
+    factors: Mapping[str, tuple[int, ...]]
+    order: tuple[int, ...]
+    separators: tuple[tuple[int, ...], ...]
+    colours: tuple[int, ...]
+    components: tuple[tuple[int, ...], ...]
+    whole: tuple[str, ...] = ()
+
+    @property
+    def num_colours(self) -> int:
+        """The number of different colours: the size of the largest clique."""
+        return max(self.colours) + 1
+
+    def parent(self, node: int) -> int | None:
+        """The node whose elimination takes up the message of this one, ``None`` of the last one of a component."""
+        return min(self.separators[node], key=self.position.__getitem__, default=None)
+
+    @property
+    def position(self) -> Mapping[int, int]:
+        """When each node is eliminated."""
+        return {node: place for place, node in enumerate(self.order)}
+
+
+def build_graph(trace: Any, scopes: Mapping[str, frozenset[str]], sites: Mapping[str, DiscreteSite], num_states: int) -> FactorGraph:
+    """The factor graph of a program.
+
+    Sites at one place on which one observation depends are one node if there are at least three of them, or if they are all of a
+    component. A component without small cliques becomes one node, in the plates that all of it lies in.
+
+    Args:
+        trace: a run of the program.
+        scopes: by sample site, the latents that its density is computed from.
+        sites: the discrete sites by name.
+        num_states: the most states that a node keeps.
+    """
+    # What follows from other sites has no density of its own.
+    plates = {
+        name: _plates_of(node)
+        for name, node in sample_nodes(trace).items()
+        if not node["infer"].get("_deterministic", False) and (node["is_observed"] or not is_delta(node))
+    }
+    scopes = {name: frozenset(scope & sites.keys()) | ({name} & sites.keys()) for name, scope in scopes.items() if name in plates}
+    scopes = {name: scope for name, scope in scopes.items() if scope}
+    places = {name: set(plates[name]) for name in sites}
+    for name, scope in scopes.items():
+        for site in scope:
+            places[site] &= plates[name]
+    sizes = {name: math.prod(site.seen_from({plate for plate, _, _ in places[name]}).cardinalities) for name, site in sites.items()}
+    return _Builder(scopes, places, sizes, num_states).build()
+
+
+def _plates_of(node: Mapping[str, Any]) -> set[Plate]:
+    return {(frame.name, frame.dim, frame.size) for frame in node["cond_indep_stack"] if frame.vectorized}
+
+
+class _Builder:
+    """Merges sites to nodes until every component has an elimination order with small cliques."""
+
+    def __init__(
+        self, scopes: Mapping[str, frozenset[str]], places: Mapping[str, set[Plate]], sizes: Mapping[str, int], num_states: int
+    ) -> None:
+        self._scopes, self._places, self._sizes, self._num_states = scopes, places, sizes, num_states
+        self._nodes: dict[str, frozenset[str]] = {site: frozenset({site}) for site in sizes}
+        self._whole: list[str] = []
+
+    def build(self) -> FactorGraph:
+        self._merge_decisions()
+        for component in self._components():
+            if self._is_decision(component):
+                self._merge(component)
+                continue
+            while (wide := self._widest(component)) is not None:
+                if not self._merge_at_one_place(wide):
+                    break
+            plan = eliminate(component := self._current(component), self._cliques(component), self._plates, self._limit_of)
+            if plan is None or self._widest(component) is not None:
+                self._keep_whole(component)
+        return self._graph()
+
+    # --- which sites are one node ---
+
+    def _merge_decisions(self) -> None:
+        """Sites at one place, at least three, that one density depends on which is not itself that of a discrete latent."""
+        for name, scope in self._scopes.items():
+            if name not in self._sizes:
+                self._merge_at_one_place(scope, least=3)
+
+    def _merge_at_one_place(self, scope: Collection[str], own: str | None = None, least: int = 2) -> bool:
+        by_place: dict[frozenset[Plate], set[frozenset[str]]] = defaultdict(set)
+        for site in scope:
+            if site != own:
+                by_place[frozenset(self._plates(self._nodes[site]))].add(self._nodes[site])
+        found = [nodes for nodes in by_place.values() if len(nodes) >= least]
+        for nodes in found:
+            self._merge(frozenset().union(*nodes))
+        return bool(found)
+
+    def _merge(self, sites: frozenset[str]) -> None:
+        for site in sites:
+            self._nodes[site] = sites
+
+    def _is_decision(self, component: frozenset[str]) -> bool:
+        """Whether all sites lie at one place, and one density that is not that of a discrete latent depends on all of them."""
+        places = {frozenset(self._places[site]) for site in component}
+        return len(places) == 1 and any(scope == component for name, scope in self._scopes.items() if name not in self._sizes)
+
+    def _widest(self, component: Collection[str]) -> frozenset[str] | None:
+        """The scope of a density that takes more joint states than all pairs of two populations, if there is one."""
+        for name, scope in self._scopes.items():
+            if scope <= set(component):
+                nodes = {self._nodes[site] for site in scope}
+                if len(nodes) > 2 and math.prod(map(self._limit_of, nodes)) > max(self._num_states**2, 64):
+                    own = {name} & self._sizes.keys()
+                    if len({self._nodes[site] for site in scope - own}) > 1:
+                        return scope - own
+        return None
+
+    def _keep_whole(self, component: Collection[frozenset[str]]) -> None:
+        sites = frozenset().union(*component)
+        names = [name for name in self._sizes if name in sites]
+        shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+        size = power_of_ten(math.prod(self._sizes[name] for name in names))
+        self._whole.append(
+            f"the {len(names)} sites {shown} depend on each other too densely for a set of states each: a population holds whole states, "
+            f"{self._num_states} of {size}. Fewer sites in one density, or a larger num_states, would help."
+        )
+        self._merge(sites)
+
+    # --- nodes as they are now ---
+
+    def _plates(self, node: frozenset[str]) -> frozenset[Plate]:
+        return frozenset(set.intersection(*(self._places[site] for site in node)))
+
+    def _limit_of(self, node: frozenset[str]) -> int:
+        """The most states that a node keeps."""
+        return min(self._num_states, math.prod(self._sizes[site] for site in node))
+
+    def _components(self) -> list[frozenset[str]]:
+        """Sites that are connected, in the order of the program."""
+        parents = {site: site for site in self._sizes}
+
+        def find(site: str) -> str:
+            while parents[site] != site:
+                parents[site] = site = parents[parents[site]]
+            return site
+
+        for scope in [*self._scopes.values(), *set(self._nodes.values())]:
+            first, *others = map(find, scope)
+            for other in others:
+                parents[find(other)] = find(first)
+        found: dict[str, set[str]] = defaultdict(set)
+        for site in self._sizes:
+            found[find(site)].add(site)
+        return [frozenset(sites) for sites in found.values()]
+
+    def _current(self, component: Iterable[str] | Iterable[frozenset[str]]) -> list[frozenset[str]]:
+        sites = [site for part in component for site in ([part] if isinstance(part, str) else part)]
+        order = {site: place for place, site in enumerate(self._sizes)}
+        return list(dict.fromkeys(self._nodes[site] for site in sorted(sites, key=order.__getitem__)))
+
+    def _cliques(self, nodes: Collection[frozenset[str]]) -> list[set[frozenset[str]]]:
+        known = set(nodes)
+        cliques = ({self._nodes[site] for site in scope} for scope in self._scopes.values())
+        return [clique for clique in cliques if clique <= known]
+
+    def _graph(self) -> FactorGraph:
+        nodes = self._current(self._sizes)
+        place = {node: position for position, node in enumerate(nodes)}
+        order: list[frozenset[str]] = []
+        separators: dict[frozenset[str], set[frozenset[str]]] = {}
+        components = []
+        by_site = {site: component for component in self._components() for site in component}
+        for component in dict.fromkeys(by_site[next(iter(node))] for node in nodes):
+            members = self._current(component)
+            plan = eliminate(members, self._cliques(members), self._plates, self._limit_of)
+            assert plan is not None
+            order.extend(plan)
+            separators |= plan
+            components.append(tuple(place[node] for node in members))
+        found = [self._node(node) for node in nodes]
+        colours = _colour(order, separators)
+        return FactorGraph(
+            nodes=tuple(found),
+            factors={name: tuple(sorted({place[self._nodes[site]] for site in scope})) for name, scope in self._scopes.items()},
+            order=tuple(place[node] for node in order),
+            separators=tuple(tuple(sorted(place[other] for other in separators[node])) for node in nodes),
+            colours=tuple(colours[node] for node in nodes),
+            components=tuple(components),
+            whole=tuple(self._whole),
+        )
+
+    def _node(self, sites: frozenset[str]) -> Node:
+        plates = sorted(self._plates(sites), key=lambda plate: plate[1])
+        return Node(tuple(site for site in self._sizes if site in sites), tuple(plates))
+
+
+def eliminate(
+    nodes: Sequence[Any],
+    cliques: Iterable[Collection[Any]],
+    plates_of: Callable[[Any], frozenset[Plate]],
+    size_of: Callable[[Any], int],
+    limit: int = CLIQUE_LIMIT,
+) -> dict[Any, set[Any]] | None:
+    """An elimination order by the fewest new edges, with the separator of each node; ``None`` where cliques become too large.
+
+    A node can be eliminated once all its neighbours lie in no other plates than it does.
+    """
+    neighbours: dict[Any, set[Any]] = {node: set() for node in nodes}
+    for clique in cliques:
+        for node in clique:
+            neighbours[node] |= set(clique) - {node}
+    place = {node: position for position, node in enumerate(nodes)}
+
+    def priority(node: Any) -> tuple[int, int, int]:
+        around = neighbours[node]
+        is_ready = all(plates_of(other) <= plates_of(node) for other in around)
+        missing = sum(len(around - neighbours[other]) - 1 for other in around)
+        return (0 if is_ready else 1, missing, place[node])
+
+    queue = [(priority(node), place[node]) for node in nodes]
+    heapq.heapify(queue)
+    found: dict[Any, set[Any]] = {}
+    while queue:
+        rank, position = heapq.heappop(queue)
+        node = nodes[position]
+        if node in found or rank != priority(node):
+            continue
+        around = neighbours.pop(node)
+        if rank[0] or math.prod(map(size_of, [node, *around])) > limit:
+            return None
+        found[node] = around
+        for other in around:
+            neighbours[other] |= around - {other}
+            neighbours[other].discard(node)
+        changed = around.union(*(neighbours[other] for other in around))
+        for other in changed:
+            heapq.heappush(queue, (priority(other), place[other]))
+    return found
+
+
+def _colour(order: Sequence[Any], separators: Mapping[Any, set[Any]]) -> dict[Any, int]:
+    """The smallest number that no node of the separator has, from the last node to the first: as many as the largest clique has nodes."""
+    colours: dict[Any, int] = {}
+    for node in reversed(order):
+        taken = {colours[other] for other in separators[node]}
+        colours[node] = next(colour for colour in range(len(taken) + 1) if colour not in taken)
+    return colours

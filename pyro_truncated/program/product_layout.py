@@ -1,0 +1,137 @@
+"""Sets of states for the nodes of a program's factor graph: which nodes, in which plates, and what each set can hold."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.elimination import BucketTree
+from pyro_truncated.program.factor_graph import FactorGraph
+from pyro_truncated.program.layout import Layout, SiteLayout
+from pyro_truncated.states.space import StateSpace
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeGroup:
+    """Nodes with equal state spaces and plates and the same colour: their sets are rows of one population.
+
+    Attributes:
+        nodes: positions of the nodes in the graph.
+        layouts: their sites, as seen from one member of their plates.
+        plates: names of the plates, by dimension from left to right.
+        full_sizes: sizes of the plates.
+    """
+
+    nodes: tuple[int, ...]
+    layouts: tuple[SiteLayout, ...]
+
+    @property
+    def plates(self) -> tuple[str, ...]:
+        """Names of the plates, by dimension from left to right."""
+        return self.layouts[0].plates
+
+    @property
+    def space(self) -> StateSpace:
+        """The space of a node's states."""
+        return self.layouts[0].space
+
+    @property
+    def num_data(self) -> int:
+        """Number of rows: nodes times members of the plates."""
+        return len(self.nodes) * self.layouts[0].num_data
+
+    @property
+    def sites(self) -> list[str]:
+        """Names of all sites of the nodes."""
+        return [name for layout in self.layouts for name in layout.sites]
+
+
+class ProductLayout:
+    r"""A factor graph with a set of states for each node: the truncated posterior lives on the product of the sets.
+
+    .. math:: \mathcal F = \log \sum_{s_1 \in K_1} \cdots \sum_{s_V \in K_V} p(s, y)
+
+    Args:
+        graph: the factor graph.
+        layout: the discrete sites of the program.
+
+    Attributes:
+        graph: the factor graph.
+        layout: the discrete sites of the program.
+        node_layouts: by node, its sites as seen from one member of its plates.
+        groups: nodes whose sets are rows of one population.
+        tree: the order in which states are summed out.
+    """
+
+    def __init__(self, graph: FactorGraph, layout: Layout) -> None:
+        self.graph, self.layout = graph, layout
+        self.node_layouts = tuple(layout.part(node.sites, [name for name, _, _ in node.plates]) for node in graph.nodes)
+        groups: dict[Any, list[int]] = defaultdict(list)
+        for position, (node, own) in enumerate(zip(graph.nodes, self.node_layouts, strict=True)):
+            groups[graph.colours[position], own.space.cardinalities, node.plates].append(position)
+        self.groups = tuple(NodeGroup(tuple(nodes), tuple(self.node_layouts[node] for node in nodes)) for nodes in groups.values())
+        plates = tuple(frozenset(own.dims) for own in self.node_layouts)
+        self.tree = BucketTree(graph.order, graph.separators, graph.colours, plates, layout.depth)
+
+    @cached_property
+    def place(self) -> Mapping[int, tuple[int, int]]:
+        """By node, its group and its position there."""
+        return {node: (number, at) for number, group in enumerate(self.groups) for at, node in enumerate(group.nodes)}
+
+    def root(self, component: Sequence[int]) -> int:
+        """The node of a component that is eliminated last, in the plates that all of the component lies in."""
+        return max(component, key=self.tree.place.__getitem__)
+
+    @property
+    def roots(self) -> list[int]:
+        """The last node of each component."""
+        return [self.root(component) for component in self.graph.components]
+
+    def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """What belongs to the states ``(rows, S)`` of a node, in the dimensions of a table.
+
+        Args:
+            node: position of the node.
+            rows: one row for each member of its plates.
+            sizes: sizes of its plates.
+        """
+        own, tree = self.node_layouts[node], self.tree
+        left = tree.num_dims - self.layout.depth - 1 - tree.colours[node]
+        plates = own.spread(sizes, self.layout.depth)
+        return rows.mT.reshape(*(1,) * left, rows.shape[-1], *(1,) * tree.colours[node], *plates)
+
+    def rows(self, node: int, table: Tensor, sizes: Sequence[int]) -> Tensor:
+        """The inverse of :meth:`spread`: ``(rows, S)`` of a table that varies with the states and plates of one node only."""
+        own, tree = self.node_layouts[node], self.tree
+        shape = [1] * tree.num_dims
+        shape[tree.dim(node)] = table.shape[tree.dim(node)]
+        for dim, size in zip(own.dims, sizes, strict=True):
+            shape[dim] = size
+        states = table.shape[tree.dim(node)]
+        return table.expand(shape).movedim(tree.dim(node), -1).reshape(-1, states)
+
+    def values(self, node: int, words: Tensor, sizes: Sequence[int], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Site values of a node's states ``(rows, S, num_words)``, with the states in the dimension of its colour."""
+        own, tree = self.node_layouts[node], self.tree
+        levels = own.space.unpack(words).transpose(0, 1)
+        batch = (levels.shape[0], *(1,) * (tree.colours[node]), *own.spread(sizes, self.layout.depth))
+        return own.decode(levels.reshape(*batch, levels.shape[-1]), len(batch) - 1, dtypes)
+
+    def summary(self, num_states: int) -> list[str]:
+        """A line for each kind of node: its sites, how many sets there are, how large they are, and whether they are exact."""
+        lines = []
+        for group in self.groups:
+            sites, count = group.sites, group.num_data
+            names = ", ".join(sites) if len(sites) <= 4 else f"{sites[0]}, {sites[1]}, ..., {sites[-1]}"
+            size = min(num_states, group.space.size)
+            kind = "all" if size == group.space.size else f"{size} of"
+            exact = " (exact)" if size == group.space.size else ""
+            where = f" in {', '.join(group.plates)}" if group.plates else ""
+            lines.append(f"{names}: {count} set{'s' * (count > 1)}{where}, {kind} {group.space.readable_size} states each{exact}")
+        return lines
