@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,7 @@ from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.prefixes import TakesPrefixed
 
 
@@ -179,7 +180,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         duplicate = super().__deepcopy__(memo)
-        duplicate._init = self._init
+        duplicate._init, duplicate._last_call = self._init, self._last_call
         return duplicate
 
     def __repr__(self) -> str:
@@ -284,15 +285,26 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             return self._product_posterior(indices)
         return TruncatedPosterior(readable(self, indices, self._last_call), self.layout, self.layout.full_sizes)
 
-    def _product_posterior(self, indices: Tensor | None) -> ProductPosterior:
+    def _product_posterior(self, indices: Tensor | None = None) -> ProductPosterior:
         """What can be read from the sets of all nodes, under the model as it is now and the arguments it was last called with."""
         if indices is not None:
             raise NotImplementedError("positions of data points are known to populations of whole states only; index what is returned")
         if self._last_call is None:
             raise RuntimeError("the guide has not been used with its model yet; call guide.refresh_(*args) with the model's arguments")
-        with torch.no_grad():
-            batch = self.batch(self._last_call, self.other_values(self._last_call))
-            return ProductPosterior(batch, batch.rescored())
+        with torch.no_grad(), spare_random_numbers():
+            return ProductPosterior(list(self._batches_of_draws(self._last_call)))
+
+    def _batches_of_draws(self, call: Call) -> Iterator[ProductBatch]:
+        """Batches under draws of the latents of other guides, up to :attr:`num_draws`; one where the draws do not differ."""
+        values = self.other_values(call)
+        for _ in range(self.num_draws if values else 1):
+            batch = self.batch(call, values)
+            assert isinstance(batch, ProductBatch)
+            yield batch
+            following = self.other_values(call, subsamples=batch.scorer.subsamples)
+            if all(torch.equal(values[name], following[name]) for name in values):
+                return
+            values = following
 
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
@@ -334,12 +346,12 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
     def _given_medians(self, call: Call) -> TruncatedPosterior:
         """Given the medians of other latents; without the model's arguments, that of all data points as they were last scored."""
         is_called = bool(call.args or call.kwargs) or not self.is_set_up
-        if not is_called and takes_arguments(self.model, otherwise=not bool(self.log_joint.isnan().any())):
+        if not is_called and takes_arguments(self.model, otherwise=self.populations.is_scored):
             return self.scored()
         with torch.no_grad():
             batch = self.batch(call, self.other_values(call, median=True))
             if isinstance(batch, ProductBatch):
-                return ProductPosterior(batch, batch.rescored())
+                return ProductPosterior([batch])
             return TruncatedPosterior(batch.rescored(), self.layout, batch.scorer.sizes)
 
     def forward(self, *args: Any, **kwargs: Any) -> dict[str, Tensor]:

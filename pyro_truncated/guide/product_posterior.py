@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,15 +20,26 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class ProductPosterior:
-    """What can be read from the sets of a batch: every result has the plates of its site in front, then the event.
+    """What can be read from sets of states: every result has the plates of its site in front, then the event.
 
     Attributes:
-        batch: the sets, with a run of the model.
-        populations: the sets of all groups with their log joints.
+        batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
     """
 
-    batch: ProductBatch
-    populations: list[Population]
+    batches: list[ProductBatch]
+
+    @property
+    def batch(self) -> ProductBatch:
+        """The batch of the first draw."""
+        return self.batches[0]
+
+    @cached_property
+    def populations(self) -> list[Population]:
+        """The sets of all groups with their log joints; under several draws with the mean weights."""
+        every = [batch.rescored() for batch in self.batches]
+        if len(every) == 1:
+            return every[0]
+        return [_averaged(populations) for populations in zip(*every, strict=True)]
 
     def marginals(self) -> dict[str, Tensor]:
         """The probability of 1, ``(*plates, *event)``, at Boolean sites; of each value, ``(*plates, *event, V)``, at others."""
@@ -39,20 +51,11 @@ class ProductPosterior:
 
     def free_energy(self) -> Tensor:
         """The evidence of each data point, ``(N,)`` in float64: of each member of the plates that all nodes share."""
-        scorer = self.batch.scorer
-        with torch.no_grad():
-            evidence = scorer.evidence(self._messages())
-        total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
-        for root, rows in zip(scorer.product.roots, evidence, strict=True):
-            dims = scorer.product.node_layouts[root].dims
-            beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
-            own = rows.reshape(scorer.sizes_of(root))
-            total = total + (own.sum(beyond) if beyond else own)
-        return total.flatten()
+        return torch.stack([_free_energy(batch) for batch in self.batches]).mean(0)
 
     def mode(self) -> dict[str, Tensor]:
-        """The most probable joint state of the product of the sets, ``(*plates, *event)``."""
-        return {name: value.squeeze(0) for name, value in self._states(self._messages(maximum=True).draw(None)).items()}
+        """The most probable joint state of the product of the sets, ``(*plates, *event)``; under several draws that of the first."""
+        return {name: value.squeeze(0) for name, value in self._states(_messages(self.batch, maximum=True).draw(None)).items()}
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
@@ -60,7 +63,14 @@ class ProductPosterior:
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
         """Independent draws, ``(num_samples, *plates, *event)``."""
-        return self._states(self._messages().draw(check_count("num_samples", num_samples), generator))
+        number = check_count("num_samples", num_samples)
+        chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
+        drawn = [
+            self._states(_messages(batch).draw(count, generator))
+            for batch, count in zip(self.batches, chosen.tolist(), strict=True)
+            if count
+        ]
+        return {name: torch.cat([states[name] for states in drawn]) for name in drawn[0]}
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
         r"""The smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`, shaped ``(Q, ...)`` as the model's sites.
@@ -129,9 +139,29 @@ class ProductPosterior:
             found[name] = value
         return found
 
-    def _messages(self, *, maximum: bool = False) -> Messages:
-        with torch.no_grad():
-            return self.batch.scorer.messages([population.words for population in self.populations], maximum=maximum)
+
+@torch.no_grad()
+def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
+    return batch.scorer.messages(batch.sets(), maximum=maximum)
+
+
+def _free_energy(batch: ProductBatch) -> Tensor:
+    """The evidence of each member of the plates that all nodes share."""
+    scorer = batch.scorer
+    total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
+    for root, rows in zip(scorer.product.roots, scorer.evidence(_messages(batch)), strict=True):
+        dims = scorer.product.node_layouts[root].dims
+        beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
+        own = rows.reshape(scorer.sizes_of(root))
+        total = total + (own.sum(beyond) if beyond else own)
+    return total.flatten()
+
+
+def _averaged(populations: Sequence[Population]) -> Population:
+    """The same sets under the mean of their weights, with the mean of their free energies."""
+    weights = torch.stack([population.weights().double() for population in populations]).mean(0)
+    free_energy = torch.stack([population.free_energy() for population in populations]).mean(0)
+    return dataclasses.replace(populations[0], log_joint=weights.log() + free_energy.unsqueeze(-1))
 
 
 def pick(words: Tensor, position: Tensor) -> Tensor:

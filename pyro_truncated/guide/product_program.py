@@ -40,7 +40,9 @@ class ProductProgramRun(ProgramRun):
             sets = batch.sets()
             particles = [f for f in inspection.plates_around(self._guide.frames, self._guide.index_name) if f.size > 1]
             count = math.prod(frame.size for frame in particles)
-            drawn = scorer.messages(sets).draw(count)
+            tables = scorer.tables(sets)
+            drawn = product.tree.collect(tables, scorer.weights(sets)).draw(count)
+            dtype = tables[0][1].dtype
         result: dict[str, Tensor] = {name: values[name] for name in layout.other_latents if name in values}
         for number, group in enumerate(product.groups):
             for node, words in zip(group.nodes, scorer.nodes_of(sets[number], number), strict=True):
@@ -50,10 +52,10 @@ class ProductProgramRun(ProgramRun):
                 shape = _left_of(particles, layout.depth)
                 batch_shape = (*shape, *own.spread(sizes, layout.depth))
                 decoded = own.decode(levels.reshape(*batch_shape, -1), len(batch_shape) - 1, scorer.dtypes)
-                self._sample_position(own, position.reshape(batch_shape), log_prob.reshape(batch_shape), plates, scorer)
+                self._sample_position(own, position.reshape(batch_shape), log_prob.to(dtype).reshape(batch_shape), plates, scorer)
                 for name, site in own.sites.items():
                     if name not in scorer.observed:
-                        result[name] = self._sample_delta(site, decoded[name], plates, scorer)
+                        result[name] = self._sample_delta(site, decoded[name], plates, scorer, dtype)
         return result
 
     @staticmethod
@@ -71,14 +73,14 @@ class ProductProgramRun(ProgramRun):
             position, log_prob = (trim(value, 0, depth) for value in (position, log_prob))
             pyro.sample("_".join([*own.sites, "index"]), dist.Delta(position, log_density=log_prob), infer=infer)
 
-    def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer) -> Tensor:
+    def _sample_delta(self, site: Any, value: Tensor, plates: Mapping[str, Any], scorer: ProductScorer, dtype: torch.dtype) -> Tensor:
         with ExitStack() as stack:
             for frame in site.frames:
                 if frame.vectorized:
                     enter(stack, plates[frame.name])
             stack.enter_context(poutine.scale(scale=scorer.scale_beyond_subsamples(site.name)))
             value = trim(value, site.event_dim, site.depth)
-            zero = torch.zeros(value.shape[: value.dim() - site.event_dim], device=value.device, dtype=torch.get_default_dtype())
+            zero = torch.zeros(value.shape[: value.dim() - site.event_dim], device=value.device, dtype=dtype)
             stack.enter_context(self._layout.room_for(site, zero.dim()))
             return pyro.sample(site.name, dist.Delta(value, log_density=zero, event_dim=site.event_dim))
 

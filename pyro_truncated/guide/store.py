@@ -215,6 +215,11 @@ class PopulationStore(torch.nn.Module):
             raise RuntimeError("the guide has not seen the model yet; call it (or svi.step) once with the model's arguments")
         return self._space
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether the populations of all data points have been scored."""
+        return not bool(self.log_joint.isnan().any())
+
     def check_indices(self, indices: Tensor | None) -> None:
         """Checks positions of data points.
 

@@ -130,6 +130,12 @@ class WholeModelGuide(AutoGuide):
         return "_".join([*self.layout.sites, "index"])
 
     @property
+    def index_names(self) -> list[str]:
+        """Names of all auxiliary index sites: one for each node of the factor graph if each has a set of states."""
+        nodes = [self.layout.sites] if self._product is None else [own.sites for own in self._product.node_layouts]
+        return ["_".join([*sites, "index"]) for sites in nodes]
+
+    @property
     def frames(self) -> Mapping[str, Any]:
         """The plates of the model's latents by name, as of the first run."""
         frames: Mapping[str, Any] = self._prototype_frames

@@ -91,7 +91,7 @@ class BesideOthers:
         if self._known is None or self._known[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.of(guide).trace()).values()]
-            self._known = guide, [mark["guide"]() for mark in marks if mark is not None]
+            self._known = guide, list(dict.fromkeys(mark["guide"]() for mark in marks if mark is not None))
         return self._known[1]
 
     def prepare(self, call: Call, guide: Any) -> None:

@@ -30,7 +30,7 @@ def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
         NotImplementedError: if a draw depends on parameters that its distribution is not reparametrised in.
     """
     trace = guide.trace()
-    own = {*part.layout.sites, part.index_name}
+    own = {*part.layout.sites, *part.index_names}
     siblings = {name: node for name, node in sample_nodes(trace).items() if name not in own}
     log_q = log_density(siblings.values())
     _check_reparametrised(siblings)
