@@ -1,4 +1,4 @@
-"""A batch of a guide on a product of sets: its free energy, the gradient, and the search, node by node."""
+"""A batch of a guide on a product of sets: its free energy and gradient, and what a search makes of its sets."""
 
 from __future__ import annotations
 
@@ -10,15 +10,12 @@ import pyro.poutine as poutine
 import torch
 from torch import Tensor
 
-from pyro_truncated import ops
 from pyro_truncated.guide.product_store import ProductStore
+from pyro_truncated.guide.set_search import SetSearch
 from pyro_truncated.ops.elimination import IMPOSSIBLE, Messages
 from pyro_truncated.program.product_scorer import ProductScorer
-from pyro_truncated.search.base import Search, SearchBatch, check_search
+from pyro_truncated.search.base import Search, check_search
 from pyro_truncated.states.population import Population
-
-# Evidence (nats) that a component may lose by rounding where sets are exchanged.
-_ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +86,7 @@ class ProductBatch:
         """Sets with the log joints that messages give them, see :class:`ProductStore`."""
         product, scorer = self.scorer.product, self.scorer
         beliefs = messages.beliefs()
-        evidence = self._evidence_by_node(messages)
+        evidence = product.evidence_by_node(messages)
         roots = set(product.roots)
         found = []
         for number, (population, words) in enumerate(zip(self._stored(), sets, strict=True)):
@@ -101,15 +98,6 @@ class ProductBatch:
                 rows.append(product.rows(node, log_joint, scorer.sizes_of(node)))
             found.append(dataclasses.replace(population, words=words, log_joint=torch.cat(rows)))
         return found
-
-    def _evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
-        """By node, the evidence of its component, in the dimensions of a table."""
-        product = self.scorer.product
-        return {
-            node: messages.evidence(root)
-            for component, root in zip(product.graph.components, product.roots, strict=True)
-            for node in component
-        }
 
     def rescore_(self) -> list[Population]:
         """Stores and returns the populations with their log joints in this run of the model."""
@@ -165,10 +153,7 @@ class ProductBatch:
 
     @torch.no_grad()
     def search_(self, search: Search, steps: int = 1, *, is_new: bool = False) -> list[Population]:
-        """Improves the sets in place, and returns the populations with their log joints.
-
-        The fitness of a candidate is what it adds to the evidence given the sets of all other nodes, which is exact. Proposals are made
-        for all nodes of a group together; the best states are selected for one node after the other.
+        """Improves the sets in place by :class:`SetSearch`, and returns the populations with their log joints.
 
         Args:
             search: proposes the states.
@@ -181,102 +166,11 @@ class ProductBatch:
         check_search(search)
         self.populations.seen.is_new |= is_new
         with poutine.block():
-            sets = self.sets()
-            for _ in range(steps):
-                for number, group in enumerate(self.scorer.product.groups):
-                    if sets[number].shape[1] < group.space.size:
-                        sets = self._search_group(search, sets, number, is_new)
+            sets = self.set_search(is_new=is_new).improve(self.sets(), search, steps)
             populations = self._populations(sets, self.scorer.messages(sets))
             self.populations.store_(populations)
         return populations
 
-    def _search_group(self, search: Search, sets: list[Tensor], number: int, is_new: bool) -> list[Tensor]:
-        scorer, store = self.scorer, self.populations.stores[number]
-        messages = scorer.messages(sets)
-        known = Population(store.space, sets[number], self._scores(messages, number), scorer.rows_of(number))
-        batch = SearchBatch(known, _NodeScores(self, sets, number), {}, is_new=is_new, random=store.next_search_())
-        proposed = search.propose(batch)
-        words, is_free = _best_new(known, proposed)
-        if not bool(is_free.any()):
-            return sets
-        chosen = self._select(sets, number, words, is_free)
-        return self._accepted(sets, number, torch.cat([sets[number], words], 1), chosen, messages)
-
-    def _scores(self, messages: Messages, number: int) -> Tensor:
-        """What the states of a group add to the evidence of their component, ``(rows, S)``; those that contradict what is known nothing."""
-        product, beliefs = self.scorer.product, messages.beliefs()
-        rows = [
-            product.rows(node, beliefs[node] + messages.weights[node], self.scorer.sizes_of(node)) for node in product.groups[number].nodes
-        ]
-        return torch.cat(rows)
-
-    def _select(self, sets: list[Tensor], number: int, words: Tensor, is_free: Tensor) -> Tensor:
-        """Positions ``(rows, S)`` of the best of the old and new states of a group, chosen for one node after the other."""
-        scorer, product, size = self.scorer, self.scorer.product, sets[number].shape[1]
-        joined = [*sets[:number], torch.cat([sets[number], words], 1), *sets[number + 1 :]]
-        allowed = scorer.log_weights(joined[number], number)
-        allowed[:, size:].masked_fill_(~is_free, -math.inf)
-        limits = dict(zip(product.groups[number].nodes, scorer.nodes_of(allowed, number), strict=True))
-        weights = scorer.weights(joined)
-        for node in limits:
-            weights[node].narrow(product.tree.dim(node), size, words.shape[1]).fill_(IMPOSSIBLE)
-        messages = product.tree.collect(scorer.tables(joined), weights)
-        chosen: dict[int, Tensor] = {}
-
-        def choose(node: int, belief: Tensor) -> Tensor | None:
-            if node not in limits:
-                return None
-            limit = limits[node]
-            scores = product.rows(node, belief, scorer.sizes_of(node)) + limit
-            best = chosen[node] = scores.topk(size, -1).indices
-            weights = torch.full_like(limit, IMPOSSIBLE).scatter(1, best, limit.gather(1, best).clamp(min=IMPOSSIBLE))
-            return product.spread(node, weights, scorer.sizes_of(node))
-
-        messages.select(choose)
-        return torch.cat([chosen[node] for node in limits])
-
-    def _accepted(self, sets: list[Tensor], number: int, joined: Tensor, chosen: Tensor, before: Messages) -> list[Tensor]:
-        """The chosen states of each component whose evidence they do not lower: members of one plate are chosen at once."""
-        product, scorer = self.scorer.product, self.scorer
-        found = [*sets[:number], ops.take(joined, chosen), *sets[number + 1 :]]
-        after = scorer.messages(found)
-        keep = []
-        for node in product.groups[number].nodes:
-            old, new = self._evidence_by_node(before)[node], self._evidence_by_node(after)[node]
-            is_better = (new >= old - _ROUNDING * old.abs().clamp(min=1.0)).double()
-            keep.append(product.rows(node, is_better, scorer.sizes_of(node)).squeeze(-1) > 0)
-        found[number] = torch.where(torch.cat(keep)[:, None, None], found[number], sets[number])
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class _NodeScores:
-    """Scores candidate states of a group of nodes, given the sets of all nodes."""
-
-    batch: ProductBatch
-    sets: list[Tensor]
-    number: int
-
-    def __call__(self, words: Tensor) -> Tensor:
-        """What candidates ``(rows, C, num_words)`` add to the evidence of their component, ``(rows, C)``."""
-        scorer, number = self.batch.scorer, self.number
-        size = self.sets[number].shape[1]
-        joined = [*self.sets[:number], torch.cat([self.sets[number], words], 1), *self.sets[number + 1 :]]
-        weights = scorer.weights(joined)
-        limits = scorer.log_weights(joined[number], number)[:, size:]
-        for node in scorer.product.groups[number].nodes:
-            weights[node].narrow(scorer.product.tree.dim(node), size, words.shape[1]).fill_(IMPOSSIBLE)
-        messages = scorer.product.tree.collect(scorer.tables(joined), weights)
-        beliefs = messages.beliefs()
-        nodes = scorer.product.groups[number].nodes
-        scores = torch.cat([scorer.product.rows(node, beliefs[node], scorer.sizes_of(node)) for node in nodes])[:, size:]
-        return scores + limits
-
-
-def _best_new(known: Population, proposed: Population) -> tuple[Tensor, Tensor]:
-    """The best proposals of each row, at most as many as it has states, and which of them are neither members nor repetitions."""
-    every = torch.cat([known.words, proposed.words], 1)
-    is_new = ~ops.repeated(every)[:, known.num_states :]
-    scores = proposed.log_joint.masked_fill(~is_new, -math.inf)
-    best = scores.topk(min(known.num_states, scores.shape[1]), -1).indices
-    return ops.take(proposed.words, best), is_new.gather(1, best)
+    def set_search(self, *, is_new: bool = False) -> SetSearch:
+        """A search of sets with random numbers of its own."""
+        return SetSearch(self.scorer, self.populations.stores[0].next_search_(), is_new)

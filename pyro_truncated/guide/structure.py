@@ -16,6 +16,7 @@ from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
 from pyro_truncated.program.dependencies import Dependencies
+from pyro_truncated.program.discovery import is_subsampled
 from pyro_truncated.program.factor_graph import build_graph
 from pyro_truncated.program.inspection import refuse_hidden_latents
 from pyro_truncated.program.known_levels import find_idle
@@ -59,11 +60,12 @@ def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, 
 
 
 def find_product(call: Call, trace: poutine.Trace, layout: Layout, dependencies: Dependencies, num_states: int) -> ProductLayout | None:
-    """The nodes of a model's factor graph, or ``None`` where a population of whole states is the structure, or is all there is.
+    """The nodes of a model's factor graph, or ``None`` where populations hold whole states.
 
-    Models that do not take many states at once keep whole states, and so do those whose Python code looks at latents.
+    That is so where all whole states fit into a population, and of models that do not take many states at once.
     """
-    if dependencies.scopes is None or layout.read or len(layout.sites) + layout.space.num_latents == 2:
+    is_partial = any(is_subsampled(frame) for site in layout.sites.values() for frame in site.frames if frame.name not in layout.plates)
+    if dependencies.scopes is None or layout.read or (layout.space.size <= num_states and not is_partial):
         return None
     graph = build_graph(trace, dependencies.scopes, layout.sites, num_states)
     for sentence in graph.whole:

@@ -32,6 +32,11 @@ def refuse_partial_sequence(node: Mapping[str, Any]) -> None:
             )
 
 
+def is_subsampled(frame: Any) -> bool:
+    """Whether a run takes some members of a vectorised plate only."""
+    return bool(frame.vectorized and frame.full_size is not None and frame.full_size != frame.size)
+
+
 def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> None:
     """Checks that a discrete site lies in no subsampled plate but data plates.
 
@@ -39,7 +44,7 @@ def refuse_partial_plates(site: DiscreteSite, data_plates: Collection[str]) -> N
         NotImplementedError: naming the site and the plate.
     """
     for frame in site.frames:
-        if frame.vectorized and frame.name not in data_plates and frame.full_size is not None and frame.full_size != frame.size:
+        if frame.name not in data_plates and is_subsampled(frame):
             raise NotImplementedError(
                 f"discrete latent site '{site.name}' lies in the subsampled plate '{frame.name}', which is no data plate: "
                 "its members share a posterior, so all are needed"

@@ -108,7 +108,7 @@ class SiteLayout:
         for dim, size in site.plates:
             batch[dim] = size
         value = value.reshape((1,) * (self.depth - value.dim() + site.event_dim) + tuple(value.shape))
-        value = value.expand(*batch, *site.event_shape, *[-1] * (site.kind == "one_hot"))
+        value = value.expand((*batch, *site.event_shape, *[-1] * (site.kind == "one_hot")))
         if self.dims:
             value = value.movedim(tuple(dim - site.event_dim for dim in self.dims), tuple(range(len(self.dims))))
         return value.reshape(math.prod(sizes), *site.shape, *value.shape[value.dim() - 1 :] * (site.kind == "one_hot"))

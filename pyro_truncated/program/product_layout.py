@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.elimination import BucketTree
+from pyro_truncated.ops.elimination import BucketTree, Messages
 from pyro_truncated.program.factor_graph import FactorGraph
 from pyro_truncated.program.layout import Layout, SiteLayout
 from pyro_truncated.states.space import StateSpace
@@ -92,6 +92,11 @@ class ProductLayout:
     def roots(self) -> list[int]:
         """The last node of each component."""
         return [self.root(component) for component in self.graph.components]
+
+    def evidence_by_node(self, messages: Messages) -> dict[int, Tensor]:
+        """By node, the evidence of its component, in the dimensions of a table."""
+        pairs = zip(self.graph.components, self.roots, strict=True)
+        return {node: messages.evidence(root) for component, root in pairs for node in component}
 
     def spread(self, node: int, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """What belongs to the states ``(rows, S)`` of a node, in the dimensions of a table.

@@ -160,6 +160,9 @@ class ProductScorer(Probe):
         is_summed_out = node["name"] in product.layout.sites and not node["is_observed"] and node["name"] not in self.idle
         scale = node["scale"] / self.scale_of(scope[0])
         log_prob = scale_and_mask(log_prob, scale, None if is_summed_out else node["mask"])
+        if product.layout.checked:
+            # What depends on an impossible value may be anything.
+            log_prob = torch.where(log_prob.isnan(), -math.inf, log_prob)
         if not bool((log_prob.detach() < math.inf).all()):
             kind = "NaN" if bool(log_prob.isnan().any()) else "+inf"
             raise ValueError(
