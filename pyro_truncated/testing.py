@@ -13,6 +13,7 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
+from pyro_truncated.guide.product_posterior import ProductPosterior
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.program.supports import supported_log_prob
@@ -54,7 +55,7 @@ def enumerate_log_joint(
     log_joint = _scorer(guide, args, kwargs, values)
     if guide.space.size > max_states:
         raise ValueError(f"the space has {guide.space.readable_size} states per data point, more than max_states={max_states}")
-    words = guide.space.enumerate(guide.words.device)
+    words = guide.space.enumerate(log_joint.device)
     return _one_by_one(log_joint, words.expand(log_joint.num_data, *words.shape[-2:]))
 
 
@@ -83,6 +84,10 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
         AssertionError: saying what does not hold.
         NotImplementedError: for a guide with a ``conditional``.
     """
+    guide.setup(*args, **kwargs)
+    if guide.product is not None:
+        _check_product(guide, args, kwargs, max_states)
+        return
     log_joint = _scorer(guide, args, kwargs, None)
     population = guide.population(log_joint.indices)
     repeated = population.find_duplicates()
@@ -98,6 +103,24 @@ def check_guide(guide: AutoTruncated, *args: Any, max_states: int = 1024, **kwar
             f"the free energy of data point {int(excess.argmax())} of the batch exceeds its log evidence by {float(excess.max()):.3g}"
         )
 
+    _check_saving(guide)
+
+
+def _check_product(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], max_states: int) -> None:
+    """The promises of a guide that has a set of states for each node of the factor graph."""
+    call = Call(guide.model, args, kwargs)
+    batch = guide.batch(call, guide.other_values(call))
+    for population in batch.rescored():
+        assert not len(population.find_duplicates()), f"states repeat within {len(population.find_duplicates())} sets"
+    assert batch.scorer.takes_sets(), "the densities of the model on sets of states differ from those on single states"
+    if guide.space.size <= max_states:
+        evidence = enumerate_log_joint(guide, *args, max_states=max_states, values=batch.scorer.values, **kwargs).double().logsumexp(-1)
+        excess = float((ProductPosterior([batch]).free_energy() - evidence).max())
+        assert excess <= 1e-6 * (1.0 + float(evidence.abs().max())), f"a free energy exceeds its log evidence by {excess:.3g}"
+    _check_saving(guide)
+
+
+def _check_saving(guide: AutoTruncated) -> None:
     fresh = AutoTruncated(guide.model, guide.num_states, max_count=guide.max_count)
     fresh.load_state_dict(guide.state_dict())
     for name, value in guide.state_dict().items():
@@ -110,6 +133,10 @@ def _scorer(guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, An
             "with a conditional, log joints depend on its draws; compare free energies with a collapsed model instead"
         )
     guide.setup(*args, **kwargs)
+    if guide.product is not None:
+        values = {**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}
+        guide = AutoTruncated(guide.model, 1, max_count=guide.max_count, whole_states=True)
+        guide.setup(*args, **kwargs)
     return guide.log_joint_of(*args, values={**guide.other_values(Call(guide.model, args, kwargs)), **(values or {})}, **kwargs)
 
 

@@ -117,7 +117,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         self._last_call: Call | None = None
 
     @property
-    def num_states(self) -> int:
+    def num_states(self) -> int:  # type: ignore[override]
         """States per data point, ``S``; from the first call on not more than there are in the space."""
         return self.populations.num_states
 
@@ -131,7 +131,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """The log joints ``(N, S)`` of all data points, of when they were last scored; NaN if never."""
         return self.populations.log_joint
 
-    def population(self, indices: Tensor | None = None) -> Population:
+    def population(self, indices: Tensor | None = None) -> Population | ProductPosterior:
         """The stored populations of all or the given data points, with the log joints of when they were last scored.
 
         Where each node of the model's factor graph has a set of states, what is returned has no list of whole states.
@@ -152,8 +152,9 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             raise
 
     @property
-    def _num_product_states(self) -> int | None:
-        return None if self.whole_states else self.num_states
+    def _holds_whole_states(self) -> bool:
+        """Whether populations of whole states have been loaded."""
+        return isinstance(self.populations, PopulationStore) and self.populations.is_filled
 
     def _start_product(self, product: ProductLayout) -> None:
         """Creates the sets of all nodes, unless they have been loaded."""
@@ -209,11 +210,12 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         """The scorer of a batch, see :meth:`batch`."""
         return self.batch(Call(self.model, args, kwargs), values).scorer
 
-    def posterior(self, *args: Any, **kwargs: Any) -> Population:
+    def posterior(self, *args: Any, **kwargs: Any) -> Population | ProductPosterior:
         """The populations with log joints under the model as it is now, for the data points the model selects; stores nothing."""
         call = Call(self.model, args, kwargs)
         with torch.no_grad():
-            return self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call)).rescored()
+            batch = self.batch(call, (recorded_values(self) if self.is_set_up else {}) or self.other_values(call))
+            return ProductPosterior([batch]) if isinstance(batch, ProductBatch) else batch.rescored()
 
     def rescored(self, log_joint: LogJoint) -> Population:
         """The stored populations of a scorer's data points with their log joints under it; stores nothing."""
@@ -224,13 +226,16 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
         return Batch(self.populations, log_joint).search_(search, steps)
 
     @torch.no_grad()
-    def refresh_(self, *args: Any, **kwargs: Any) -> Population:
+    def refresh_(self, *args: Any, **kwargs: Any) -> Population | ProductPosterior:
         """Scores the stored states anew under the model as it is now, for the data points the model selects; the states stay.
 
         Beside other guides what is stored are averages over :attr:`num_draws` draws of their latents.
         """
         self.setup(*args, **kwargs)
         call = Call(self.model, args, kwargs)
+        if self.product is not None:
+            self.batch(call, self.other_values(call)).rescore_()
+            return self._product_posterior()
         averaged = average_over_draws(self, call)
         return self.batch(call).rescore_() if averaged is None else self.populations.store_averages_(averaged)
 
@@ -273,7 +278,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
             guide.batch(call, values).search_(search, steps, is_new=True)
         return guide
 
-    def scored(self, indices: Tensor | None = None) -> TruncatedPosterior:
+    def scored(self, indices: Tensor | None = None) -> TruncatedPosterior | ProductPosterior:
         """What can be read from the populations of all or the given data points, as of when they were last scored (in training, say).
 
         An ELBO of Pyro's own stores no scores; after it, everything is scored under the model as it is now.
@@ -306,13 +311,27 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
                 return
             values = following
 
+    def _whole_posterior(self, indices: Tensor | None) -> TruncatedPosterior:
+        """What can be read from populations of whole states.
+
+        Raises:
+            NotImplementedError: if each node of the model's factor graph has a set of states of its own.
+        """
+        posterior = self.scored(indices)
+        if isinstance(posterior, ProductPosterior):
+            raise NotImplementedError(
+                "each node of the model's factor graph has a set of states, and there is no list of whole states: use marginals(), mode() "
+                "and sample_posterior(), or make the guide with AutoTruncated(..., whole_states=True)"
+            )
+        return posterior
+
     def weights(self, indices: Tensor | None = None) -> Tensor:
         """Posterior weights of the states, ``(N, S)``, see :meth:`scored`."""
-        return self.scored(indices).population.weights()
+        return self._whole_posterior(indices).population.weights()
 
     def states(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """The populations as site values ``(N, S, *site shape)`` by site name, nested plates in front of the event."""
-        return self.layout.split(self.population(indices).states())
+        return self.layout.split(self._whole_posterior(indices).population.states())
 
     def marginals(self, indices: Tensor | None = None) -> dict[str, Tensor]:
         """Marginals by site: the probability of 1 of Boolean sites, ``(N, *site shape)``, of each value of others, ``(..., V)``."""
@@ -324,7 +343,7 @@ class AutoTruncated(TakesPrefixed, WholeModelGuide):
 
     def expectation(self, f: Callable[[dict[str, Tensor]], Tensor], indices: Tensor | None = None) -> Tensor:
         """Posterior expectation ``(N, ...)`` of a function that maps site values ``(N, S, *site shape)`` to ``(N, S, ...)``."""
-        return self.scored(indices).expectation(f, self.memory_budget)
+        return self._whole_posterior(indices).expectation(f, self.memory_budget)
 
     def sample_posterior(
         self, num_samples: int, indices: Tensor | None = None, generator: torch.Generator | None = None

@@ -20,7 +20,7 @@ _ROUNDING = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class ProductPosterior:
-    """What can be read from sets of states: every result has the plates of its site in front, then the event.
+    """What can be read from sets of states, in the shapes that whole states have, ``(N, *site shape)``: data points in front.
 
     Attributes:
         batches: the sets with a run of the model, for each draw of the latents of other guides; what is read is an average over them.
@@ -42,27 +42,30 @@ class ProductPosterior:
         return [_averaged(populations) for populations in zip(*every, strict=True)]
 
     def marginals(self) -> dict[str, Tensor]:
-        """The probability of 1, ``(*plates, *event)``, at Boolean sites; of each value, ``(*plates, *event, V)``, at others."""
+        """The probability of 1, ``(N, *site shape)``, at Boolean sites; of each value, ``(N, *site shape, V)``, at others."""
         found = {}
         for name, site, table in self._by_site(lambda population: population.value_probabilities()):
             own = table[..., : max(site.cardinalities)]
-            found[name] = own[..., 1] if site.kind == "boolean" else own
+            found[name] = self._by_data(name, own[..., 1] if site.kind == "boolean" else own)
         return found
 
     def free_energy(self) -> Tensor:
         """The evidence of each data point, ``(N,)`` in float64: of each member of the plates that all nodes share."""
-        return torch.stack([_free_energy(batch) for batch in self.batches]).mean(0)
+        return torch.stack([free_energy_of(batch, batch.sets()) for batch in self.batches]).mean(0)
 
     def mode(self) -> dict[str, Tensor]:
-        """The most probable joint state of the product of the sets, ``(*plates, *event)``; under several draws that of the first."""
+        """The most probable joint state of the product of the sets, ``(N, *site shape)``; under several draws that of the first."""
+        return {name: self._by_data(name, value) for name, value in self._best().items()}
+
+    def _best(self) -> dict[str, Tensor]:
         return {name: value.squeeze(0) for name, value in self._states(_messages(self.batch, maximum=True).draw(None)).items()}
 
     def median(self) -> dict[str, Tensor]:
         """The most probable joint state, shaped as the model's sites."""
-        return self._as_model(self.mode())
+        return self._as_model(self._best())
 
     def sample(self, num_samples: int, generator: torch.Generator | None = None) -> dict[str, Tensor]:
-        """Independent draws, ``(num_samples, *plates, *event)``."""
+        """Independent draws, ``(num_samples, N, *site shape)``."""
         number = check_count("num_samples", num_samples)
         chosen = torch.randint(len(self.batches), (number,), generator=generator).bincount(minlength=len(self.batches))
         drawn = [
@@ -70,7 +73,7 @@ class ProductPosterior:
             for batch, count in zip(self.batches, chosen.tolist(), strict=True)
             if count
         ]
-        return {name: torch.cat([states[name] for states in drawn]) for name in drawn[0]}
+        return {name: self._by_data(name, torch.cat([states[name] for states in drawn]), 1) for name in drawn[0]}
 
     def quantiles(self, quantiles: Sequence[float] | Tensor) -> dict[str, Tensor]:
         r"""The smallest values :math:`v` of positive probability with :math:`P(s \le v) \ge q`, shaped ``(Q, ...)`` as the model's sites.
@@ -90,13 +93,6 @@ class ProductPosterior:
             levels = [(below < max(q - _ROUNDING, _ROUNDING)).sum(-1).clamp(max=max(site.cardinalities) - 1) for q in wanted.tolist()]
             found[name] = [self._as_model({name: site.to_values(level)})[name] for level in levels]
         return {name: torch.stack(values) for name, values in found.items()}
-
-    def sets(self) -> dict[str, Tensor]:
-        """The states of all sets by site, ``(S, *plates, *event)``."""
-        found = {}
-        for name, site, table in self._by_site(lambda population: population.space.unpack(population.words).movedim(1, -1)):
-            found[name] = site.to_values(table.movedim(-1, 0))
-        return found
 
     # --- from rows to sites ---
 
@@ -127,6 +123,15 @@ class ProductPosterior:
                     found[name] = _in_order(value, own.dims, [dim for dim, _ in site.plates], 1)
         return {name: found[name] for name in scorer.layout.sites}
 
+    def _by_data(self, name: str, table: Tensor, start: int = 0) -> Tensor:
+        """A tensor with a site's plates by dimension, with the plates that all nodes share first, as one dimension of data points."""
+        layout, site = self.batch.scorer.layout, self.batch.scorer.layout.sites[name]
+        dims = sorted(frame.dim for frame in site.frames if frame.vectorized)
+        order = [start + dims.index(dim) for dim in layout.dims] + [start + dims.index(dim) for dim in dims if dim not in layout.dims]
+        rest = range(start + len(dims), table.dim())
+        table = table.permute(*range(start), *order, *rest)
+        return table.reshape(*table.shape[:start], self.batch.scorer.num_data, *table.shape[start + len(layout.dims) :])
+
     def _as_model(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         """Values ``(*plates, *event)`` in the shapes of the model's sites, with ones where no plate is."""
         found = {}
@@ -145,11 +150,12 @@ def _messages(batch: ProductBatch, *, maximum: bool = False) -> Messages:
     return batch.scorer.messages(batch.sets(), maximum=maximum)
 
 
-def _free_energy(batch: ProductBatch) -> Tensor:
-    """The evidence of each member of the plates that all nodes share."""
+@torch.no_grad()
+def free_energy_of(batch: ProductBatch, sets: Sequence[Tensor]) -> Tensor:
+    """The evidence ``(N,)`` of the product of some sets, of each member of the plates that all nodes share."""
     scorer = batch.scorer
     total = torch.zeros(scorer.sizes, dtype=torch.float64, device=scorer.device)
-    for root, rows in zip(scorer.product.roots, scorer.evidence(_messages(batch)), strict=True):
+    for root, rows in zip(scorer.product.roots, scorer.evidence(scorer.messages(sets)), strict=True):
         dims = scorer.product.node_layouts[root].dims
         beyond = [place for place, dim in enumerate(dims) if dim not in scorer.layout.dims]
         own = rows.reshape(scorer.sizes_of(root))

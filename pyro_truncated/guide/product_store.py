@@ -59,6 +59,7 @@ class ProductStore(torch.nn.Module):
         if len(self.groups) != len(product.groups):
             raise ValueError(f"the saved populations are of {len(self.groups)} groups of nodes, the model has {len(product.groups)}")
         for store, group in zip(self.stores, product.groups, strict=True):
+            store.num_states = min(store.num_states, group.space.size)
             store.start_(group, None, device)
 
     @property

@@ -45,11 +45,14 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
             return call.trace()
 
 
-def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> tuple[Layout, Dependencies]:
+def find_layout(
+    call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None, num_states: int
+) -> tuple[Layout, Dependencies]:
     """The discrete sites and the data plates of a model that has been run, and what depends on what."""
     dependencies = Dependencies(call)
     layout = Layout(trace, max_count, dependencies)
-    layout.idle_where_masked = find_idle(call, trace, layout)
+    # Where all states are kept the prior of what is masked adds up to one.
+    layout.idle_where_masked = frozenset() if layout.space.size <= num_states else find_idle(call, trace, layout)
     if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
         warnings.warn(
             "AutoTruncated sees no observed site: its posterior would be the prior. "
@@ -73,6 +76,8 @@ def find_product(call: Call, trace: poutine.Trace, layout: Layout, dependencies:
     if len(graph.nodes) == 1:
         return None
     product = ProductLayout(graph, layout)
+    exact = {name for own in product.node_layouts if own.space.size <= num_states for name in own.sites}
+    layout.idle_where_masked -= exact
     with spare_random_numbers(), torch.no_grad():
         return product if ProductScorer(call, product).takes_sets() else None
 

@@ -45,6 +45,10 @@ class WholeModelGuide(AutoGuide):
 
     It scores states; which states, and with what weights the guide samples them, is left to what is made of it.
 
+    Attributes:
+        whole_states: whether populations hold whole states even where the factor graph has several nodes.
+        num_states: the states that are kept; one where nobody keeps any.
+
     Args:
         model: a Pyro model, whole.
         conditional: samples continuous latents given the states, or ``None``.
@@ -53,6 +57,10 @@ class WholeModelGuide(AutoGuide):
         create_plates: as for every autoguide.
         memory_budget: bytes that the temporaries of one operation may take, roughly; ``None``: as the device has them.
     """
+
+    whole_states: bool = True
+    num_states: int = 1
+    _holds_whole_states: bool = False
 
     def __init__(
         self,
@@ -156,9 +164,9 @@ class WholeModelGuide(AutoGuide):
         with ordinary_tensors(), spare_random_numbers(), free_plate_dims():
             self._refuse_another()
             trace = first_run(call, self.conditional)
-            self._layout, dependencies = find_layout(call, trace, self.max_count)
-            num_states = self._num_product_states
-            self._product = None if num_states is None else find_product(call, trace, self._layout, dependencies, num_states)
+            self._layout, dependencies = find_layout(call, trace, self.max_count, self.num_states)
+            is_whole = self.whole_states or self._holds_whole_states
+            self._product = None if is_whole else find_product(call, trace, self._layout, dependencies, self.num_states)
             for own in [self._layout] if self._product is None else self._product.node_layouts:
                 for site in own.sites.values():
                     refuse_partial_plates(site, own.plates)
@@ -177,11 +185,6 @@ class WholeModelGuide(AutoGuide):
                 self._scoring, self._is_enumerable = scoring_for(
                     self.vectorize, call, self._layout, conditional=self.conditional, memory_budget=self.memory_budget
                 )
-
-    @property
-    def _num_product_states(self) -> int | None:
-        """The most states of a set where each node of the factor graph may have one; ``None`` for whole states in any case."""
-        return None
 
     def _forget_model(self) -> None:
         """The next use of the guide shall not take it for one that is ready."""

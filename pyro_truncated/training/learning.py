@@ -16,6 +16,7 @@ from torch import Tensor
 from pyro_truncated.distributed.shards import drawn_rows, own_rows, some_rows, total_rows
 from pyro_truncated.em.closed_form import ClosedFormModel, undriven
 from pyro_truncated.em.gibbs_guide import GibbsModel
+from pyro_truncated.search.automatic import AutomaticSearch
 from pyro_truncated.search.base import Search
 from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.space import StateSpace
@@ -30,6 +31,7 @@ from pyro_truncated.training.model_kinds import (
 from pyro_truncated.training.model_parameters import parameters_of, put_back
 from pyro_truncated.training.model_runs import LAST_RATE, Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.plan import Plan
+from pyro_truncated.training.product_restarts import learn_on_product
 from pyro_truncated.training.resting import finished
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.temperature import cooling
@@ -191,6 +193,14 @@ def learn(
     plan = Plan(starts, short_steps, falling, nearness, generator, is_mixture(model, space), is_shared, tolerance is None)
     with undriven(model), progress_bar(progress, unit="step") as bar:
         settings = dataclasses.replace(settings, watch=partial(_show, bar))
+        if layout is not None and settings.guide_for(model, y).product is not None:
+            settings = dataclasses.replace(settings, search=settings.search or AutomaticSearch())
+            limits: dict[str, Any] = {"restarts": starts, "short_steps": short_steps, "steps": steps, "tolerance": nearness}
+            reached = learn_on_product(model, y, settings, generator=generator, bar=bar, **limits)
+            if reached.doubts is not None:
+                _warn(reached.doubts)
+            reached.guide.steps, reached.guide.starts = steps, reached.energies
+            return reached.guide
         with starting(model):
             found = SeveralStarts(model, part, settings, plan)
             found.make(bar)

@@ -29,11 +29,11 @@ def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: M
         raise TypeError(f"guide must be a Pyro guide: an autoguide, a list of them, or a function; got {type(guide).__name__}")
     if isinstance(guide, AutoTruncated) and guide.master is None:
         guide.setup(*args, **kwargs)
-        if not guide.layout.other_latents and guide.layout.plates:
+        if not guide.layout.other_latents and guide.layout.plates and guide.product is None:
             return draw_states(model, guide, args, kwargs, num_draws)
     with _plates_like_the_model(guide, model, args, kwargs):
         part = _truncated_part(model, guide, args, kwargs)
-        if part is None:
+        if part is None or part.product is not None:
             return draw_from_guide(model, guide, args, kwargs, num_draws)
         return draw_jointly(model, guide, part, args, kwargs, num_draws)
 
@@ -43,10 +43,10 @@ def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
     with spare_random_numbers():
         nodes = sample_nodes(guide_trace_of(model, guide, args, kwargs)).values()
     marks: list[Any] = [mark for node in nodes if (mark := node["infer"].get("truncated")) is not None]
-    if len(marks) > 1:
-        raise ValueError(f"to_arviz converts guides with one AutoTruncated part; this one has {len(marks)}")
-    part: AutoTruncated | None = marks[0]["guide"]() if marks else None
-    return part
+    parts: list[AutoTruncated] = list(dict.fromkeys(mark["guide"]() for mark in marks))
+    if len(parts) > 1:
+        raise ValueError(f"to_arviz converts guides with one AutoTruncated part; this one has {len(parts)}")
+    return parts[0] if parts else None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_ev
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import Finding, warn_of
 from pyro_truncated.diagnostics.truncation.gathered import asked_of_all, is_spread
-from pyro_truncated.diagnostics.truncation.scoring import plain, scored_populations
+from pyro_truncated.diagnostics.truncation.product_report import ProductReport, check_product
+from pyro_truncated.diagnostics.truncation.scoring import is_on_product, plain, scored_populations
 from pyro_truncated.search import Search
 
 _ENUMERATED = 2**12
@@ -129,7 +130,7 @@ def check_truncation(
     num_parents: int | None = None,
     warn: bool = True,
     **kwargs: Any,
-) -> TruncationReport:
+) -> TruncationReport | ProductReport:
     """Asks all there is to ask about a truncated posterior, and says whether to trust it; ``print`` shows the answer on one page.
 
     It runs :func:`covered_mass`, :func:`population_growth`, :func:`effective_states`, :func:`estimate_evidence` and, in spaces of up to
@@ -157,7 +158,7 @@ def check_truncation(
         **kwargs: the model's keyword arguments.
 
     Returns:
-        The report.
+        The report; of a guide that has a set of states for each node of the model's factor graph a :class:`ProductReport`.
 
     Warns:
         TruncationWarning: saying what is wrong and what to change.
@@ -165,6 +166,8 @@ def check_truncation(
     if is_spread(args, kwargs):
         settings: dict[str, Any] = {"search": search, "steps": steps, "num_samples": num_samples, "num_parents": num_parents, "warn": warn}
         return asked_of_all(functools.partial(check_truncation, **settings), guide, args, kwargs)
+    if is_on_product(guide, args, kwargs):
+        return check_product(guide, args, kwargs, search=search, steps=steps, warn=warn)
     _, log_joint, population = scored_populations(guide, args, kwargs)
     report = TruncationReport(
         num_states=population.num_states,

@@ -30,6 +30,15 @@ def truncated_part(guide: Any) -> AutoTruncated:
     return parts[0]
 
 
+def is_on_product(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a guide has a set of states for each node of the model's factor graph, in place of whole states."""
+    part = truncated_part(guide)
+    if part.prototype_trace is None:
+        with spare_random_numbers(), poutine.block():
+            guide(*args, **kwargs)
+    return part.product is not None
+
+
 @torch.no_grad()
 def scored_populations(
     guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], values: Mapping[str, Any] | None = None
@@ -40,9 +49,11 @@ def scored_populations(
     posterior of the states given these.
     """
     part = truncated_part(guide)
-    if part is not guide and part.prototype_trace is None:
-        with spare_random_numbers(), poutine.block():
-            guide(*args, **kwargs)
+    if is_on_product(guide, args, kwargs):
+        raise NotImplementedError(
+            "the guide has a set of states for each node of the model's factor graph, not a list of whole states: call "
+            "check_truncation(guide, ...), or make the guide with AutoTruncated(..., whole_states=True)"
+        )
     call = Call(part.model, args, kwargs)
     others = {**part.other_values(call, median=True), **(values or {})}
     with poutine.block():
