@@ -136,43 +136,27 @@ def fit_minibatches(
         raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
     views = model.check_data(y, takes_shards=True)
     model.check_batch(batch_size)
+    free_from, estimates = int(switches_from * steps), []
     with failing_together() if is_part(views) else nullcontext():
         if is_part(views):
             model.load_state_dict(agree(model.state_dict()))
             draw_alike(generator)
-        estimates = _fit(model, views, steps, batch_size, learning_rate, rate, int(switches_from * steps), generator, callback)
+        parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
+        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+        for step in range(steps):
+            decay = 0.1 ** max(0.0, 2 * step / steps - 1)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * decay
+            batch = drawn(model, views, batch_size, generator)
+            if step == free_from > 0:
+                with torch.no_grad():
+                    model.logits = torch.full_like(model.logits, NEARLY_ON)
+            with model.holding(1.0) if step < free_from else nullcontext():
+                estimates.append(_step(model, batch, views, rate * decay, optimizer))
+            if callback is not None:
+                callback(step, estimates[-1])
         if is_part(views):
             latents_of_owners(model, views)
-    return estimates
-
-
-def _fit(
-    model: SpikeSlabMRD,
-    views: list[Tensor],
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    rate: float,
-    free_from: int,
-    generator: torch.Generator | None,
-    callback: Callable[[int, float], None] | None,
-) -> list[float]:
-    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
-    optimizer = torch.optim.Adam(parameters, lr=learning_rate)
-    estimates = []
-    for step in range(steps):
-        decay = 0.1 ** max(0.0, 2 * step / steps - 1)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate * decay
-        batch = drawn(model, views, batch_size, generator)
-        if step == free_from > 0:
-            with torch.no_grad():
-                model.logits = torch.full_like(model.logits, NEARLY_ON)
-        with model.holding(1.0) if step < free_from else nullcontext():
-            estimate = _step(model, batch, views, rate * decay, optimizer)
-        estimates.append(estimate)
-        if callback is not None:
-            callback(step, estimate)
     return estimates
 
 
