@@ -33,7 +33,7 @@ TO_MERGE = {
     "pyro_truncated/em/singleton_score.py",
     "pyro_truncated/gp/data_kernels/strings.py",
     "pyro_truncated/gp/likelihoods.py",
-    "pyro_truncated/gp/subset/observed_entries.py",
+    "pyro_truncated/gp/subset/coregionalized.py",
     "pyro_truncated/guide/earlier_parameters.py",
     "pyro_truncated/ops/compiled/grouped.py",
     "pyro_truncated/ops/initial.py",

@@ -12,13 +12,13 @@ from pyro_truncated.gp import LeaveOneOutRegression, pivoted_cholesky
 from pyro_truncated.gp.active_sets.splits import UniformSplits, growing
 from pyro_truncated.gp.data_kernels import PyroKernel
 from pyro_truncated.gp.subset import InducingSubset, SubsetGPRegression
-from pyro_truncated.gp.subset.cholqr import CholQRSearch
 from pyro_truncated.gp.subset.exchange import ExchangeSearch
-from pyro_truncated.gp.subset.published.baselines import TitsiasSearch
 from pyro_truncated.gp.subset.subset_search import Budget
 from pyro_truncated.gplvm import Posterior, SASDecoder, SpikeSlabGPLVM, fit_minibatches
 from pyro_truncated.gplvm import fit as fit_latents
 from tests import zoo
+from tests.papers.baselines.cholqr import CholQRSearch
+from tests.papers.baselines.greedy import TitsiasSearch
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]
 Y = X.squeeze(1).sin()

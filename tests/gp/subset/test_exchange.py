@@ -9,11 +9,8 @@ import torch
 
 from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.subset.exchange import ExchangeSearch
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_gains
-from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors, ExchangeSearch, approximate_gains, removal_costs, removal_plan
+from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, draw
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 

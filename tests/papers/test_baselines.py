@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.subset.cholqr import CholQRFactors, CholQRSearch
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.exchange_gains import CandidatePool
-from pyro_truncated.gp.subset.objective import SubsetProblem
-from pyro_truncated.gp.subset.published.baselines import (
+from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors
+from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.gp.subset.subset_search import Budget, RandomSearch
+from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
+from tests.papers.baselines.cholqr import CholQRFactors, CholQRSearch
+from tests.papers.baselines.greedy import (
     GreedyVarianceSearch,
     InformativeVectorSearch,
     KMeansSearch,
-    RandomSearch,
     TitsiasSearch,
 )
-from pyro_truncated.gp.subset.subset_search import Budget
-from tests.gp.subset.subset_reference import dense_objective, nystrom, problem_and_index
 
 
 def check_factors(factors, K, tolerance):

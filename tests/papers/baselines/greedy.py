@@ -1,4 +1,4 @@
-"""Published ways to choose inducing inputs, for comparison."""
+"""Published ways to choose inducing inputs: greedy ones and k-means."""
 
 from __future__ import annotations
 
@@ -8,33 +8,12 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import DEPENDENT
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.pivoted_cholesky import greedy_cholesky
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.exchange_gains import CandidatePool
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors
+from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, draw, random_subset
 from pyro_truncated.ops.k_means import k_means
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.counts import check_count
-
-
-class RandomSearch(SubsetSearch):
-    """A random subset, which stays as it is.
-
-    Example:
-        >>> x = torch.linspace(0, 6, 60, dtype=torch.float64).unsqueeze(-1)
-        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=5, algorithm=RandomSearch())
-        >>> objective = model.fit(max_epochs=2)
-        >>> len(model.subset)
-        5
-    """
-
-    restarts = False
-
-    def improve(
-        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
-    ) -> Tensor:
-        """The subset given, or a random one; see :class:`SubsetSearch`."""
-        return random_subset(problem.num_data, num_inducing, generator, problem.targets.device) if index is None else index
 
 
 class TitsiasSearch(SubsetSearch):
