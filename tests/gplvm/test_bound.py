@@ -26,7 +26,7 @@ from pyro_truncated.gplvm import (
     switch_log_odds,
     update_switches,
 )
-from pyro_truncated.gplvm.spike_slab.switches import switch_moves
+from pyro_truncated.gplvm.spike_slab.fitting import switch_moves
 from tests.gplvm import exact
 
 DOUBLE = torch.float64
