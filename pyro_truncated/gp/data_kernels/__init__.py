@@ -1,6 +1,6 @@
 """Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
 
-from pyro_truncated.gp.data_kernels.binding import bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels.binding import bound_kernel
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
@@ -34,6 +34,5 @@ __all__ = [
     "shortest_path",
     "smooth_rbf",
     "spectrum",
-    "takes_kernel_first",
     "weisfeiler_lehman",
 ]

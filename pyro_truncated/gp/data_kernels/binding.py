@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 import torch
 from pyro.contrib.gp import kernels
@@ -12,10 +11,6 @@ from torch import Tensor
 from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, PyroKernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, KernelColumns, as_data_kernel
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.former_spellings import takes_former_order
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
@@ -55,14 +50,3 @@ def bound_kernel(X: Any, kernel: Any = None) -> DataKernel:
 def is_bound(value: Any) -> bool:
     """Whether a value is a kernel that holds its inputs."""
     return isinstance(value, (DataKernel, KernelColumns)) and not isinstance(value, type)
-
-
-def _has_kernel_first(given: tuple[Any, ...], keywords: Mapping[str, Any]) -> bool:
-    """Whether a regression is made as before: a kernel that holds its inputs, targets, and numbers by position."""
-    has_numbers = len(given) > 2 and is_bound(given[0]) and not isinstance(given[2], (kernels.Kernel, type(None)))
-    return has_numbers or "targets" in keywords or (not given and "X" not in keywords and "kernel" in keywords)
-
-
-def takes_kernel_first(*further: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Lets ``(X, y, kernel=None, *, ...)`` be called as ``(kernel, targets, ...)``, with a warning."""
-    return takes_former_order(("X", "y", *further), _has_kernel_first, {"kernel": "X", "targets": "y"})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
@@ -126,7 +126,6 @@ class CoregionalizedGPRegression(torch.nn.Module):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
-    @takes_kernel_first()
     @names_arguments
     def __init__(
         self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5, generator: torch.Generator | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.exchange import ExchangeFactors, ExchangeSearch
 from pyro_truncated.gp.subset.objectives import Basis, SubsetProblem, check_index
@@ -53,7 +53,6 @@ class InducingSubset:
         TypeError: if the kernel offers no covariances.
     """
 
-    @takes_kernel_first("num_inducing", "noise")
     @names_arguments
     def __init__(
         self,

@@ -17,7 +17,7 @@ from pyro.nn.module import pyro_method
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import INDUCING_JITTER, stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter, takes_kernel_first
+from pyro_truncated.gp.data_kernels import DataKernel, RescaledKernel, bound_kernel, positive_parameter
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset
@@ -178,7 +178,6 @@ class SubsetSparseGPRegression(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
-    @takes_kernel_first("num_inducing")
     @names_arguments
     def __init__(
         self,
@@ -290,7 +289,6 @@ class SubsetVariationalGP(SubsetModel):
         jitter: see :class:`SubsetModel`.
     """
 
-    @takes_kernel_first("likelihood", "num_inducing")
     @names_arguments
     def __init__(
         self,

@@ -17,7 +17,7 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
 from pyro_truncated.gp.subset.alternation import (
     Alternation,
@@ -45,7 +45,6 @@ from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.counts import check_count, check_counts
 from pyro_truncated.utils.finite import in_double
-from pyro_truncated.utils.former_spellings import takes_former_order
 
 _EXPLAINED_BY_NOISE, _EXPLAINED_BY_CHANCE, _ONE_SIDED = 0.02, 0.05, 1.645
 
@@ -113,7 +112,6 @@ class SubsetPredictor(torch.nn.Module):
         ValueError: if the file holds no sparse regression that was fitted, or the kernel's inputs are not its inducing inputs.
     """
 
-    @takes_former_order(("path", "X"), lambda given, keywords: len(given) < 2 and "X" not in keywords, {"kernel": "X"})
     @names_arguments
     def __init__(self, path: str | Path, X: Any, kernel: Any = None) -> None:
         super().__init__()
@@ -213,7 +211,6 @@ class SubsetGPRegression(torch.nn.Module):
     target_scale: Tensor
     targets: Tensor
 
-    @takes_kernel_first("num_inducing")
     def __init__(
         self,
         X: Any,

@@ -36,7 +36,6 @@ from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.former_spellings import takes_noise
 from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.progress import progress_bar
 from pyro_truncated.utils.unique_names import UniqueModule
@@ -588,7 +587,6 @@ class SASDecoder(UniqueModule):
             return kept.posterior(self.kernel, self.noise_variance.detach())
 
     @names_arguments
-    @takes_noise
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; ``noiseless`` of the function."""
