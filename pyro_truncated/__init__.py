@@ -25,10 +25,10 @@ from pyro_truncated.training.restarts import fit_restarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.constraints import selected_rows
 from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.generators import device_of
-from pyro_truncated.utils.rows import selected_rows
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 if TYPE_CHECKING:
     __version__: str

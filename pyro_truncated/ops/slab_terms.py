@@ -7,7 +7,7 @@ import math
 from torch import Tensor
 
 from pyro_truncated.ops.quadratic import pair_energy
-from pyro_truncated.utils.missing import without_missing
+from pyro_truncated.utils.constraints import without_missing
 
 
 def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:

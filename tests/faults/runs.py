@@ -24,7 +24,7 @@ from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM
 from pyro_truncated.gplvm.spike_slab.svi import Analytic_ELBO
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Singletons
-from pyro_truncated.utils.unique_names import relative_names
+from pyro_truncated.utils.parameter_store import relative_names
 
 Run = tuple[SVI, tuple[Any, ...]]
 

@@ -17,8 +17,8 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.constraints import or_missing
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.missing import or_missing
 
 
 class ActiveSetGaussianProcess(TorchDistribution):

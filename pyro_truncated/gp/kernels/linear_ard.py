@@ -10,8 +10,8 @@ from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.finite import check_entries, nonnegative_finite
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.constraints import check_entries, nonnegative_finite
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 
 class LinearARD(UniqueModule, Kernel):

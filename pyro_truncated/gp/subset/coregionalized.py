@@ -35,8 +35,8 @@ from pyro_truncated.gp.subset.regression import explained_share, warn_of_noise
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import LARGEST
 
 
 @dataclasses.dataclass(frozen=True)

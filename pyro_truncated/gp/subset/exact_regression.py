@@ -19,7 +19,7 @@ from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import minimize
 from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
 from pyro_truncated.gp.subset.objectives import Basis, backward_through, covariances_with, noise_of
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.utils.console import note_once
 
 # Measured, one core, eight inputs: fits of 3000, 4000 and 5000 data points took 32, 58 and 108 CPU seconds; the last process 1.1 GiB.
 EXACT_UP_TO = 5000

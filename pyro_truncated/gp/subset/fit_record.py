@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 
 @dataclasses.dataclass(frozen=True)

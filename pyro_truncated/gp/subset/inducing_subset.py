@@ -14,8 +14,8 @@ from pyro_truncated.gp.subset.objectives import Basis, SubsetProblem, check_inde
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import in_double
 
 
 class InducingSubset:

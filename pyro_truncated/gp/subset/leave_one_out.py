@@ -22,8 +22,8 @@ from pyro_truncated.gp.subset.exchange import ExchangeSearch
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import in_double
 
 # Of more data, pivots are chosen from a random sample.
 _MOST_CANDIDATES = 20_000

@@ -27,8 +27,7 @@ from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.own_store import empty_store
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule, empty_store
 
 
 class SubsetModel(UniqueModule, Parameterized):

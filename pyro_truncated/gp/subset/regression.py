@@ -43,8 +43,8 @@ from pyro_truncated.gp.subset.objectives import (
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.finite import in_double
 
 _EXPLAINED_BY_NOISE, _EXPLAINED_BY_CHANCE, _ONE_SIDED = 0.02, 0.05, 1.645
 

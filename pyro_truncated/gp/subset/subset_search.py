@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 
 @dataclasses.dataclass

@@ -28,7 +28,7 @@ from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 _NOISE_FLOOR = 1e-4

@@ -35,10 +35,10 @@ from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSpl
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.generators import device_of
-from pyro_truncated.utils.progress import progress_bar
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 _NOISE_FLOOR = {torch.float64: 1e-8}
 _BATCH_SIZE = 1000

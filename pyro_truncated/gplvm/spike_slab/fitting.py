@@ -22,7 +22,7 @@ from pyro_truncated.gplvm.spike_slab.view import View
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 Start = str | Tensor | Callable[[list[Tensor]], Tensor]
 STARTS = ("pca", "random")

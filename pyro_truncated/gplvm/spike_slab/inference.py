@@ -18,8 +18,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import Observations, Pre
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors, takes_arrays
-from pyro_truncated.utils.arviz_compat import make_idata
-from pyro_truncated.utils.arviz_converters import convert_owner
+from pyro_truncated.utils.arviz_compat import convert_owner, make_idata
 from pyro_truncated.utils.budget import rows_per_block
 from pyro_truncated.utils.counts import check_count, check_counts
 

@@ -22,7 +22,7 @@ from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 # Parameters with a row per data point.
 _LOCAL = ("loc", "scale")

@@ -31,7 +31,7 @@ from pyro_truncated.gplvm.spike_slab.inducing_posterior import (
 )
 from pyro_truncated.gplvm.spike_slab.label_likelihoods import BernoulliLabels, LabelLikelihood, PoissonCounts
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 KernelSpec = str | kernels.Kernel | Callable[[], kernels.Kernel]
 

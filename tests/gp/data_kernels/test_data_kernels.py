@@ -27,8 +27,7 @@ from pyro_truncated.gp.data_kernels import (
 from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
-from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
-from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, spectrum
 
 N, NEW = 12, 5
 INDEX, ROWS = torch.tensor([3, 0, 7]), torch.tensor([1, 3, 11, 2])

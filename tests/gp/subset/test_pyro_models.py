@@ -13,7 +13,7 @@ from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam, ClippedAdam
 
 from pyro_truncated.gp.data_kernels.features import CountKernel
-from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.data_kernels.hashed_counts import spectrum
 from pyro_truncated.gp.likelihoods import StudentT
 from pyro_truncated.gp.subset.pyro_models import SubsetSparseGPRegression, SubsetVariationalGP, gaussian_surrogate
 from tests.gp.subset.subset_reference import toy

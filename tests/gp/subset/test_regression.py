@@ -15,7 +15,7 @@ from pyro_truncated.gp import RandomSearch
 from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.features import CountKernel
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.data_kernels.strings import spectrum
+from pyro_truncated.gp.data_kernels.hashed_counts import spectrum
 from pyro_truncated.gp.subset import objectives
 from pyro_truncated.gp.subset.alternation import sample_rows
 from pyro_truncated.gp.subset.inducing_subset import InducingSubset

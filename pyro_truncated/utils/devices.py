@@ -1,12 +1,51 @@
-"""What has been found out about data on a device is remembered: to look at it again would be to wait for the device."""
+"""Where modules, states and random numbers live, and what is remembered of data there.
+
+To look at data on a device again would be to wait for the device.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """The device that a generator draws on, and no other; for ``None``, torch's global one, the CPU, whatever the default device is.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> torch.randperm(3, generator=generator, device=device_of(generator)).device
+        device(type='cpu')
+    """
+    return torch.device("cpu") if generator is None else generator.device
+
+
+# States of generators are on the CPU, whatever they draw on.
+_GENERATOR = "generator"
+
+
+def device_of_module(module: Any) -> torch.device:
+    """Where the first parameter of a module lives, or its first buffer; of what has neither the CPU."""
+    if not isinstance(module, torch.nn.Module):
+        return torch.device("cpu")
+    return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
+
+
+def brought(state: Any, device: torch.device) -> Any:
+    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {name: value if name == _GENERATOR else brought(value, device) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(brought(value, device) for value in state)
+    return state
+
 
 # By tensor (that of the memory, for views), which view of it, and what is asked. A changed tensor is another.
 _facts: Any = WeakIdKeyDictionary()
