@@ -1,4 +1,4 @@
-"""Likelihoods with correlated slabs in plain torch, for any device: batched Cholesky factors over the active latents of every state."""
+"""Spike-and-slab likelihoods in plain torch, for any device: batched Cholesky factors over the active latents of every state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,56 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.checks import cholesky
-from pyro_truncated.ops.unpacked import collapse_correlated
+from pyro_truncated.ops.unpacked import collapse, collapse_correlated
 from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
 
-_NUM_MATRICES = 20
+_INDEPENDENT_MATRICES = 12
+
+
+def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
+    parameters = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    out = linear.new_empty(words.shape[:2], dtype=torch.float64)
+    for block in blocks_of_active(words, scaled.shape[1], _INDEPENDENT_MATRICES):
+        block.put_(out, _collapsed(block, *parameters)[0])
+    return out
+
+
+def moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    deviation: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    num_data, num_latents = linear.shape
+    gram, linear, mean, deviation = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
+    second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
+    for block in blocks_of_active(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
+        _, factor, solution = _collapsed(block, gram, linear, mean, deviation)
+        weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
+        spread = block.is_taken * deviation[index]
+        value = block.is_taken * (mean[index] + deviation[index] * solution)
+        covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
+        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(first, weight * value)
+        block.add_pairs_(second, weight.unsqueeze(-1) * (covariance + value.unsqueeze(-1) * value.unsqueeze(-2)), num_latents)
+    second = second.unflatten(1, (num_latents, num_latents))
+    return active, first, second if per_datum else second[0]
+
+
+def _collapsed(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.unpacked.collapse`, of the active latents alone."""
+    index = block.latents
+    return collapse(block.is_taken, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
+
+
+_CORRELATED_MATRICES = 20
 
 
 class _Collapsed(NamedTuple):
@@ -34,16 +80,16 @@ class _Collapsed(NamedTuple):
     spread: Tensor
 
 
-def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
-    """See :func:`pyro_truncated.ops.compiled.correlated_slabs.log_prob`."""
+def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
     gram, linear = gram_of(scaled, observed), linear.double()
     out = linear.new_empty(words.shape[:2])
-    for block in blocks_of_active(words, scaled.shape[1], _NUM_MATRICES):
+    for block in blocks_of_active(words, scaled.shape[1], _CORRELATED_MATRICES):
         block.put_(out, _integrated(block, gram, linear, mean, covariance)[1][0])
     return out
 
 
-def moments(
+def correlated_moments(
     words: Tensor,
     weights: Tensor,
     linear: Tensor,
@@ -58,7 +104,7 @@ def moments(
     gram, linear = gram_of(scaled, observed), linear.double()
     active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
     second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
-    for block in blocks_of_active(words, num_latents, _NUM_MATRICES, is_final=True):
+    for block in blocks_of_active(words, num_latents, _CORRELATED_MATRICES, is_final=True):
         weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
         value = block.is_taken * mean.double()[block.latents] + slabs.above
         ascent, bend = _gradient(slabs)
@@ -85,7 +131,7 @@ def expected_log_prior(
     """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
     gram, linear = gram_of(scaled, observed), linear.double()
     total = linear.new_zeros(len(means))
-    for block in blocks_of_active(words, linear.shape[1], _NUM_MATRICES, is_final=True):
+    for block in blocks_of_active(words, linear.shape[1], _CORRELATED_MATRICES, is_final=True):
         slabs = _posterior(block, gram, linear, mean, covariance)
         for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
             deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
