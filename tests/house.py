@@ -32,7 +32,6 @@ TO_MERGE = {
     "pyro_truncated/distributions/normal_or_missing.py",
     "pyro_truncated/em/singleton_score.py",
     "pyro_truncated/guide/earlier_parameters.py",
-    "pyro_truncated/ops/compiled/grouped.py",
     "pyro_truncated/ops/initial.py",
     "pyro_truncated/ops/square_error.py",
     "pyro_truncated/ops/vectorised/scene_scan.py",
