@@ -110,6 +110,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         if self.noise.numel() != 1:
             raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
+        num_active, num_outputs = check_count("num_active", num_active, least=0), check_count("num_outputs", num_outputs)
         self.num_active, self.num_data = num_active, num_data
         warn_if_scaled(num_active, latents.shape[-2], num_data)
         # Computed here, so that impossible sizes are refused before any work.

@@ -339,7 +339,7 @@ def latents_to_arviz(model: SpikeSlabMRD, y: Views, *, num_samples: int = 125, n
     num_samples, num_chains = check_counts(num_samples=num_samples, num_chains=num_chains)
     views = model.check_data(y)
     generator = torch.Generator()
-    generator.manual_seed(int(torch.randint(2**31, ()) if seed is None else seed))
+    generator.manual_seed(int(torch.randint(2**31, ())) if seed is None else check_count("seed", seed, least=0))
     found = model.latents()
     gamma, loc, scale = (value.detach().cpu().double() for value in (model.probability, found.loc, found.scale))
     switches = torch.rand(num_chains, num_samples, *gamma.shape, generator=generator, dtype=torch.float64) < gamma

@@ -233,3 +233,12 @@ def test_problem_is_checked():
     with pytest.raises(ValueError, match="objective must be one of vfe, pp; got 'elbo'"):
         SubsetProblem(kernel, Y, 0.1, "elbo")
     assert matrix(kernel).shape == (30, 30)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "x"])
+def test_limits_of_searches(value):
+    with pytest.raises(ValueError, match="max_swaps must be an integer of at least 0; got"):
+        Budget(max_swaps=value)
+    with pytest.raises(ValueError, match="max_seconds must be a number of at least 0; got nan"):
+        Budget(max_seconds=float("nan"))
+    assert Budget(max_attempts=0).is_spent
