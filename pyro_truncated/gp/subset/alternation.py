@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
 from pyro_truncated.gp.kernels.evaluation import outside_of_programs
-from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
 from pyro_truncated.gp.subset.exact_regression import fit_exactly
 from pyro_truncated.gp.subset.exchange import ExchangeFactors
 from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
@@ -111,7 +111,7 @@ class Alternation:
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept, kept_values = math.inf, index, copies(self._learned())
+        best, kept, kept_values = math.inf, index, snapshot(self._learned())
         tolerance = plan.tolerance * len(self.targets)
         for epoch in range(plan.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
@@ -130,10 +130,10 @@ class Alternation:
             record.note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
-                best, kept, kept_values = value, index, copies(self._learned())
+                best, kept, kept_values = value, index, snapshot(self._learned())
             elif sample.rows is not None:
                 index = kept
-                restore(self._learned(), kept_values)
+                load_snapshot(self._learned(), kept_values)
             if plan.seconds_left() <= 0 or (plan.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
@@ -145,7 +145,7 @@ class Alternation:
             attempts = plan.attempts + self.num_inducing if is_settled else plan.attempts
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-        restore(self._learned(), kept_values)
+        load_snapshot(self._learned(), kept_values)
         return kept, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
@@ -223,7 +223,7 @@ def fitted_from_some_start(
     if not learned_length_scales(kernel):
         return attempt(False)
     parameters = hyper_parameters(kernel, log_noise)
-    start = copies(parameters)
+    start = snapshot(parameters)
     value = attempt(True)
     if explains_something(value, targets) or record.seconds_left() <= 0:
         return value
@@ -235,7 +235,7 @@ def fitted_from_some_start(
         scouted = fit_exactly(some, targets[rows], log_noise, parameters, plan, FitRecord([]))
         return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
 
-    restore(parameters, best_scouted(scout, kernel, parameters, start) or start)
+    load_snapshot(parameters, best_scouted(scout, kernel, parameters, start) or start)
     return attempt(False)
 
 
@@ -253,11 +253,11 @@ def best_scouted(scout: Callable[[], float], kernel: DataKernel, parameters: lis
     """
     best, found = math.inf, None
     for share in _SHARES:
-        restore(parameters, start)
+        load_snapshot(parameters, start)
         _shorten(kernel, share)
         scouted = scout()
         if scouted < best:
-            best, found = scouted, copies(parameters)
+            best, found = scouted, snapshot(parameters)
     return found
 
 
@@ -274,18 +274,6 @@ def _shorten(kernel: DataKernel, share: float) -> None:
     with outside_of_programs():
         for module in learned_length_scales(kernel):
             setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
-
-
-@torch.no_grad()
-def restore(parameters: list[Tensor], values: list[Tensor]) -> None:
-    """Sets parameters to values that :func:`copies` gave."""
-    for parameter, value in zip(parameters, values, strict=True):
-        parameter.copy_(value)
-
-
-def copies(parameters: list[Tensor]) -> list[Tensor]:
-    """Values of parameters."""
-    return [parameter.detach().clone() for parameter in parameters]
 
 
 _HELD_OUT, _MOST_HELD_OUT = 0.1, 1000

@@ -19,14 +19,13 @@ from torch import Tensor
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
+from pyro_truncated.gp.optimization import load_snapshot, snapshot
 from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
     SCOUTED,
     SCOUTING_ITERATIONS,
     best_scouted,
-    copies,
     learned_length_scales,
-    restore,
 )
 from pyro_truncated.gp.subset.exact_regression import evidence_backward, learn_exactly
 from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
@@ -217,7 +216,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         check_kinds(CoregionalizedGPRegression.fit, max_seconds=max_seconds, tolerance=tolerance)
         max_iterations = check_count("max_iterations", max_iterations, least=0)
         record, everything = FitRecord(self.history, max_seconds, clock, progress), self._entries
-        start, is_first = copies(self._learned), math.isnan(self.objective_value) and max_iterations > 0
+        start, is_first = snapshot(self._learned), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
             """Fits to all entries, from where the parameters are; returns what is predicted of each input from all others."""
@@ -228,9 +227,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         predicted = attempt()
         may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
-            kept = copies(self._learned)
+            kept = snapshot(self._learned)
             found = self._scouted(start, Plan(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
-            restore(self._learned, found or kept)
+            load_snapshot(self._learned, found or kept)
             predicted = attempt() if found else predicted
         record.close()
         warn_of_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import math
@@ -15,7 +14,7 @@ from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
 from pyro_truncated.gp.kernels.linear_ard import LinearARD
-from pyro_truncated.gp.optimization import minimize
+from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
 from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
 from pyro_truncated.gplvm.spike_slab.view import View
@@ -314,25 +313,18 @@ def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patienc
         with model.holding(1.0):
             relevance = model.relevance()
         share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
-        before, tried = copy.deepcopy(model.state_dict()), is_on.clone()
+        before, tried = snapshot(model.state_dict().values()), is_on.clone()
         tried.view(-1)[share.argmin()] = False
         with model.holding(tried.double()):
             reached = maximize_bound(model, y, steps, tolerance=tolerance)
         if reached > bound:
             bound, is_on, failed = reached, tried, 0
         else:
-            restore(model, before)
+            load_snapshot(model.state_dict().values(), before)
             kept, failed = kept | (is_on & ~tried), failed + 1
     with torch.no_grad():
         model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
     return bound
-
-
-@torch.no_grad()
-def restore(model: SpikeSlabMRD, state: dict[str, Tensor]) -> None:
-    """Gives a model, in place, the values of a ``state_dict()``."""
-    for name, value in model.state_dict().items():
-        value.copy_(state[name])
 
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
@@ -410,11 +402,11 @@ def fit(
     steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
     num_starts = check_count("num_starts", num_starts)
     reached: list[float] = []
-    best: tuple[dict[str, Tensor], list[float]] | None = None
+    best: tuple[list[Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
-    before = copy.deepcopy(model.state_dict())
+    before = snapshot(model.state_dict().values())
     for _ in range(num_starts):
-        restore(model, before)
+        load_snapshot(model.state_dict().values(), before)
         initialize(model, y, start, generator)
         history = _train(model, y, steps, warm_up, rounds, tolerance)
         if removal_steps:
@@ -423,9 +415,9 @@ def fit(
             history.append(maximize_bound(model, y, steps, tolerance=tolerance))
         reached.append(history[-1])
         if best is None or reached[-1] == max(reached):
-            best = copy.deepcopy(model.state_dict()), history
+            best = snapshot(model.state_dict().values()), history
     assert best is not None
-    restore(model, best[0])
+    load_snapshot(model.state_dict().values(), best[0])
     bound = settle_switches(model, y)
     is_all_noise = bool((model.probability < 0.5).all())
     return Fit(bound, reached, best[1], is_all_noise)
