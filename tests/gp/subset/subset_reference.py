@@ -6,7 +6,7 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import PyroKernel
+from pyro_truncated.gp import PyroKernel
 from pyro_truncated.gp.subset.objectives import SubsetProblem
 
 

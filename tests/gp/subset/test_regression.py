@@ -11,16 +11,21 @@ import torch
 from pyro import poutine
 from pyro.contrib.gp import models
 
-from pyro_truncated.gp import RandomSearch
-from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
-from pyro_truncated.gp.data_kernels.features import CountKernel
-from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.data_kernels.hashed_counts import spectrum
+from pyro_truncated.gp import (
+    AllNoiseWarning,
+    CountKernel,
+    FunctionKernel,
+    InducingSubset,
+    PrecomputedKernel,
+    RandomSearch,
+    SubsetGPRegression,
+    SumKernel,
+    smooth_rbf,
+    spectrum,
+)
 from pyro_truncated.gp.subset import objectives
 from pyro_truncated.gp.subset.alternation import sample_rows
-from pyro_truncated.gp.subset.inducing_subset import InducingSubset
 from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, backward, noise_of
-from pyro_truncated.gp.subset.regression import AllNoiseWarning, SubsetGPRegression
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 from tests.papers.baselines.cholqr import CholQRSearch
