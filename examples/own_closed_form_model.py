@@ -16,9 +16,10 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, Truncated_ELBO, UniqueModule, takes_arrays
+from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, Truncated_ELBO
 from pyro_truncated.datasets import linear_bars, matched_bars
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.extend import UniqueModule, takes_arrays
 
 
 class BinaryFactorAnalysis(UniqueModule):

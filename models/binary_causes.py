@@ -11,7 +11,7 @@ import torch
 from pyro.distributions import TorchDistribution
 from torch import Tensor
 
-from pyro_truncated import device_of, some_rows
+from pyro_truncated.extend import device_of, some_rows
 
 PRIOR_FLOOR = 1e-6
 # Where learning starts from is seen in so many data points.

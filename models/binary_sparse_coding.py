@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedForm, Population, device_of, names_arguments, some_rows, takes_arrays
+from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.extend import device_of, names_arguments, some_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_prior
 from pyro_truncated.models.dictionary import shared_part
 from pyro_truncated.models.linear_dictionary import LinearDictionary

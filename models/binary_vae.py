@@ -12,18 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import (
-    DisagreeingStartsWarning,
-    Population,
-    UniqueModule,
-    check_counts,
-    check_observable,
-    learn,
-    names_arguments,
-    selected_rows,
-    takes_arrays,
-)
+from pyro_truncated import DisagreeingStartsWarning, Population, learn
 from pyro_truncated.distributions import NormalOrMissing, or_missing
+from pyro_truncated.extend import UniqueModule, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
 from pyro_truncated.models.binary_sparse_coding import BinarySparseCoding
 from pyro_truncated.models.dictionary import data_scale

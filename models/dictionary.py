@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated import ask, refuse
+from pyro_truncated.extend import ask, refuse
 from pyro_truncated.models.binary_causes import perturbed_rows
 
 WEIGHT_FLOOR = 1e-6

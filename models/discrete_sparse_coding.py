@@ -12,8 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition, categorical, or_missing
+from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import PRIOR_FLOOR, check_data, first_rows, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import best_scale
 from pyro_truncated.models.linear_dictionary import LinearDictionary

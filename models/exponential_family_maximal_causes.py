@@ -11,8 +11,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, device_of, names_arguments, sums_of, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import BernoulliMaximum, ExponentialMaximum, FamilyMaximum, GammaMaximum, PoissonMaximum, or_missing
+from pyro_truncated.extend import check_observable, device_of, names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.dictionary import NEVER_SEEN, WEIGHT_FLOOR, best_claims, claimed_dictionary, data_scale, weight_floor
 from pyro_truncated.models.hidden_means import left_to_background, raised_means, with_returns

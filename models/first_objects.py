@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, pad
 
-from pyro_truncated import device_of
 from pyro_truncated.distributions import Canvas
+from pyro_truncated.extend import device_of
 from pyro_truncated.models.binary_causes import random_rows
 
 _MARGIN = 2  # pixels around a window that shall show background

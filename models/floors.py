@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import ask
+from pyro_truncated.extend import ask
 
 _VARIANCE_FLOOR = 1e-6
 

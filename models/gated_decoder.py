@@ -12,8 +12,9 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor, nn
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, names_arguments, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import ActiveSet, GivenActiveSet
+from pyro_truncated.extend import UniqueModule, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_real, in_type_of
 
 _BLOCK = 2**22

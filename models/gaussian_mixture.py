@@ -11,18 +11,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import (
-    AutoTruncated,
-    ClosedForm,
-    Population,
-    check_counts,
-    check_observable,
-    names_arguments,
-    selected_rows,
-    some_rows,
-    takes_arrays,
-)
+from pyro_truncated import AutoTruncated, ClosedForm, Population
 from pyro_truncated.distributions import Component
+from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, some_rows, takes_arrays
 from pyro_truncated.models.agglomeration import Agglomeration
 from pyro_truncated.models.binary_causes import MOST_ROWS, check_data, number_of_data
 from pyro_truncated.models.covariance_prior import Prior, known, unknown

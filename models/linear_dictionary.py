@@ -10,8 +10,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule
+from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.extend import UniqueModule
 from pyro_truncated.models.background import quantile_of_rows
 from pyro_truncated.models.dictionary import best_dictionary, best_dictionary_and_offset, first_dictionary, noise_floor, with_ridge
 

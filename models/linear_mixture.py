@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated import Population, Search, StateSpace, UniqueModule, check_counts, names_arguments, takes_arrays
+from pyro_truncated import Population, Search, StateSpace
+from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.search import LinearFunctions, SearchBatch
 

@@ -12,8 +12,9 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import GibbsDraws, Population, names_arguments, selected_rows, sums_of, takes_arrays
+from pyro_truncated import GibbsDraws, Population
 from pyro_truncated.distributions import MaximumSlabs, MaximumSuperposition, PiecewiseGaussian
+from pyro_truncated.extend import names_arguments, selected_rows, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import NEVER_SEEN, best_claims, best_slabs, claimed_dictionary
 from pyro_truncated.models.slab_priors import draw_moments

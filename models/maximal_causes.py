@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyro_truncated import Population, names_arguments, sums_of, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import MaximumSuperposition
+from pyro_truncated.extend import names_arguments, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import check_data
 from pyro_truncated.models.dictionary import best_claims, claimed_dictionary
 from pyro_truncated.models.sparse_coding import SparseCoding

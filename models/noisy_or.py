@@ -9,8 +9,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_observable, device_of, names_arguments, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import NoisyOrSuperposition, or_missing
+from pyro_truncated.extend import check_observable, device_of, names_arguments, takes_arrays
 from pyro_truncated.models.binary_causes import best_prior, check_data, first_prior, first_rows, random_rows
 from pyro_truncated.models.superposed_causes import SuperposedCauses
 

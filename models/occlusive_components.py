@@ -12,8 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import Canvas, DepthOrder, OccludedScene, Positions, SceneParameters
+from pyro_truncated.extend import UniqueModule, check_counts, names_arguments, refuse, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import activation, best_prior, check_real, first_rows, in_type_of, number_of_data
 from pyro_truncated.models.dictionary import data_scale
 from pyro_truncated.models.first_objects import background_of, lone_windows, typical_objects

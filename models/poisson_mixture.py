@@ -9,8 +9,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, check_counts, check_observable, names_arguments, selected_rows, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import categorical, checked_later
+from pyro_truncated.extend import check_counts, check_observable, names_arguments, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import check_data, first_rows, number_of_data
 from pyro_truncated.models.linear_mixture import LinearMixture
 from pyro_truncated.models.mixture import NEVER_USED, Shares, best_weights

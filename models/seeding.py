@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyro_truncated import device_of
+from pyro_truncated.extend import device_of
 from pyro_truncated.search import LinearFunctions
 
 # The search ends after so many swaps in a row that no longer lower the cost by a share of what one centre accounts for.

@@ -10,8 +10,9 @@ from pyro.nn import PyroParam, pyro_method
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, names_arguments, positions_of, selected_rows, sums_of, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import LinearSuperposition
+from pyro_truncated.extend import names_arguments, positions_of, selected_rows, sums_of, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, number_of_data
 from pyro_truncated.models.linear_dictionary import LinearDictionary
 from pyro_truncated.models.slab_priors import BY_NAME

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace, device_of
+from pyro_truncated import AutoTruncated, ClosedFormModel, Population, StateSpace
+from pyro_truncated.extend import device_of
 from pyro_truncated.models.covariance_prior import Prior
 from pyro_truncated.models.gaussians import Gaussians, Statistics, added, collected, combined
 from pyro_truncated.models.mixture import Shares

@@ -12,8 +12,9 @@ from pyro.nn import PyroParam
 from torch import Tensor
 from torch.distributions import constraints
 
-from pyro_truncated import Population, UniqueModule, check_counts, selected_rows, takes_arrays
+from pyro_truncated import Population
 from pyro_truncated.distributions import Superposition
+from pyro_truncated.extend import UniqueModule, check_counts, selected_rows, takes_arrays
 from pyro_truncated.models.binary_causes import activation, check_data, first_prior, in_type_of, number_of_data, with_latents
 
 

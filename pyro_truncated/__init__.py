@@ -2,17 +2,15 @@
 
 import importlib
 import importlib.metadata
+import warnings
 from typing import TYPE_CHECKING, Any
 
-from pyro_truncated.distributed.shards import positions_of, some_rows, sums_of
 from pyro_truncated.em.closed_form import ClosedForm, ClosedFormModel
 from pyro_truncated.em.gibbs_em import GibbsEM
 from pyro_truncated.em.gibbs_guide import GibbsDraws, GibbsGuide
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.guide.averaging import OneDrawWarning
 from pyro_truncated.guide.seen_data import ChangedDataWarning
-from pyro_truncated.ops.checks import ask, refuse
-from pyro_truncated.program.observed import check_observable
 from pyro_truncated.program.vectorization import VectorizationWarning
 from pyro_truncated.search import EvolutionarySearch, ExhaustiveSearch, Preselection, SampledSearch, Search
 from pyro_truncated.states.population import Population
@@ -23,12 +21,6 @@ from pyro_truncated.training.learning import DisagreeingStartsWarning, learn
 from pyro_truncated.training.loop import Training, fit
 from pyro_truncated.training.restarts import fit_restarts
 from pyro_truncated.training.temperature import cooling
-from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_counts
-from pyro_truncated.utils.generators import device_of
-from pyro_truncated.utils.rows import selected_rows
-from pyro_truncated.utils.unique_names import UniqueModule
 
 if TYPE_CHECKING:
     __version__: str
@@ -63,33 +55,33 @@ __all__ = [
     "Training",
     "Truncated_ELBO",
     "TruncationWarning",
-    "UniqueModule",
     "VectorizationWarning",
     "__version__",
-    "ask",
     "best_start",
-    "check_counts",
-    "check_observable",
     "check_truncation",
     "cooling",
     "covered_mass",
-    "device_of",
     "diagnose",
     "estimate_evidence",
     "fit",
     "fit_restarts",
     "learn",
-    "names_arguments",
-    "positions_of",
-    "refuse",
-    "selected_rows",
-    "some_rows",
-    "sums_of",
-    "takes_arrays",
     "to_arviz",
 ]
 
-_SUBPACKAGES = ("datasets", "diagnostics", "distributed", "distributions", "gp", "gplvm", "models", "restoration", "sklearn", "testing")
+_SUBPACKAGES = (
+    "datasets",
+    "diagnostics",
+    "distributed",
+    "distributions",
+    "extend",
+    "gp",
+    "gplvm",
+    "models",
+    "restoration",
+    "sklearn",
+    "testing",
+)
 # Loaded when first asked for (PEP 562): ArviZ, Matplotlib and SciPy's statistics take longer to import than everything else here, and
 # Gaussian processes are not needed by those who have none.
 _LATER = {
@@ -101,10 +93,30 @@ _LATER = {
     "GPSelect": "pyro_truncated.search.gp_select",
 }
 
+# Tools for authors of models, understood here until version 0.4; the warning comes once.
+_MOVED = {
+    "UniqueModule",
+    "ask",
+    "check_counts",
+    "check_observable",
+    "device_of",
+    "names_arguments",
+    "positions_of",
+    "refuse",
+    "selected_rows",
+    "some_rows",
+    "sums_of",
+    "takes_arrays",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name in _LATER:
         value = globals()[name] = getattr(importlib.import_module(_LATER[name]), name)
+        return value
+    if name in _MOVED:
+        warnings.warn(f"{name} is pyro_truncated.extend.{name} since version 0.3", DeprecationWarning, stacklevel=2)
+        value = globals()[name] = getattr(importlib.import_module("pyro_truncated.extend"), name)
         return value
     if name == "__version__":
         return importlib.metadata.version("pyro-truncated")

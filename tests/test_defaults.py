@@ -12,7 +12,7 @@ from pyro.infer import SVI
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, SampledSearch, Truncated_ELBO, check_truncation
 from pyro_truncated.search import GPSelect, Preselection, Singletons
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.utils.console import note_once
 from tests import zoo
 
 Y = torch.tensor([-1.1, 0.2, 0.9, 2.1, 0.4])
@@ -74,7 +74,7 @@ def test_one_line_tells_what_was_chosen(caplog):
 
 
 def test_without_logging_it_goes_to_standard_error_once(capsys, monkeypatch):
-    monkeypatch.setattr("pyro_truncated.utils.notes._logger", logging.Logger("alone"))
+    monkeypatch.setattr("pyro_truncated.utils.console._logger", logging.Logger("alone"))
     note_once("a line")
     note_once("a line")
     assert capsys.readouterr().err == "pyro_truncated: a line\n"

@@ -245,7 +245,7 @@ def test_the_example_of_a_docstring_runs(name, tmp_path, monkeypatch):
     """It knows the names of the face, of Pyro and of its own part of the library, and imports any others. Loops are cut short."""
     code, part = EXAMPLES[name]
     monkeypatch.chdir(tmp_path)
-    faces = [pyro_truncated, importlib.import_module(part)]
+    faces = [pyro_truncated, pyro_truncated.extend, importlib.import_module(part)]
     names: dict[str, Any] = {public: getattr(face, public) for face in faces for public in getattr(face, "__all__", ())}
     names |= ALWAYS | {"range": lambda *limits: itertools.islice(range(*limits), 3)}
     names |= DATA[name]()
@@ -262,7 +262,14 @@ def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(logging.getLogger("pyro_truncated"), "level", logging.ERROR)
     names: dict[str, Any] = {**ALWAYS, "pyro_truncated": pyro_truncated, "warnings": warnings}
-    for face in (pyro_truncated, models, pyro_truncated.datasets, pyro_truncated.distributions, importlib.import_module(part)):
+    for face in (
+        pyro_truncated,
+        pyro_truncated.extend,
+        models,
+        pyro_truncated.datasets,
+        pyro_truncated.distributions,
+        importlib.import_module(part),
+    ):
         names |= {public: getattr(face, public) for public in getattr(face, "__all__", ())}
     session = doctest.DocTestParser().get_doctest(docstring, names, name, None, None)
     assert doctest.DocTestRunner(optionflags=doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS).run(session).failed == 0
@@ -270,6 +277,7 @@ def test_the_session_of_a_docstring_prints_what_it_shows(name, tmp_path, monkeyp
 
 SHOWN = (
     "",
+    ".extend",
     ".models",
     ".search",
     ".datasets",

@@ -10,30 +10,22 @@ DOC = '"""What it is."""\n'
 BROKEN = {
     "imported": (DOC + "from pyro_truncated.states.space import _shift\n", "uses the private name _shift"),
     "module": (DOC + "import torch._inductor\n", "uses the private name _inductor"),
-    "attribute": (DOC + "def f(guide):\n    'Do.'\n    return guide._store\n", "uses the private name _store"),
-    "by string": (DOC + "def f(guide):\n    'Do.'\n    return getattr(guide, '_store')\n", "uses the private name _store"),
-    "long": (DOC + "\n" * 300, "longer than 300 lines"),
-    "function": (DOC + "__all__ = []\ndef f():\n    return 1\n", "f has no docstring"),
-    "method": (DOC + "class A:\n    'An A.'\n    def f(self):\n        return 1\n", "A.f has no docstring"),
+    "crowded": (DOC + f"def _f({', '.join('abcdefghi')}):\n    return 1\n", "_f has more than 8 parameters"),
+    "crowded method": (DOC + f"class A:\n    def _f(self, {', '.join('abcdefghi')}):\n        return 1\n", "_f has more than 8 parameters"),
     "own list": (
         DOC + "from pyro_truncated.states import Population\n",
         "takes pyro_truncated.states.Population from the list of names of its own folder",
     ),
-    "model": (DOC + "def f():\n    'Do.'\n    from pyro_truncated.models import NoisyOr\n", "imports models, which lie above it"),
     "face": (
         DOC + "from pyro_truncated import AutoTruncated\n",
         "takes pyro_truncated.AutoTruncated from the list of names of its own folder",
     ),
 }
 ALLOWED = {
-    "own attribute": DOC + "class A:\n    'An A.'\n    def __init__(self, other):\n        self._x = other._x\n",
-    "inherited": DOC + "class A(B):\n    'An A.'\n    def __len__(self):\n        return self._x, super()._y, type(self)._z\n",
-    "own function": DOC + "def _f():\n    return 1\n\nclass A:\n    'An A.'\n    f = staticmethod(_f)\n",
-    "of others": DOC + "def f(tensor):\n    'Do.'\n    return tensor._version, tensor.__class__\n",
-    "setter": DOC
-    + "class A:\n    'An A.'\n    @property\n    def f(self):\n        'Do.'\n    @f.setter\n    def f(self, value):\n        pass\n",
+    "of others": DOC + "from torch.utils import _pytree\n",
+    "eight": DOC + f"class A:\n    def _f(self, {', '.join('abcdefgh')}):\n        return 1\n",
+    "public": DOC + f"def f({', '.join('abcdefghi')}):\n    return 1\n",
     "file of the folder": DOC + "from pyro_truncated.states.space import StateSpace\nfrom pyro_truncated import states\n",
-    "300 lines": DOC + "\n" * 299,
 }
 
 
@@ -62,3 +54,25 @@ def test_files_of_one_name_hold_one_idea(tmp_path):
     (found,) = house(tmp_path, **{"pyro_truncated/states/linear": DOC})
     assert found.startswith("linear.py: is the name of files in models, ")
     assert found.endswith("pyro_truncated/states")
+
+
+@pytest.mark.parametrize(
+    ("text", "importers", "what"),
+    [
+        (
+            DOC,
+            1,
+            ["pyro_truncated/states/new.py: is short, has one importer, and its docstring does not say why it is `A file of its own`"],
+        ),
+        (DOC, 2, []),
+        (DOC + "\n" * 59, 1, []),
+        ('"""What it is. A file of its own, for torch is slow to import."""\n', 1, []),
+    ],
+)
+def test_short_files_with_one_importer_give_a_reason(text, importers, what, tmp_path):
+    users = {f"pyro_truncated/states/user_{n}": DOC + "from pyro_truncated.states.new import f\n" for n in range(importers)}
+    assert house(tmp_path, **{"pyro_truncated/states/new": text, **users}) == what
+
+
+def test_kernels_take_as_many_arrays_as_they_need(tmp_path):
+    assert house(tmp_path, **{"pyro_truncated/ops/compiled/new": DOC + f"def _f({', '.join('abcdefghi')}):\n    return 1\n"}) == []

@@ -57,6 +57,14 @@ def test_every_public_name_is_there(name):
     assert name in dir(pyro_truncated)
 
 
+@pytest.mark.parametrize("name", pyro_truncated.extend.__all__)
+def test_tools_for_authors_are_still_found_in_the_face_with_a_warning(name, monkeypatch):
+    monkeypatch.delitem(vars(pyro_truncated), name, raising=False)
+    with pytest.warns(DeprecationWarning, match=rf"{name} is pyro_truncated.extend.{name} since"):
+        found = getattr(pyro_truncated, name)
+    assert found is getattr(pyro_truncated.extend, name) is getattr(pyro_truncated, name)
+
+
 def test_parts_are_attributes_of_the_package():
     assert pyro_truncated.diagnostics.to_arviz is pyro_truncated.to_arviz
     with pytest.raises(AttributeError, match="no attribute 'to_arvis'"):

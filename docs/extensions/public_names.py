@@ -29,6 +29,7 @@ PACKAGES = {
     "pyro_truncated.callbacks": "Callbacks",
     "pyro_truncated.distributed": "Several processes",
     "pyro_truncated.sklearn": "Estimators for scikit-learn",
+    "pyro_truncated.extend": "Tools for authors of models",
 }
 TUTORIALS = (
     "twenty_lines",

@@ -26,7 +26,7 @@ from pyro_truncated.diagnostics.truncation.evidence import Evidence, estimate_ev
 from pyro_truncated.diagnostics.truncation.exact import ExactComparison, compare_with_enumeration
 from pyro_truncated.diagnostics.truncation.findings import TruncationWarning
 from pyro_truncated.diagnostics.truncation.report import TruncationReport, check_truncation
-from pyro_truncated.utils.arviz_converters import convert_owner
+from pyro_truncated.utils.arviz_compat import convert_owner
 
 __all__ = [
     "Calibration",

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.owned_rows import is_left_to_owners
-from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.console import Described
 
 # SVI shows its optimiser to nobody.
 _made: WeakSet[AllReduced] = WeakSet()

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.mapped_files import file_of, release
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 # Methods of a tensor that move it or change its type, but not its rows.
 _KEEP_ROWS = {"to", "cpu", "cuda", "double", "float", "half", "bfloat16", "contiguous", "detach", "pin_memory", "clone"}

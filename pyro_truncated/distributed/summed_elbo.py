@@ -11,7 +11,7 @@ from torch import Tensor
 from pyro_truncated.distributed import world
 from pyro_truncated.distributed.owned_rows import ending_together
 from pyro_truncated.distributed.shards import portion_of
-from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.console import Described
 
 
 class SummedELBO(Described, ELBO):

@@ -19,7 +19,7 @@ from pyro_truncated.distributions.spike_slab import SpikeSlabSuperposition
 from pyro_truncated.distributions.superposition import Superposition
 from pyro_truncated.ops.component_sums import sums_of_components
 from pyro_truncated.ops.low_rank import products_of_components
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.constraints import or_missing
 
 __all__ = [
     "ActiveSet",

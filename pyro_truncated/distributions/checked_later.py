@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributions import Distribution, constraints
 
 from pyro_truncated.ops import is_vectorised, refuse
-from pyro_truncated.utils.finite import check_entries
+from pyro_truncated.utils.constraints import check_entries
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from pyro_truncated.distributions.slabs import SlabSuperposition
 from pyro_truncated.distributions.superposition import Statistics, data_sums, trials
 from pyro_truncated.ops.unpacked import collapse_correlated
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import without_missing
+from pyro_truncated.utils.constraints import without_missing
 
 
 class CorrelatedSlabSuperposition(SlabSuperposition):

@@ -14,8 +14,7 @@ from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import rows_per_block
-from pyro_truncated.utils.finite import finite
-from pyro_truncated.utils.missing import has_missing, or_missing, without_missing
+from pyro_truncated.utils.constraints import finite, has_missing, or_missing, without_missing
 
 
 class LinearSuperposition(GaussianSuperposition):

@@ -13,7 +13,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.superposition import Statistics, Superposition, check_binary, data_sums
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import or_missing, without_missing
+from pyro_truncated.utils.constraints import or_missing, without_missing
 
 
 class FamilyMaximum(Superposition):

@@ -12,8 +12,7 @@ from torch.distributions import constraints
 from pyro_truncated.ops import refuse
 from pyro_truncated.ops.piecewise import Segments, maximum_segments
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import check_entries, finite, positive_finite
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.constraints import check_entries, finite, or_missing, positive_finite
 
 _REFINEMENTS = 2
 

@@ -13,8 +13,7 @@ from pyro_truncated.distributions.superposition import GaussianSuperposition, St
 from pyro_truncated.ops.unpacked import largest
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import finite
-from pyro_truncated.utils.missing import or_missing, without_missing
+from pyro_truncated.utils.constraints import finite, or_missing, without_missing
 
 
 class MaximumSuperposition(GaussianSuperposition):

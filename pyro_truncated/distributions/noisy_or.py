@@ -13,7 +13,7 @@ from pyro_truncated.distributions.superposition import Statistics, Superposition
 from pyro_truncated.ops.unpacked import log1mexp, log_off
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.missing import or_missing, without_missing
+from pyro_truncated.utils.constraints import or_missing, without_missing
 
 
 class NoisyOrSuperposition(Superposition):

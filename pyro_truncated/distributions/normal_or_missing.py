@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributions import constraints
 
 from pyro_truncated.distributions.checked_later import checked_later
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.constraints import or_missing
 
 _Normal: Any = checked_later(dist.Normal)
 _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)

@@ -13,7 +13,7 @@ from pyro_truncated.distributions.linear import biased_error
 from pyro_truncated.distributions.superposition import GaussianSuperposition, Statistics, check_binary
 from pyro_truncated.ops.unpacked import product
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.missing import missing_where, or_missing
+from pyro_truncated.utils.constraints import missing_where, or_missing
 
 _Arguments = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 

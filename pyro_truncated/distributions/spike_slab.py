@@ -13,8 +13,7 @@ from pyro_truncated.distributions.superposition import Statistics, data_sums, tr
 from pyro_truncated.ops.unpacked import collapse, product
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import finite
-from pyro_truncated.utils.missing import without_missing
+from pyro_truncated.utils.constraints import finite, without_missing
 
 
 class SpikeSlabSuperposition(SlabSuperposition):

@@ -14,7 +14,7 @@ from pyro_truncated import ops
 from pyro_truncated.distributions.checked_later import validate_later
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.missing import in_blocks
+from pyro_truncated.utils.constraints import in_blocks
 
 Statistics = dict[str, Tensor]
 
@@ -220,7 +220,7 @@ def data_sums(rows: Tensor, is_observed: Tensor | None) -> Statistics:
 
     Args:
         rows: the data in float64, zero where missing.
-        is_observed: which entries are observed, ``None`` for all, see :func:`~pyro_truncated.utils.missing.without_missing`.
+        is_observed: which entries are observed, ``None`` for all, see :func:`~pyro_truncated.utils.constraints.without_missing`.
 
     Returns:
         ``num_data``, a scalar; the number ``observed`` of entries, their ``sums`` and ``squares``, ``(D,)`` each.

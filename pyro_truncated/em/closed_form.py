@@ -16,8 +16,8 @@ from pyro_truncated.distributed import world
 from pyro_truncated.ops import together
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import check_kinds
-from pyro_truncated.utils.places import brought, device_of_module
-from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.console import Described
+from pyro_truncated.utils.devices import brought, device_of_module
 
 Statistics = dict[str, Tensor]
 

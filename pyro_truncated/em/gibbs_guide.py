@@ -21,7 +21,7 @@ from pyro_truncated.search.preselection import Preselection
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.places import device_of_module
+from pyro_truncated.utils.devices import device_of_module
 
 
 @dataclasses.dataclass(frozen=True)

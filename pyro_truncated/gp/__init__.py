@@ -30,7 +30,6 @@ from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovarianc
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, pivoted_cholesky
 from pyro_truncated.gp.subset import (
     AllNoiseWarning,
-    CholQRSearch,
     CoregionalizedGPRegression,
     ExchangeSearch,
     InducingSubset,
@@ -41,13 +40,7 @@ from pyro_truncated.gp.subset import (
     SubsetVariationalGP,
 )
 from pyro_truncated.gp.subset.leave_one_out import LeaveOneOutRegression
-from pyro_truncated.gp.subset.published import (
-    GreedyVarianceSearch,
-    InformativeVectorSearch,
-    KMeansSearch,
-    RandomSearch,
-    TitsiasSearch,
-)
+from pyro_truncated.gp.subset.subset_search import RandomSearch
 from pyro_truncated.gp.uncertain.inputs import Expectation, Quadrature, Sampling, SpikeSlabInputs
 from pyro_truncated.gp.uncertain.psi_statistics import PsiStatistics, closed_form, psi_statistics
 
@@ -55,7 +48,6 @@ __all__ = [
     "ActiveSet",
     "ActiveSetScaleWarning",
     "AllNoiseWarning",
-    "CholQRSearch",
     "CoregionalizedGPRegression",
     "CountKernel",
     "DataKernel",
@@ -65,14 +57,11 @@ __all__ = [
     "FunctionKernel",
     "GPyTorchKernel",
     "Graphs",
-    "GreedyVarianceSearch",
     "HashedCounts",
     "HistogramIntersectionKernel",
     "IdentityKernel",
     "InducingSubset",
-    "InformativeVectorSearch",
     "JitterWarning",
-    "KMeansSearch",
     "LeaveOneOutRegression",
     "LinearARD",
     "LowRankCovariance",
@@ -95,7 +84,6 @@ __all__ = [
     "SubsetSparseGPRegression",
     "SubsetVariationalGP",
     "SumKernel",
-    "TitsiasSearch",
     "UniformSplits",
     "as_data_kernel",
     "closed_form",

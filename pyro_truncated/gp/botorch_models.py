@@ -126,7 +126,7 @@ class SubsetAllocator(InducingPointAllocator):
     Args:
         targets: ``(n,)`` or ``(n, H)``; standardised here.
         noise: noise variance of standardised targets.
-        algorithm: ``"exchange"``, ``"cholqr"``, or a :class:`~pyro_truncated.gp.SubsetSearch`.
+        algorithm: ``"exchange"``, or a :class:`~pyro_truncated.gp.SubsetSearch`.
         max_attempts: most attempts to exchange members.
         generator: source of randomness.
     """

@@ -1,4 +1,7 @@
-"""Likelihoods of latent Gaussian processes beside those of :mod:`pyro.contrib.gp.likelihoods`."""
+"""Likelihoods of latent Gaussian processes beside those of :mod:`pyro.contrib.gp.likelihoods`.
+
+A file of its own: regressions have no use for it.
+"""
 
 from __future__ import annotations
 

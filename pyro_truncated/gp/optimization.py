@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,18 @@ class Minimum(NamedTuple):
 
 class OutOfTimeError(Exception):
     """Ends an optimiser in the middle of a line search."""
+
+
+def snapshot(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Copies of tensors, such as parameters or the values of a ``state_dict()``."""
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+@torch.no_grad()
+def load_snapshot(tensors: Iterable[Tensor], values: Iterable[Tensor]) -> None:
+    """Gives tensors, in place, the values that :func:`snapshot` took."""
+    for tensor, value in zip(tensors, values, strict=True):
+        tensor.copy_(value)
 
 
 def minimize(
@@ -57,7 +69,7 @@ def minimize(
     """
     if not parameters:
         return Minimum(float(evaluate()), 0)
-    best, kept, count = math.inf, [p.detach().clone() for p in parameters], 0
+    best, kept, count = math.inf, snapshot(parameters), 0
     limit = max_iterations * 5 // 4 if max_evaluations is None else max_evaluations
     optimizer = torch.optim.LBFGS(
         list(parameters), max_iter=min(max_iterations, limit), max_eval=limit, tolerance_change=tolerance,
@@ -79,7 +91,7 @@ def minimize(
             # Torch's L-BFGS flattens gradients as they lie in memory.
             parameter.grad = None if parameter.grad is None else parameter.grad.contiguous()
         if value < best:
-            best, kept = value, [p.detach().clone() for p in parameters]
+            best, kept = value, snapshot(parameters)
             on_better(value)
         return value
 
@@ -88,9 +100,7 @@ def minimize(
     except OutOfTimeError:
         pass
     finally:
-        with torch.no_grad():
-            for parameter, value in zip(parameters, kept, strict=True):
-                parameter.copy_(value)
+        load_snapshot(parameters, kept)
         optimizer.zero_grad()
     return Minimum(best if math.isfinite(best) else math.nan, int(optimizer.state[parameters[0]].get("n_iter", 0)))
 

@@ -12,8 +12,8 @@ from pyro_truncated.gp.cholesky import independent_cholesky
 from pyro_truncated.gp.kernels.evaluation import Covariance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.constraints import check_entries, finite
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import check_entries, finite
 
 # Below this share of the largest variance, what is left of a diagonal is rounding error.
 _ROUNDING = 1e-13

@@ -4,19 +4,23 @@ from pyro_truncated.gplvm.decoders.candidate_latents import CandidateLatents
 from pyro_truncated.gplvm.decoders.function_decoder import SASFunctionDecoder
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.principal_components import principal_components
-from pyro_truncated.gplvm.spike_slab.analytic_elbo import Analytic_ELBO
-from pyro_truncated.gplvm.spike_slab.fitting import Fit, fit
+from pyro_truncated.gplvm.spike_slab.fitting import (
+    Fit,
+    fit,
+    initialize,
+    maximize_bound,
+    remove_dimensions,
+    settle_switches,
+    switch_log_odds,
+    switch_moves,
+    update_switches,
+)
 from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior, Prediction
-from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
-from pyro_truncated.gplvm.spike_slab.initialization import initialize
+from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior, latents_to_arviz
 from pyro_truncated.gplvm.spike_slab.label_likelihoods import BernoulliLabels, CategoricalLabels, LabelLikelihood, PoissonCounts
-from pyro_truncated.gplvm.spike_slab.latents_to_arviz import latents_to_arviz
-from pyro_truncated.gplvm.spike_slab.minibatches import explicit_copy, fit_minibatches, natural_step
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
-from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
-from pyro_truncated.gplvm.spike_slab.relevance_plots import plot_latents, plot_relevance, plot_switches
-from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
-from pyro_truncated.gplvm.spike_slab.switches import remove_dimensions, settle_switches, switch_log_odds, switch_moves, update_switches
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM, SpikeSlabMRD
+from pyro_truncated.gplvm.spike_slab.plots import plot_latents, plot_relevance, plot_switches
+from pyro_truncated.gplvm.spike_slab.svi import Analytic_ELBO, explicit_copy, fit_minibatches, natural_step
 from pyro_truncated.gplvm.spike_slab.time_prior import TimePrior
 
 __all__ = [

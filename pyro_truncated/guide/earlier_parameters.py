@@ -11,7 +11,7 @@ import torch
 
 from pyro_truncated.program.call import Call
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.own_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from pyro_truncated.program.inspection import ordinary_tensors
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.states.population import Population, initial_population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.utils.console import note_once
 
 _STREAM = "stream"
 

@@ -25,11 +25,10 @@ from pyro_truncated.program.product_layout import ProductLayout
 from pyro_truncated.program.product_scorer import ProductScorer
 from pyro_truncated.program.sites import sample_nodes
 from pyro_truncated.program.subsampling import in_minibatch
+from pyro_truncated.utils.console import note_once, power_of_ten
 from pyro_truncated.utils.counts import naming_empty_plates
 from pyro_truncated.utils.isolation import isolated, spare_random_numbers
-from pyro_truncated.utils.notes import note_once
-from pyro_truncated.utils.representation import power_of_ten
-from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
+from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed
 
 
 def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:

@@ -3,24 +3,37 @@
 from pyro_truncated.ops import forks as forks  # what a forked child must know is noted from the first import on
 from pyro_truncated.ops.backend import is_vectorised, use
 from pyro_truncated.ops.checks import afterwards, ask, cholesky, look, number, refuse, soon, together
-from pyro_truncated.ops.correlated_slabs import (
+from pyro_truncated.ops.evolution import (
+    cross,
+    flip_random,
+    flip_sparse,
+    initial_states,
+    repeated,
+    select_parents,
+    select_top,
+    sparse_flip_probabilities,
+)
+from pyro_truncated.ops.fields import Fields, enumerate_states, pack
+from pyro_truncated.ops.maximum import (
+    maximum_error,
+    maximum_score,
+    maximum_slab_gibbs,
+    maximum_slab_statistics,
+    maximum_statistics,
+    maximum_wins,
+)
+from pyro_truncated.ops.most_active import made_of
+from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
+from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy, square_error
+from pyro_truncated.ops.slabs import (
     correlated_slab_log_prob,
     correlated_slab_moments,
     correlated_slab_moments_by_dimension,
     expected_log_slab_prior,
+    spike_slab_log_prob,
+    spike_slab_moments,
+    spike_slab_moments_by_dimension,
 )
-from pyro_truncated.ops.evolution import cross, flip_random, flip_sparse, select_parents, sparse_flip_probabilities
-from pyro_truncated.ops.fields import Fields, enumerate_states, pack
-from pyro_truncated.ops.initial import initial_states
-from pyro_truncated.ops.maximum import maximum_error, maximum_statistics
-from pyro_truncated.ops.maximum_score import maximum_score, maximum_wins
-from pyro_truncated.ops.maximum_slabs import maximum_slab_gibbs, maximum_slab_statistics
-from pyro_truncated.ops.most_active import made_of
-from pyro_truncated.ops.noisy_or import noisy_or_log_prob, noisy_or_statistics
-from pyro_truncated.ops.quadratic import flip_energy, moments, pair_energy
-from pyro_truncated.ops.selection import repeated, select_top
-from pyro_truncated.ops.spike_slab import spike_slab_log_prob, spike_slab_moments, spike_slab_moments_by_dimension
-from pyro_truncated.ops.square_error import square_error
 from pyro_truncated.ops.streams import Source, Stream, draw_ahead, draw_seed, mixed, positions, uniform, uniform_integers
 from pyro_truncated.ops.values import activation_probabilities, draw_values, unpack, value_probabilities
 from pyro_truncated.ops.words import check_bits, check_words, take

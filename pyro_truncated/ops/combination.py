@@ -9,7 +9,6 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
 from pyro_truncated.ops.words import check_words
 
 _MAX_STATES = 2**20
@@ -41,7 +40,14 @@ def combine(chosen: Tensor, max_active: int | None = None) -> Tensor:
             f"{num_selected} selected latents with up to {limit} of them active make {size} states per data point, over {_MAX_STATES}; "
             "select fewer (num_selected) or lower max_active"
         )
-    return backend("combination", chosen).combine(chosen, *_table(num_selected, limit, chosen.device), limit)  # type: ignore[no-any-return]
+    parent, last = _table(num_selected, limit, chosen.device)
+    out = chosen.new_zeros(len(chosen), size, chosen.shape[2])
+    start = 1
+    for k in range(1, limit + 1):
+        level = slice(start, start + math.comb(num_selected, k))
+        out[:, level] = out[:, parent[level]] | chosen[:, last[level]]
+        start = level.stop
+    return out
 
 
 @functools.lru_cache(maxsize=16)

@@ -1,4 +1,4 @@
-"""Genetic operators on packed states: selection of parents, crossover and mutation.
+"""Populations of packed states: their start, genetic operators, and selection of the best distinct ones.
 
 They are those of Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization", section 3 and appendix D, extended to
 latents of more than two values. All of them treat every data point on its own, and what they draw for it is keyed by its position
@@ -8,15 +8,123 @@ depend on the batch it is in, nor on the device.
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend
-from pyro_truncated.ops.fields import Fields
+from pyro_truncated.ops.fields import Fields, enumerate_states, single_states
 from pyro_truncated.ops.most_active import made_of
-from pyro_truncated.ops.sparse_flips import sparse_flips
 from pyro_truncated.ops.streams import Source, draw_seed, positions
+from pyro_truncated.ops.values import unpack
 from pyro_truncated.ops.words import check_words
+
+# Weights of parents that are drawn only when no fitter one is left, in units of the largest fitness: far below what rounding can see.
+UNFIT, IMPOSSIBLE = 1e-100, 1e-200
+
+# Of a number of flips that is exceeded less often than this, the rest is cut off.
+_NEVER = 1e-18
+
+
+class SparseFlips(NamedTuple):
+    """What decides on flips.
+
+    Attributes:
+        log_stay_off: log probability that an idle binary latent stays so, for every number of active ones, ``(H + 1,)`` float64.
+        switch_off: probability that an active binary latent is switched off, in units of 2**-32, ``(H + 1,)`` int64.
+        log_stay_other: log probability that a latent of several values keeps its value.
+        num_on: random numbers for switching on, one for each latent that is met.
+        num_other: pairs of random numbers for moving latents of several values.
+    """
+
+    log_stay_off: Tensor
+    switch_off: Tensor
+    log_stay_other: float
+    num_on: int
+    num_other: int
+
+
+def sparse_flips(switch_on: Tensor, switch_off: Tensor, rate: float, num_several: int) -> SparseFlips:
+    """Tables for probabilities ``(H + 1,)`` to switch on and off, and a rate for latents of several values."""
+    num_binary = len(switch_on) - 1
+    stay_other = -math.inf if rate == 1 else math.log1p(-rate)
+    numbers = most_flips(num_binary, float(switch_on.max())), most_flips(num_several, rate)
+    return SparseFlips(torch.log1p(-switch_on), (switch_off * 2.0**32).round().long(), stay_other, *numbers)
+
+
+def most_flips(number: int, probability: float) -> int:
+    r"""A number of successes that so many independent trials exceed with probability below 1e-18, by the Chernoff bound.
+
+    :math:`P(X \ge x) \le \exp(-x \log(x / \mu) + x - \mu)` for a sum of mean :math:`\mu < x`.
+    """
+    mean = number * probability
+    if mean == 0:
+        return 0
+    exceeds = (x for x in range(math.ceil(mean), number) if x > mean and x * math.log(x / mean) - x + mean > -math.log(_NEVER))
+    return next(exceeds, number)
+
+
+def repeated(words: Tensor) -> Tensor:
+    """Which states of each data point equal an earlier one.
+
+    Args:
+        words: packed states, ``(N, C, W)`` int64.
+
+    Returns:
+        Booleans ``(N, C)``; the first occurrence of a state is ``False``, every further one ``True``.
+
+    Raises:
+        ValueError: if ``words`` is not a three-dimensional int64 tensor.
+    """
+    check_words("words", words)
+    return backend("evolution", words).repeated(words)  # type: ignore[no-any-return]
+
+
+def select_top(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    r"""The ``size`` distinct states of largest log joint in the union of two sets, for every data point.
+
+    A state that occurs more than once counts once, with the log joint of its first occurrence. Since the kept states are the
+    largest of the union, :math:`\log\sum_s p(s, y_n)` over them never falls below that of the best ``size`` states of ``a``.
+    Costs expected :math:`O(S + C)` per data point on the CPU.
+
+    Args:
+        words_a: packed states ``(N, S, W)``, distinct within each data point.
+        log_joint_a: their log joints ``(N, S)``; ``-inf`` is legal, NaN is not.
+        words_b: more packed states ``(N, C, W)``, which may repeat each other and those of ``a``.
+        log_joint_b: their log joints ``(N, C)``.
+        size: number of states to keep.
+
+    Returns:
+        States ``(N, size, W)`` and log joints ``(N, size)`` in their original order, those of ``a`` first. Among states of equal
+        log joint the earlier ones are kept.
+
+    Raises:
+        ValueError: if the shapes do not fit, or a data point has fewer than ``size`` distinct states, which takes ``size > S``.
+    """
+    _check_pair(words_a, log_joint_a, words_b, log_joint_b, size)
+    dtype = torch.promote_types(log_joint_a.dtype, log_joint_b.dtype)
+    log_joint_a, log_joint_b = log_joint_a.detach().to(dtype), log_joint_b.detach().to(dtype)
+    words, log_joint, fewest = backend("evolution", words_a).select_top(words_a, log_joint_a, words_b, log_joint_b, size)
+    if fewest >= 0:
+        raise ValueError(f"cannot keep {size} distinct states: a data point has only {fewest} among its states and candidates")
+    return made_of(words, words_a, words_b), log_joint
+
+
+def _check_pair(words_a: Tensor, log_joint_a: Tensor, words_b: Tensor, log_joint_b: Tensor, size: int) -> None:
+    check_words("words_a", words_a)
+    check_words("words_b", words_b)
+    if words_a.shape[0] != words_b.shape[0] or words_a.shape[2] != words_b.shape[2]:
+        raise ValueError(
+            "words_a and words_b must agree in the number of data points and of words; "
+            f"got shapes {tuple(words_a.shape)} and {tuple(words_b.shape)}"
+        )
+    for name, words, log_joint in (("a", words_a, log_joint_a), ("b", words_b, log_joint_b)):
+        if log_joint.shape != words.shape[:2]:
+            raise ValueError(f"log_joint_{name} must have the shape {tuple(words.shape[:2])} of its states; got {tuple(log_joint.shape)}")
+    if size < 1:
+        raise ValueError(f"size must be a positive number of states; got {size}")
 
 
 def select_parents(
@@ -168,3 +276,35 @@ def _check_mutable(words: Tensor, fields: Fields) -> None:
     check_words("words", words)
     if not len(fields.mutable):
         raise ValueError("a space of a single state has nothing to mutate")
+
+
+_SMALL_SPACE = 4096
+
+
+def initial_states(fields: Fields, num_data: int, num_states: int, generator: Source = None, *, rows: Tensor | None = None) -> Tensor:
+    """Distinct states to start from, different for each data point, on the CPU.
+
+    See :func:`pyro_truncated.states.population.initial_population`, which moves the result to a device, for which states they are.
+
+    Args:
+        fields: where the latents lie.
+        num_data: number of data points ``N``.
+        num_states: number of states per data point ``S``.
+        generator: source of randomness.
+        rows: positions ``(N,)`` of the data points among all data; default: ``0 .. N - 1``.
+
+    Returns:
+        Packed states ``(N, S, W)``.
+
+    Raises:
+        ValueError: if there are fewer than ``num_states`` states.
+    """
+    if not 1 <= num_states <= fields.size:
+        raise ValueError(f"num_states must be at least 1 and at most the number of states in the space, {fields.size}; got {num_states}")
+    keys = positions(rows, num_data, torch.device("cpu")), draw_seed(generator)
+    _, _, singletons = single_states(fields)
+    others = singletons[:0]
+    if fields.size <= max(_SMALL_SPACE, 4 * num_states):
+        everything = enumerate_states(fields, "cpu")
+        others = everything[(unpack(everything, fields, torch.int64) != 0).sum(-1) > 1]
+    return backend("evolution", singletons).initial_states(singletons, others, fields, num_states, *keys)  # type: ignore[no-any-return]

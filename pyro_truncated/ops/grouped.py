@@ -1,4 +1,7 @@
-"""Rows and the matrices of the groups that they belong to: many small products as few large ones."""
+"""Rows and the matrices of the groups that they belong to: many small products as few large ones.
+
+So are square distances of data points from the means of components, in units of their covariances.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pyro_truncated.ops.backend import backend
 from pyro_truncated.utils.budget import rows_per_block
 
 # Blocks this long keep a matrix busy; longer ones hold more padding.
@@ -48,7 +50,7 @@ class Grouped:
     def of(cls, group: Tensor, num_groups: int) -> Grouped:
         """The entries of the groups ``(E,)``, numbers below ``num_groups``."""
         size = group.new_zeros(num_groups).index_add_(0, group, torch.ones_like(group))
-        order: Tensor = backend("grouped", group).order_of(group, num_groups)
+        order = group.argsort(stable=True)
         length = min(_LONGEST, max(_SHORTEST, len(group) // (2 * max(1, num_groups))))
         count = (size + length - 1) // length
         last_block = count.cumsum(0)
@@ -74,3 +76,30 @@ class Grouped:
     def gather(self, values: Sequence[Tensor]) -> Tensor:
         """The values ``(E, ...)`` of the entries, of those ``(B, T, ...)`` that were found for one part after the other."""
         return torch.cat(list(values)).flatten(0, 1)[self.place]
+
+
+def square_distances(rows: Tensor, row: Tensor, component: Tensor, loc: Tensor, whitening: Tensor) -> Tensor:
+    r"""Square lengths :math:`|W_k^\top (x_n - \mu_k)|^2` of some pairs of data points and components; differentiable in all numbers.
+
+    Example:
+        >>> from pyro_truncated.ops.grouped import square_distances
+        >>> rows, means, whitening = torch.tensor([[3.0, 4.0]]), torch.zeros(2, 2), torch.stack([torch.eye(2), 2 * torch.eye(2)])
+        >>> square_distances(rows, torch.tensor([0, 0]), torch.tensor([0, 1]), means, whitening)
+        tensor([ 25., 100.])
+
+    Args:
+        rows: data :math:`x`, ``(N, D)``.
+        row: which data points, numbers below ``N``, ``(E,)``.
+        component: of which components, numbers below ``K``, ``(E,)``.
+        loc: means :math:`\mu`, ``(K, D)``, in the type of the data.
+        whitening: matrices :math:`W`, ``(K, D, D)``, in the same.
+
+    Returns:
+        ``(E,)``.
+    """
+    grouped = Grouped.of(component, len(loc))
+    found = []
+    for part in grouped.parts(3 * rows.element_size() * rows.shape[1]):
+        distance = rows[row[part.entry]] - loc[part.group].unsqueeze(1)
+        found.append((distance @ whitening[part.group]).square().sum(-1))
+    return grouped.gather(found)

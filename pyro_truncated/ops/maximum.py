@@ -1,4 +1,17 @@
-r"""Superposition of active latents by maximum, :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`, for packed states."""
+r"""Superposition of active latents by maximum, for packed states: with normal noise, an exponential family, or slabs.
+
+With normal noise the mean is :math:`\bar y_d(s) = \max(0, \max_h s_h W_{dh})`.
+
+Means of an exponential family are :math:`m_d(s) = \max(b_d, \max_h s_h W_{dh})` with a background :math:`b`. Natural
+parameter and log partition function grow with the mean, so they are the largest of those of the active latents and the background, too.
+
+With slabs the model of a data point given its coefficients :math:`s = b \odot z` is
+
+.. math:: y_d \sim \mathcal N(\max(0, \max_h s_h W_{dh}), \lambda_d^{-1}), \qquad W \ge 0, \qquad
+    b_h \sim \mathrm{Bernoulli}(\pi_h), \qquad z_h \sim \mathcal N(\mu_h, \tau_h^2).
+
+Entries of ``y`` that are NaN are missing and contribute nothing. A coefficient of zero stands for a cause that is off.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +21,8 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.checks import refuse
+from pyro_truncated.ops.streams import Source, draw_seed, positions
 from pyro_truncated.ops.words import check_likelihood, check_weights
 
 
@@ -87,3 +102,185 @@ class _MaximumError(torch.autograd.Function):
         )
         grad_value, grad_weight, grad_precision = (new.to(given.dtype) for new, given in zip(gradients, inputs, strict=True))
         return None, grad_value, grad_weight, grad_precision
+
+
+def maximum_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
+    r"""Log densities :math:`\sum_d y_{nd}\, \eta_d(s) - A_d(s)` of the observed entries of each data point, without the base measure.
+
+    :math:`\eta_d(s)` and :math:`A_d(s)` are the largest natural parameter and the largest log partition function of the active latents and
+    the background; both must have the same order. On the CPU a state costs two comparisons per active latent and observed dimension; sums
+    are taken in float64. Differentiable once in all arguments but the words; of several that are largest the first takes the whole
+    gradient, and the background before all latents.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        natural: natural parameters, ``(D, H + 1)``; the last are those of the background.
+        partition: log partition functions, ``(D, H + 1)``.
+
+    Returns:
+        Sums ``(N, C)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check_score(words, value, natural, partition)
+    return _MaximumScore.apply(words, value, natural, partition)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def maximum_wins(words: Tensor, weights: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    r"""Who explains the data under a superposition by maximum above a background.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        weights: weights :math:`w_{nc}` of the states, ``(N, C)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary and background, or anything that grows with them, ``(D, H + 1)``.
+
+    Returns:
+        First moments :math:`\sum_c w_{nc} s`, ``(N, H)``; sums :math:`\sum_c w_{nc}` of what is largest, ``(N, D)``, also where entries are
+        missing; with :math:`A_{dh}(s) = 1` where ``h`` is the largest, wins :math:`\sum_{nc} w_{nc} A_{dh}(s)` and sums
+        :math:`\sum_{nc} w_{nc}\, y_{nd} A_{dh}(s)` over the observed entries, ``(D, H + 1)``; all float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_weights(words, weights)
+    _check_score(words, value, weight, weight)
+    weight, weights = weight.double(), weights.double()
+    background = weight[:, -1:]
+    active, above, wins, sums = backend("maximum", words).maximum_statistics(words, weights, value, weight[:, :-1] - background)
+    return active, above + weights.sum(1, keepdim=True) * background.mT, wins, sums
+
+
+class _MaximumScore(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> Tensor:
+        ctx.save_for_backward(words, value, natural, partition)
+        remember_context(ctx)
+        return backend("maximum", words).maximum_score(words, value, natural, partition)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        words, value, natural, partition = ctx.saved_tensors
+        _, largest, wins, sums = maximum_wins(words, grad, value, natural)
+        return None, largest.masked_fill(value.isnan(), 0.0).to(value), sums.to(natural), -wins.to(partition)
+
+
+def _check_score(words: Tensor, value: Tensor, natural: Tensor, partition: Tensor) -> None:
+    if natural.dim() != 2 or natural.shape != partition.shape or natural.shape[1] < 2:
+        shapes = f"{tuple(natural.shape)} and {tuple(partition.shape)}"
+        raise ValueError(f"parameters of latents and background must both have shape (D, H + 1); got {shapes}")
+    check_likelihood(words, value, natural[:, :-1], natural[:, -1])
+
+
+def maximum_slab_gibbs(
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    log_odds: Tensor,
+    slab_mean: Tensor,
+    slab_deviation: Tensor,
+    selected: Tensor,
+    coefficients: Tensor,
+    *,
+    burn_in: int,
+    sweeps: int,
+    rows: Tensor | None = None,
+    generator: Source = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Gibbs sampling of the coefficients of a few selected causes of every data point; all others are off.
+
+    An update draws :math:`(b_h, z_h)` jointly from their exact conditional given the other causes: between the places where the cause
+    starts to win another dimension it is Gaussian in :math:`z_h`. A sweep updates every selected cause once, in random order.
+
+    Args:
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W \ge 0`, ``(D, H)``.
+        precision: inverse noise variances :math:`\lambda`, ``(D,)``.
+        log_odds: prior log odds of the indicators, ``(H,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_deviation: :math:`\tau`, ``(H,)``.
+        selected: selected causes, ``(N, K)`` int64, distinct within a row.
+        coefficients: where the chains start, ``(N, H)``; those of causes that are not selected count as zero.
+        burn_in: sweeps before the first one kept.
+        sweeps: sweeps kept, at least one.
+        rows: positions ``(N,)`` of the data points among all data, by which random numbers are keyed; default: ``0 .. N - 1``.
+        generator: source of randomness; default: torch's global generator.
+
+    Returns:
+        The selected causes' coefficients after each sweep kept, ``(N, sweeps, K)``, and the mean over these sweeps of the exact
+        conditional probabilities that they are on, ``(N, K)``; both float64.
+
+    Raises:
+        ValueError: if the shapes do not fit, an element is negative, or a number of sweeps is out of range.
+    """
+    _check_slabs(value, weight, selected)
+    _check_chain(value, weight, selected, coefficients, burn_in, sweeps)
+    keys = positions(rows, len(value), value.device), draw_seed(generator)
+    value, weight, precision = (tensor.detach().double() for tensor in (value, weight, precision))
+    start = coefficients.detach().double().gather(1, selected)
+    prior = [parameter.detach().double()[selected] for parameter in (log_odds, slab_mean, slab_deviation)]
+    kernels = backend("maximum", value)
+    return kernels.slab_gibbs(value, weight, precision, prior, selected, start, burn_in, sweeps, *keys)  # type: ignore[no-any-return]
+
+
+def maximum_slab_statistics(value: Tensor, weight: Tensor, selected: Tensor, draws: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    r"""What the causes win under a dictionary, summed over the data points and averaged over draws of their coefficients.
+
+    With :math:`A_{dh} = 1` where cause ``h`` attains a positive maximum in the observed dimension ``d``:
+    :math:`\sum_n \langle A_{dh} s_h \rangle y_{nd}`, :math:`\sum_n \langle A_{dh} s_h^2 \rangle` and
+    :math:`\sum_n \langle (y_{nd} - \max(0, \max_h s_h W_{dh}))^2 \rangle`.
+
+    Args:
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W \ge 0`, ``(D, H)``.
+        selected: selected causes, ``(N, K)``.
+        draws: their coefficients, ``(N, S, K)``.
+
+    Returns:
+        ``(D, H)``, ``(D, H)`` and ``(D,)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit, or an element is negative.
+    """
+    _check_slabs(value, weight, selected)
+    if draws.dim() != 3 or draws.shape[::2] != selected.shape:
+        raise ValueError(f"draws must have shape (N, S, K) with (N, K) = {tuple(selected.shape)}; got {tuple(draws.shape)}")
+    kernels = backend("maximum", value)
+    products, squares, errors = kernels.slab_statistics(
+        value.detach().double(), selected, draws.detach().double(), weight.detach().double()
+    )
+    num_draws = draws.shape[1]
+    return products / num_draws, squares / num_draws, errors / num_draws
+
+
+def _check_slabs(value: Tensor, weight: Tensor, selected: Tensor) -> None:
+    if value.dim() != 2 or weight.dim() != 2 or value.shape[1] != weight.shape[0]:
+        raise ValueError(f"value (N, D) and weight (D, H) must share D; got {tuple(value.shape)} and {tuple(weight.shape)}")
+    if selected.dim() != 2 or len(selected) != len(value):
+        raise ValueError(f"selected must have shape (N, K) with N = {len(value)}; got {tuple(selected.shape)}")
+    refuse(((selected < 0) | (selected >= weight.shape[1])).any(), lambda: _complain_of_selected(selected, weight))
+    refuse(~(weight >= 0).all(), _complain_of_weight)
+
+
+def _complain_of_selected(selected: Tensor, weight: Tensor) -> None:
+    raise ValueError(f"selected causes must lie in 0 .. {weight.shape[1] - 1}; got {int(selected.min())} .. {int(selected.max())}")
+
+
+def _complain_of_weight() -> None:
+    raise ValueError("weight must not be negative (nor NaN): a cause with negative entries would win at negative coefficients")
+
+
+def _complain_of_repetition() -> None:
+    raise ValueError("selected causes repeat within a data point")
+
+
+def _check_chain(value: Tensor, weight: Tensor, selected: Tensor, coefficients: Tensor, burn_in: int, sweeps: int) -> None:
+    ordered = selected.sort(1).values
+    refuse((ordered[:, 1:] == ordered[:, :-1]).any(), _complain_of_repetition)
+    if coefficients.shape != (len(value), weight.shape[1]):
+        raise ValueError(f"coefficients must have shape (N, H) = {(len(value), weight.shape[1])}; got {tuple(coefficients.shape)}")
+    if burn_in < 0 or sweeps < 1:
+        raise ValueError(f"burn_in must not be negative and sweeps be at least 1; got {burn_in} and {sweeps}")

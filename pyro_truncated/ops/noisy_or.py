@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
 from pyro_truncated.ops.words import check_likelihood, check_weights
-from pyro_truncated.utils.facts import known_of
+from pyro_truncated.utils.devices import known_of
 
 
 def noisy_or_log_prob(

@@ -1,4 +1,4 @@
-"""Quadratic functions of packed binary states, and their moments.
+"""Quadratic functions of packed binary states, their moments, and squared residuals of data with missing entries.
 
 All functions of packed binary states take ``words (N, C, W)``, 64 latents to a word (see :class:`pyro_truncated.states.StateSpace`). States
 shared by all data points may come as an expanded tensor.
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.backend import backend, gradient, remember_context
-from pyro_truncated.ops.words import check_bits, check_rows, check_weights
+from pyro_truncated.ops.words import check_bits, check_likelihood, check_rows, check_weights
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
@@ -103,3 +103,41 @@ class _PairEnergy(torch.autograd.Function):
         linear_type, pairwise_type, per_datum, num_latents = ctx.options
         first, second = backend("quadratic", grad).moments(*ctx.saved_tensors, grad, num_latents, per_datum)
         return None, first.to(linear_type), second.to(pairwise_type)
+
+
+def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+    r"""Weighted squared residuals :math:`\sum_d \lambda_d (y_{nd} - \sum_h W_{dh} s_h)^2` over the observed entries of each data point.
+
+    The form for data with missing entries; where nothing is missing, expanding the square into :func:`pair_energy` is cheaper.
+    Differentiable once in ``value``, ``weight`` and ``precision``.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        value: observations, ``(N, D)``; NaN marks a missing entry, which contributes nothing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: weights :math:`\lambda` of the observed dimensions, ``(D,)``.
+
+    Returns:
+        Sums ``(N, C)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_likelihood(words, value, weight, precision)
+    return _SquareError.apply(words, value, weight, precision)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _SquareError(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+        ctx.save_for_backward(words, value, weight, precision)
+        remember_context(ctx)
+        return backend("quadratic", words).square_error(words, value, weight, precision)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor, Tensor]:
+        words, *inputs = ctx.saved_tensors
+        gradients = backend("quadratic", words).square_error_gradients(words, grad, *inputs)
+        value, weight, precision = (gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
+        return None, value, weight, precision

@@ -9,7 +9,7 @@ from pyro_truncated.ops.backend import backend, is_vectorised
 from pyro_truncated.ops.checks import afterwards, refuse
 from pyro_truncated.ops.fields import WORD_BITS
 from pyro_truncated.ops.most_active import made_of
-from pyro_truncated.utils.facts import is_noted, note_of
+from pyro_truncated.utils.devices import is_noted, note_of
 
 
 def take(words: Tensor, positions: Tensor) -> Tensor:

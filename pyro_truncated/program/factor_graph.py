@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pyro_truncated.program.sites import DiscreteSite, is_delta, sample_nodes
-from pyro_truncated.utils.representation import power_of_ten
+from pyro_truncated.utils.console import power_of_ten
 
 # A plate as a program opens it: its name, dimension and size.
 Plate = tuple[str, int, int]

@@ -23,8 +23,8 @@ from pyro_truncated.program.sites import is_delta
 from pyro_truncated.program.supports import elementwise
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.budget import blocks_of_rows
+from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.rows import signed
 
 
 class ObservedValues:

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.restoration.rounds import Learned, agreed, expected_errors, learned_in_rounds
 from pyro_truncated.restoration.similar_windows import with_groups
 from pyro_truncated.restoration.windows import Patches
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _SHARE, _SPREAD = 0.5, 0.2

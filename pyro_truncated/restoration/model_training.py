@@ -18,8 +18,8 @@ from pyro_truncated.search.base import Search
 from pyro_truncated.search.evolutionary import EvolutionarySearch
 from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.temperature import cooling
+from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.progress import progress_bar
 
 _START_TEMPERATURE, _ANNEALED = 3.0, 0.25
 _PATIENCE, _TOLERANCE = 3, 2e-4

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.restoration.restore import Restored
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 # Entries of an image, channels included, that are restored at once: about three GB.
 _MOST = 2**19

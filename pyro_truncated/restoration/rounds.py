@@ -17,9 +17,9 @@ from pyro_truncated.restoration.patch_mixture import PatchMixture, most_probable
 from pyro_truncated.restoration.windows import Patches
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.console import ProgressBar, progress_bar
+from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Chosen on images that are not reported: tests/papers/results/restoration.md.
 _ITERATIONS, _CANDIDATES, _NEAREST = 4, 12, 32

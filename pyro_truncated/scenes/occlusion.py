@@ -17,7 +17,7 @@ from pyro_truncated.ops.scenes import scene_log_prob, scene_means, scene_statist
 from pyro_truncated.scenes.arrangement import depth_rank, places_of
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.finite import finite, positive_finite
+from pyro_truncated.utils.constraints import finite, positive_finite
 
 
 class OccludedScene(TorchDistribution):

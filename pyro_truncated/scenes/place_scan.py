@@ -8,8 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scene_scan import scan_at, scan_places
-from pyro_truncated.ops.scenes import scene_pixel_log_prob
+from pyro_truncated.ops.scenes import scan_at, scan_places, scene_pixel_log_prob
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, join, neighbourhood
 from pyro_truncated.search.base import SearchBatch, forget, set_state, state_of
 from pyro_truncated.utils.budget import blocks_of_rows
@@ -21,7 +20,7 @@ _BYTES_PER_SCORE = 32  # of an object at a place, temporaries included
 class PlaceScan:
     """Compares every object with the image at every place, the hand-crafted way.
 
-    See :func:`~pyro_truncated.ops.scene_scan.scan_places` for the score. The candidates of an object are the places of largest score, no
+    See :func:`~pyro_truncated.ops.scenes.scan_places` for the score. The candidates of an object are the places of largest score, no
     two of them next to each other.
 
     Example:

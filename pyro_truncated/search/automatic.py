@@ -13,7 +13,7 @@ from pyro_truncated.search.exhaustive import ExhaustiveSearch
 from pyro_truncated.states.population import Population
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.utils.console import note_once
 
 
 class AutomaticSearch(Search):

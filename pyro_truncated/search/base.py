@@ -16,7 +16,7 @@ from pyro_truncated.states.moments import Moments
 from pyro_truncated.states.population import Population, join
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.representation import Described
+from pyro_truncated.utils.console import Described
 
 _FEW_PROPOSED = 256
 

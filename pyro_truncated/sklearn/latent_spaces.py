@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.gplvm.spike_slab.fitting import fit
 from pyro_truncated.gplvm.spike_slab.inference import Latents, Posterior
-from pyro_truncated.gplvm.spike_slab.single_view import SpikeSlabGPLVM
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabGPLVM
 from pyro_truncated.sklearn.runs_apart import apart
 from pyro_truncated.utils.counts import check_count, check_counts
 

@@ -11,7 +11,7 @@ import torch
 from sklearn.utils import check_random_state
 
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.own_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store
 
 
 @contextmanager

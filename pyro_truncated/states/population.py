@@ -12,8 +12,8 @@ from torch import Tensor
 from pyro_truncated import ops
 from pyro_truncated.states.space import StateSpace
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import missing_where
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.missing import missing_where
 
 States = Tensor | Mapping[str, Tensor]
 

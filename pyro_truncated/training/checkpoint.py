@@ -12,7 +12,7 @@ from pyro_truncated.training import checkpoint_file
 from pyro_truncated.training.identity import describe_run
 from pyro_truncated.training.refusals import names_alone, refuse_other_models, refuse_other_runs, refuse_stale
 from pyro_truncated.training.run_state import loose_parameters, modules_of_run, remembered, set_state, state_of
-from pyro_truncated.utils.unique_names import absolute_names
+from pyro_truncated.utils.parameter_store import absolute_names
 
 # Raised whenever a file of before could not be read into a run of today: modules, buffers or parts have other names.
 LAYOUT = 4

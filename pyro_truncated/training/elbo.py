@@ -30,11 +30,10 @@ from pyro_truncated.training.shared_lists import drawing_alike, refuse_local_dra
 from pyro_truncated.training.together import averaged_by_others, start_alike, total, watched
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.console import Described
 from pyro_truncated.utils.counts import check_counts
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.prefixes import TakesPrefixed
-from pyro_truncated.utils.representation import Described
-from pyro_truncated.utils.shadowing import refuse_shadowed
+from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed
 
 
 class Truncated_ELBO(Described, ELBO):

@@ -12,7 +12,7 @@ from torch import Tensor
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.medians import Medians
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 _NUM_STATES = 4

@@ -19,7 +19,7 @@ from pyro_truncated.training.redundancy import gained_from_noise, is_spare, leas
 from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start, start_of, states_of
 from pyro_truncated.utils.annealing import Temperature
-from pyro_truncated.utils.own_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store
 
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2

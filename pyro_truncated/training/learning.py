@@ -37,8 +37,8 @@ from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 # Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
 # found 5 to 50 of them on 1000 data points, on 2000 to 6000 88 to 100.

@@ -13,7 +13,7 @@ from torch import Tensor
 from pyro_truncated.distributions.linear import LinearSuperposition
 from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.states.population import Population
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 # The smallest noise, in units of the data, and probability; what the M-step is regularised by, as a part of how often latents are on.
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10

@@ -20,7 +20,7 @@ from pyro_truncated.training.model_parameters import draws_starts, forgetting_gu
 from pyro_truncated.training.model_runs import Run, Settings, layout_of, num_posteriors, offer
 from pyro_truncated.training.resting import trained
 from pyro_truncated.training.starts import Start
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 
 def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:

@@ -30,10 +30,10 @@ from pyro_truncated.training.refusals import refuse_other_runs
 from pyro_truncated.training.shared_checkpoint import for_this_process, refuse_unsaved, save_shared
 from pyro_truncated.training.together import is_shared_run, shared_portion, watched
 from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.console import progress_bar
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.progress import progress_bar
-from pyro_truncated.utils.shadowing import ShadowWatch, refuse_shadowed
+from pyro_truncated.utils.parameter_store import ShadowWatch, refuse_shadowed
 
 # A callback that has a method ``start``, too, is given the training once before the first step, whether the run is new or continued.
 Callback = Callable[["Training"], Mapping[str, float] | bool | None]

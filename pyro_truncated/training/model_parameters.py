@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from pyro_truncated.training.model_kinds import StartingModel
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.constraints import signed
+from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
-from pyro_truncated.utils.rows import signed
 
 # Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
 _LEAST_SIZE = 0.2

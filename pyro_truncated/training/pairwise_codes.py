@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 # Passes in which states follow effects, unless the square error falls by less than that part in one.
 _PASSES, _AT_REST = 30, 1e-4

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pyro_truncated.guide.auto_truncated import AutoTruncated
 from pyro_truncated.training.run_state import modules_of_run
-from pyro_truncated.utils.shadowing import replaced_parameters
+from pyro_truncated.utils.parameter_store import replaced_parameters
 
 MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
 

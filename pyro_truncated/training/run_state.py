@@ -14,8 +14,8 @@ from torch import Tensor
 
 from pyro_truncated.distributed.all_reduced import AllReduced
 from pyro_truncated.search.base import Search
-from pyro_truncated.utils.places import brought, device_of_module
-from pyro_truncated.utils.unique_names import relative_names
+from pyro_truncated.utils.devices import brought, device_of_module
+from pyro_truncated.utils.parameter_store import relative_names
 
 _COUNTS = ("num_evaluations", "num_steps")
 

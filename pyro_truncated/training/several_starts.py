@@ -27,7 +27,7 @@ from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
 from pyro_truncated.training.temperature import cooling
 from pyro_truncated.training.waking import woken
-from pyro_truncated.utils.progress import ProgressBar, progress_bar
+from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
 # Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, of small mixtures, and

@@ -1,4 +1,4 @@
-"""The only place that knows which ArviZ is installed.
+"""The only place that knows which ArviZ is installed, and how objects that know best become ArviZ data.
 
 ========  =======================  =========================
 ArviZ     container of groups      a group
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import warnings
 from collections.abc import Iterator, Mapping
@@ -277,3 +278,30 @@ def draw_comparison(table: Any, ax: Axes) -> None:
     ax.errorbar(table["elpd"].astype(float), heights, xerr=table["se"].astype(float), fmt="o", color="black", capsize=2)
     ax.set_yticks(heights, list(table.index))
     ax.set_xlabel("elpd")
+
+
+@functools.singledispatch
+def convert_owner(owner: Any, *args: Any, **options: Any) -> Any:
+    """Converts the posterior that an object holds, by the function that is registered for its class.
+
+    Functions are registered by ``@convert_owner.register(Class)`` and called with the object, the model's arguments, and the options
+    ``num_samples``, ``num_chains`` and ``seed``; so no model needs to know the diagnostics.
+
+    Example:
+        >>> class Mine:
+        ...     posterior = {"x": [[1.0, 2.0]]}
+        >>> from pyro_truncated.diagnostics import convert_owner
+        >>> @convert_owner.register
+        ... def _(owner: Mine, y, **options):
+        ...     return az.from_dict(posterior=owner.posterior)
+        >>> idata = to_arviz(Mine(), torch.zeros(2))
+
+    Raises:
+        TypeError: if there is none.
+    """
+    raise TypeError(f"no function is registered that converts a {type(owner).__name__} to ArviZ data (convert_owner.register)")
+
+
+def has_converter(owner: Any) -> bool:
+    """Whether a function is registered for the class of an object, or one of its bases."""
+    return convert_owner.dispatch(type(owner)) is not convert_owner.dispatch(object)

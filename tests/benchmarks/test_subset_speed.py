@@ -13,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp import CholQRSearch, ExchangeSearch, smooth_rbf
-from pyro_truncated.gp.subset.objective import SubsetProblem
-from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, random_subset
+from pyro_truncated.gp import ExchangeSearch, SubsetSearch, smooth_rbf
+from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.gp.subset.subset_search import Budget, random_subset
+from tests.papers.baselines.cholqr import CholQRSearch
 
 pytestmark = pytest.mark.benchmark
 

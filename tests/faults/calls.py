@@ -165,8 +165,8 @@ enter(
     progress=False,
 )
 enter("cooling", lambda **k: pt.cooling(**k)(1), start=2.0, steps=5, share=0.5)
-enter("check_counts", pt.check_counts, num=3)
-enter("check_observable", pt.check_observable, model=Fresh(model), y=data(), support=dist.constraints.real)
+enter("check_counts", pt.extend.check_counts, num=3)
+enter("check_observable", pt.extend.check_observable, model=Fresh(model), y=data(), support=dist.constraints.real)
 enter("SVI.step", lambda y, batch_size: svi().step(y, batch_size), y=data(), batch_size=6)
 enter(
     "infer",

@@ -162,10 +162,7 @@ enter("smooth_rbf", gp.smooth_rbf, inputs=uniform(N, 2))
 enter("StudentT", gp.StudentT, df=4.0, scale=1.0)
 enter("Quadrature", gp.Quadrature, degree=5)
 enter("Sampling", gp.Sampling, num_samples=4, seed=0)
-enter("KMeansSearch", gp.KMeansSearch, iterations=3)
-enter("TitsiasSearch", gp.TitsiasSearch, candidates=3)
 enter("ExchangeSearch", gp.ExchangeSearch, information_pivots=4, pool=4, block=2, patience=1, candidates_per_input=2, single_swaps=True)
-enter("CholQRSearch", gp.CholQRSearch, information_pivots=4, pivots="random", adaptive=False, redraw=0.2, members_per_pass=3)
 enter("SpikeSlabInputs", gp.SpikeSlabInputs, loc=uniform(N, 2), variance=uniform(N, 2), probability=uniform(2), prior_share=None)
 
 # --- latent variable models ---

@@ -20,11 +20,10 @@ from pyro.optim import Adam
 from torch import Tensor
 
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, GibbsEM, GibbsGuide, Preselection, Truncated_ELBO
-from pyro_truncated.gplvm import SASDecoder, SpikeSlabGPLVM
-from pyro_truncated.gplvm.spike_slab.analytic_elbo import Analytic_ELBO
+from pyro_truncated.gplvm import Analytic_ELBO, SASDecoder, SpikeSlabGPLVM
 from pyro_truncated.models import BinarySparseCoding, MaxSpikeSlabSparseCoding
 from pyro_truncated.search import Singletons
-from pyro_truncated.utils.unique_names import relative_names
+from pyro_truncated.utils.parameter_store import relative_names
 
 Run = tuple[SVI, tuple[Any, ...]]
 

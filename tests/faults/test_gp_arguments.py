@@ -212,7 +212,6 @@ def test_flags_are_true_or_false(flag):
     model = gp.SubsetGPRegression(X, X[:, 0], num_inducing=2)
     calls = {
         "single_swaps": gp.ExchangeSearch,
-        "adaptive": gp.CholQRSearch,
         "polish": model.fit,
         "fitc": lambda fitc: gp.LeaveOneOutRegression(X, "rbf", 3, fitc=fitc),
     }

@@ -5,14 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pyro_truncated.gp.cholesky import (
-    INDUCING_JITTER,
-    JitterWarning,
-    NotPositiveDefiniteError,
-    factorize,
-    inducing_cholesky,
-    stable_cholesky,
-)
+from pyro_truncated.gp import JitterWarning
+from pyro_truncated.gp.cholesky import INDUCING_JITTER, NotPositiveDefiniteError, factorize, inducing_cholesky, stable_cholesky
 
 N = 15
 

@@ -1,4 +1,4 @@
-"""One order of data and kernel, and one meaning of noise, in all Gaussian processes; what was written before still runs, with a warning."""
+"""One order of data and kernel, and one meaning of noise, in all Gaussian processes."""
 
 from __future__ import annotations
 
@@ -108,14 +108,6 @@ def test_a_subset_regression_is_called_as_it_predicts():
     assert all(map(torch.equal, model(NEW), model.predict(NEW)))
 
 
-@pytest.mark.parametrize("process", [lambda: ActiveSet(X, Y, rbf(), torch.tensor(0.1)), decoder])
-def test_noise_was_the_opposite_of_noiseless(process):
-    found = process()
-    with pytest.warns(DeprecationWarning, match="noiseless"):
-        former = found.predict(NEW, noise=False)
-    torch.testing.assert_close(former, found.predict(NEW, noiseless=True))
-
-
 def covariances(model):
     return model.kernel.columns(torch.arange(3)).detach()
 
@@ -142,37 +134,6 @@ def test_kernels_of_gpytorch_take_inputs():
     gpytorch = pytest.importorskip("gpytorch")
     kernel = gpytorch.kernels.RBFKernel().double()
     torch.testing.assert_close(covariances(SubsetGPRegression(X, Y, kernel)), kernel(X, X[:3]).to_dense().detach())
-
-
-@pytest.mark.parametrize(
-    ("former", "present"),
-    [
-        (lambda k: SubsetGPRegression(k, Y, 4), lambda k: SubsetGPRegression(k, Y, num_inducing=4)),
-        (lambda k: SubsetGPRegression(kernel=k, targets=Y, num_inducing=4), lambda k: SubsetGPRegression(k, Y, num_inducing=4)),
-        (lambda k: SubsetGPRegression(k, targets=Y), lambda k: SubsetGPRegression(k, Y)),
-        (lambda k: InducingSubset(k, Y, 4, 0.1), lambda k: InducingSubset(k, Y, num_inducing=4, noise=0.1)),
-        (lambda k: CoregionalizedGPRegression(kernel=k, targets=Y), lambda k: CoregionalizedGPRegression(k, Y)),
-        (lambda k: SubsetSparseGPRegression(k, Y[:, 0], 4), lambda k: SubsetSparseGPRegression(k, Y[:, 0], num_inducing=4)),
-        (
-            lambda k: SubsetVariationalGP(k, Y[:, 0], likelihoods.Gaussian(), 4),
-            lambda k: SubsetVariationalGP(k, Y[:, 0], likelihood=likelihoods.Gaussian(), num_inducing=4),
-        ),
-    ],
-)
-def test_a_kernel_first_and_numbers_by_position_are_understood(former, present):
-    with pytest.warns(DeprecationWarning, match=r"write \w+\(X=..., y=..."):
-        old = former(PyroKernel(rbf(), X))
-    new = present(PyroKernel(rbf(), X))
-    assert type(old) is type(new)
-    assert getattr(old, "num_inducing", 4) == getattr(new, "num_inducing", 4)
-    torch.testing.assert_close(covariances(old), covariances(new))
-
-
-def test_an_active_set_is_understood_with_its_kernel_first():
-    kernel, noise = rbf(), torch.tensor(0.1)
-    with pytest.warns(DeprecationWarning, match="latents=..., outputs="):
-        former = ActiveSet(kernel, noise, X, Y)
-    torch.testing.assert_close(former.predict(NEW), ActiveSet(X, Y, kernel, noise).predict(NEW))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,7 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp import LinearARD, Quadrature, Sampling, SpikeSlabInputs, closed_form
-from pyro_truncated.gp.uncertain.psi_statistics import psi_statistics
+from pyro_truncated.gp import LinearARD, Quadrature, Sampling, SpikeSlabInputs, closed_form, psi_statistics
 from pyro_truncated.ops import memory_budget
 from pyro_truncated.ops.compiled import mixture_products as mixture_products_cpu
 from pyro_truncated.ops.mixture_products import mixture_products

@@ -7,9 +7,15 @@ import torch
 from pyro.contrib.gp import kernels
 from pyro.contrib.gp.likelihoods import Gaussian
 
-from pyro_truncated.gp import LeaveOneOutRegression
-from pyro_truncated.gp.data_kernels import PrecomputedKernel, PyroKernel
-from pyro_truncated.gp.subset import InducingSubset, SubsetGPRegression, SubsetSparseGPRegression, SubsetVariationalGP
+from pyro_truncated.gp import (
+    InducingSubset,
+    LeaveOneOutRegression,
+    PrecomputedKernel,
+    PyroKernel,
+    SubsetGPRegression,
+    SubsetSparseGPRegression,
+    SubsetVariationalGP,
+)
 from pyro_truncated.gplvm import Posterior, SASDecoder, SpikeSlabGPLVM
 
 X = torch.linspace(-1, 1, 12, dtype=torch.float64)[:, None]

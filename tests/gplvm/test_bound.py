@@ -14,7 +14,7 @@ from pyro.infer import SVI, Predictive, Trace_ELBO
 from pyro.optim import Adam
 
 from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, Truncated_ELBO
-from pyro_truncated.gp.uncertain.inputs import Quadrature
+from pyro_truncated.gp import Quadrature
 from pyro_truncated.gplvm import (
     Analytic_ELBO,
     SpikeSlabGPLVM,
@@ -24,9 +24,9 @@ from pyro_truncated.gplvm import (
     maximize_bound,
     settle_switches,
     switch_log_odds,
+    switch_moves,
     update_switches,
 )
-from pyro_truncated.gplvm.spike_slab.switches import switch_moves
 from tests.gplvm import exact
 
 DOUBLE = torch.float64

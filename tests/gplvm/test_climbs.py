@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
-from pyro_truncated.gplvm.climbs import maximize_each
-from pyro_truncated.gplvm.decoders.latents import log_joint
-from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
+from pyro_truncated.gplvm.batched_bfgs import maximize_each
+from pyro_truncated.gplvm.decoders.latents import OwnLatents, log_joint
 from tests.gplvm.test_sas_decoder import circle
 
 CENTRES = torch.tensor([[3.0, -2.0, 0.5], [0.0, 1.0, -4.0], [10.0, 0.0, 0.0]], dtype=torch.float64)

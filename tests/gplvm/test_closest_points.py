@@ -13,7 +13,7 @@ from pyro.contrib.gp import kernels
 from pyro_truncated.gp import ActiveSet
 from pyro_truncated.gp.active_sets.nearest_set import NearestSet
 from pyro_truncated.gplvm import CandidateLatents, SASDecoder
-from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
+from pyro_truncated.gplvm.decoders.latents import OwnLatents
 
 
 def curved(num_data, num_outputs, num_latents, generator, noise=0.1):

@@ -12,14 +12,14 @@ from pyro.optim import Adam
 from pyro_truncated import AutoTruncated, ClosedForm, EvolutionarySearch, Population, StateSpace, Truncated_ELBO, ops
 from pyro_truncated.models import BinarySparseCoding
 from pyro_truncated.ops import backend as dispatch
-from pyro_truncated.ops.vectorised import blocks, square_error
+from pyro_truncated.ops.vectorised import blocks, quadratic
 from pyro_truncated.utils.budget import DEFAULT_BUDGET, blocks_of_rows, current_budget, rows_per_block
 
 HERE = torch.zeros(1)
 
 
 def kind(tensor=HERE):
-    return dispatch.backend("selection", tensor).__name__.split(".")[-2]
+    return dispatch.backend("evolution", tensor).__name__.split(".")[-2]
 
 
 def test_kernels_are_compiled_unless_said_otherwise():
@@ -70,13 +70,13 @@ def test_rows_fill_the_budget():
 
 def test_a_gradient_is_computed_as_its_value_was(monkeypatch):
     found = []
-    gradients = square_error.square_error_gradients
+    gradients = quadratic.square_error_gradients
 
     def spy(*arguments):
         found.append(current_budget())
         return gradients(*arguments)
 
-    monkeypatch.setattr(square_error, "square_error_gradients", spy)
+    monkeypatch.setattr(quadratic, "square_error_gradients", spy)
     weight = torch.ones(2, 3, requires_grad=True)
     with ops.use("vectorised"), ops.memory_budget(100):
         error = ops.square_error(torch.ones(1, 1, 1, dtype=torch.long), torch.zeros(1, 2), weight, torch.ones(2))

@@ -12,11 +12,10 @@ from scipy import integrate
 from torch import Tensor
 
 from pyro_truncated import ops
-from pyro_truncated.ops.compiled import maximum_slabs as maximum_slabs_cpu
-from pyro_truncated.ops.compiled import truncated_normal
+from pyro_truncated.ops.compiled import maximum as compiled_maximum
 from pyro_truncated.ops.piecewise import log_interval, maximum_segments, truncated_standard_normal
-from pyro_truncated.ops.vectorised import maximum_slabs as maximum_slabs_dense
-from pyro_truncated.ops.vectorised.maximum_slabs import log_likelihood
+from pyro_truncated.ops.vectorised import maximum as vectorised_maximum
+from pyro_truncated.ops.vectorised.maximum import log_likelihood
 
 NUM_OBSERVED = 9
 POINTS = [-math.inf, -60.0, -45.0, -36.0, -35.5, -31.0, -8.0, -1.0, -1e-9, 0.0, 1e-7, 0.3, 2.0, 7.0, 45.0, 45.3, math.inf]
@@ -78,9 +77,9 @@ def compiled_log_odds(problem: tuple[Tensor, ...], prior: float) -> Tensor:
     terms, order, segments = np.empty((4, NUM_OBSERVED + 1)), np.empty(NUM_OBSERVED + 1, np.int64), np.empty((4, NUM_OBSERVED + 2))
     odds = []
     for n in range(len(value)):
-        count = maximum_slabs_cpu._won(value[n], others[n], element[n], precision, terms)
-        maximum_slabs_cpu._sorted(terms[0], count, order)
-        maximum_slabs_cpu._masses(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
+        count = compiled_maximum._won(value[n], others[n], element[n], precision, terms)
+        compiled_maximum._sorted(terms[0], count, order)
+        compiled_maximum._masses(terms, order, count, prior, mean[n], deviation[n] ** -2, segments)
         odds.append(np.logaddexp.reduce(segments[3, : count + 1]))
     return torch.tensor(odds)
 
@@ -122,7 +121,7 @@ def log_mass_by_quadrature(lower: float, upper: float) -> float:
 def test_normal_masses_are_right_in_the_tails() -> None:
     expected = [log_mass_by_quadrature(lower, upper) for lower, upper in INTERVALS]
     dense = log_interval(*torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)).tolist()
-    compiled = [truncated_normal.log_interval(lower, upper) for lower, upper in INTERVALS]
+    compiled = [compiled_maximum.log_interval(lower, upper) for lower, upper in INTERVALS]
     assert dense == pytest.approx(expected, rel=1e-11, abs=1e-9)
     assert compiled == pytest.approx(expected, rel=1e-11, abs=1e-9)
 
@@ -130,7 +129,7 @@ def test_normal_masses_are_right_in_the_tails() -> None:
 def test_empty_intervals_have_no_mass() -> None:
     for x in POINTS:
         assert log_interval(torch.tensor(x), torch.tensor(x)).item() == -math.inf
-        assert truncated_normal.log_interval(x, x) == -math.inf
+        assert compiled_maximum.log_interval(x, x) == -math.inf
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "dense"])
@@ -138,7 +137,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
     quantiles = torch.tensor([1e-12, 1e-5, 0.1, 0.4999, 0.7, 1 - 1e-5], dtype=torch.float64)
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unsqueeze(1).expand(-1, len(quantiles), -1).unbind(-1)
     if implementation == "cpu":
-        numbers = [[truncated_normal.truncated_standard_normal(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
+        numbers = [[compiled_maximum.truncated_standard_normal(a, b, u) for u in quantiles.tolist()] for a, b in INTERVALS]
         x = torch.tensor(numbers, dtype=torch.float64)
     else:
         x = truncated_standard_normal(low, high, quantiles)
@@ -154,7 +153,7 @@ def test_truncated_normal_inverts_the_distribution_function(implementation: str)
 def test_quantile_zero_is_finite() -> None:
     low, high = torch.tensor(INTERVALS, dtype=torch.float64).unbind(1)
     assert truncated_standard_normal(low, high, torch.zeros_like(low)).isfinite().all()
-    assert all(math.isfinite(truncated_normal.truncated_standard_normal(lower, upper, 0.0)) for lower, upper in INTERVALS)
+    assert all(math.isfinite(compiled_maximum.truncated_standard_normal(lower, upper, 0.0)) for lower, upper in INTERVALS)
 
 
 def test_draws_follow_the_density() -> None:
@@ -224,7 +223,7 @@ def test_gibbs_samples_the_joint_posterior_of_two_causes(implementation: str, mo
     else:
         precision, *others = parameters
         prior = [parameter[selected] for parameter in others]
-        draws, chances = maximum_slabs_dense.gibbs(
+        draws, chances = vectorised_maximum.slab_gibbs(
             values, weight, precision, prior, selected, start, burn_in, sweeps, torch.arange(copies), 5
         )
     is_on = torch.zeros(copies, sweeps, 2).scatter_(2, selected.unsqueeze(1).expand_as(draws), (draws != 0).float())
@@ -242,7 +241,7 @@ def test_gibbs_samples_the_joint_posterior_of_two_causes(implementation: str, mo
 
 @pytest.fixture(params=["cpu", "dense"])
 def kernels(request: pytest.FixtureRequest) -> ModuleType:
-    return maximum_slabs_cpu if request.param == "cpu" else maximum_slabs_dense
+    return compiled_maximum if request.param == "cpu" else vectorised_maximum
 
 
 @pytest.mark.parametrize("with_missing", [False, True])
@@ -264,7 +263,7 @@ def test_statistics_are_their_definition(kernels: ModuleType, with_missing: bool
                     k = int(offers.argmax())
                     products[d, selected[n, k]] += value[n, d] * draws[n, s, k]
                     squares[d, selected[n, k]] += draws[n, s, k] ** 2
-    torch.testing.assert_close(kernels.statistics(value, selected, draws, weight), (products, squares, errors), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(kernels.slab_statistics(value, selected, draws, weight), (products, squares, errors), rtol=1e-12, atol=1e-12)
     means = ops.maximum_slab_statistics(value, weight, selected, draws)
     torch.testing.assert_close(means, (products / 2, squares / 2, errors / 2), rtol=1e-12, atol=1e-12)
 

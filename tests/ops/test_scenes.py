@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scene_scan import scan_at, scan_places
-from pyro_truncated.ops.scenes import scene_log_prob, scene_pixel_log_prob, scene_statistics
+from pyro_truncated.ops.scenes import scan_at, scan_places, scene_log_prob, scene_pixel_log_prob, scene_statistics
 from pyro_truncated.ops.unpacked import normal_log_density
-from pyro_truncated.ops.vectorised import scene_scan, scenes
+from pyro_truncated.ops.vectorised import scenes
 
 
 def make_problem(wrap: bool, num_objects: int = 4, num_data: int = 3, num_states: int = 12) -> tuple[Any, ...]:
@@ -174,7 +173,7 @@ def test_scan_is_the_log_likelihood_ratio_of_single_objects(wrap: bool, channels
     torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=2e-3)
     energy = -normal_log_density(images.double(), background.double(), spread[1].double())
     logits = masks.double().logit() - 0.5 * channels * math.log(2 * math.pi * float(spread[0]))
-    dense = scene_scan.scan(images, scene, canvas, energy, logits, masks >= 0)
+    dense = scenes.scan(images, scene, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(dense.double(), expected, rtol=1e-5, atol=1e-4)
 
 
@@ -201,7 +200,7 @@ def test_clutter_raises_what_the_bare_background_cannot_explain() -> None:
     energy = -torch.log(0.7 * behind.exp() + 0.3)
     _, masks, variance = parameters[:3]
     logits = masks.logit() - (2 * math.pi * variance).log()
-    expected = scene_scan.scan(images, parameters, canvas, energy, logits, masks >= 0)
+    expected = scenes.scan(images, parameters, canvas, energy, logits, masks >= 0)
     torch.testing.assert_close(cluttered, expected, rtol=1e-4, atol=2e-3)
     assert not torch.allclose(bare, cluttered, atol=0.1)
 

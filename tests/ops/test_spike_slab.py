@@ -149,7 +149,7 @@ def test_the_determinant_may_exceed_every_float(kind: str) -> None:
 
 def test_wrong_shapes_are_refused() -> None:
     words, _, value, (weight, precision, mean, deviation) = draw(5)
-    with pytest.raises(ValueError, match="slab parameters must have shape"):
+    with pytest.raises(ValueError, match="slabs must have means and deviations of shape"):
         ops.spike_slab_log_prob(words, value, weight, precision, mean[:3], deviation)
     with pytest.raises(ValueError, match="linear must have shape"):
         ops.spike_slab_log_prob(words, value, weight, precision, mean, deviation, torch.zeros(2, 5))

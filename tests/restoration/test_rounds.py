@@ -9,7 +9,7 @@ import torch
 
 from pyro_truncated.restoration import denoise, inpaint, restore, rounds
 from pyro_truncated.restoration.first_guesses import nearly_no_noise
-from pyro_truncated.utils.progress import ProgressBar
+from pyro_truncated.utils.console import ProgressBar
 
 
 def generator(seed: int = 0) -> torch.Generator:

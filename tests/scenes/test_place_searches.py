@@ -14,7 +14,7 @@ from torch import Tensor
 from pyro_truncated import AutoTruncated, StateSpace
 from pyro_truncated.models import OcclusiveComponents
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
-from pyro_truncated.ops.scene_scan import scan_places
+from pyro_truncated.ops.scenes import scan_places
 from pyro_truncated.scenes import (
     PlacementCompletion,
     PlacementMoves,

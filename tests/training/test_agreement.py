@@ -17,7 +17,7 @@ from pyro_truncated.training.model_runs import Settings
 from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 
 def start(each: torch.Tensor, **fields: float) -> Reached:

@@ -18,7 +18,7 @@ from pyro_truncated.training.recombination import Recombination
 from pyro_truncated.training.resting import rested
 from pyro_truncated.training.several_starts import SeveralStarts
 from pyro_truncated.training.starts import Start
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 SETTINGS = Settings(None, 32)
 

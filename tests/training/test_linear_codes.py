@@ -25,7 +25,7 @@ from pyro_truncated.training.model_parameters import copies
 from pyro_truncated.training.model_runs import Run, Settings
 from pyro_truncated.training.plan import Plan
 from pyro_truncated.training.starts import Start, start
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 NUM_LATENTS, NUM_OBSERVED = 4, 6
 

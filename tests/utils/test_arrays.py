@@ -20,7 +20,7 @@ from pyro_truncated import (
     models,
 )
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.gp.data_kernels import PyroKernel
+from pyro_truncated.gp import PyroKernel
 from pyro_truncated.utils.arrays import as_tensors
 
 

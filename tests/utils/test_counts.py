@@ -8,73 +8,62 @@ import pyro.distributions as dist
 import pytest
 import torch
 
-from pyro_truncated import (
-    AutoTruncated,
-    EvolutionarySearch,
-    ExhaustiveSearch,
-    Preselection,
-    SampledSearch,
-    StateSpace,
-    Truncated_ELBO,
-    estimate_evidence,
-)
+from pyro_truncated import AutoTruncated, EvolutionarySearch, ExhaustiveSearch, StateSpace, Truncated_ELBO
 from pyro_truncated import models as library
 from pyro_truncated.scenes.occlusion import OccludedScene
-from pyro_truncated.search import Singletons
 from pyro_truncated.utils.counts import check_count
 from tests import zoo
+from tests.faults import more_calls
+from tests.faults.calls import CALLS
 
-SEARCH = ExhaustiveSearch()
-
-
-def guide_of(num_states=4, **options):
-    case = zoo.binary()
-    guide = AutoTruncated(case.model, num_states, **options)
-    guide.refresh_(*case.args)
-    return guide
-
-
-COUNTS = {
-    "num_states": lambda n: guide_of(n),
-    "max_count": lambda n: AutoTruncated(zoo.counts().model, 2, max_count=n).setup(*zoo.counts().args),
-    "search_steps": lambda n: Truncated_ELBO(SEARCH, search_steps=n),
-    "search_every": lambda n: Truncated_ELBO(SEARCH, search_every=n),
-    "parents": lambda n: EvolutionarySearch(parents=n),
-    "children": lambda n: EvolutionarySearch(children=n),
-    "generations": lambda n: EvolutionarySearch(generations=n),
-    "num_selected": lambda n: Preselection(Singletons(), n),
-    "max_active": lambda n: Preselection(Singletons(), 2, max_active=n),
-    "num_samples": lambda n: SampledSearch(n),
-    "num_samples of draws": lambda n: guide_of().sample_posterior(n),
-    "steps": lambda n: guide_of().infer(zoo.binary().args, SEARCH, n),
-    "num_states of infer": lambda n: guide_of().infer(zoo.binary().args, SEARCH, 1, num_states=n),
-    "number of values": lambda n: StateSpace([2, n]),
-    "num_observed": lambda n: library.DiscreteSparseCoding(n, 2),
-    "num_latents": lambda n: library.BinaryVAE(3, n),
-    "num_objects": lambda n: library.OcclusiveComponents(n, (3, 3), (2, 2)),
+# What takes an integer and does not say so yet: numbers of plots and of conversions. None is added.
+UNNAMED = {
+    "check_truncation": {"num_parents"},
+    "compare_with_enumeration": {"max_states", "memory_budget"},
+    "denoise": {"side"},
+    "inpaint": {"side"},
+    "loo_pit": {"seed"},
+    "plot_covered_mass": {"worst"},
+    "plot_marginals": {"rows"},
+    "plot_predictive_check": {"draws"},
+    "to_arviz": {"num_samples", "num_chains", "num_predictive", "seed", "memory_budget"},
+}
+# A step's arguments are those of the model.
+INTEGERS = {
+    name: {argument for argument, value in make()[1].items() if type(value) is int} - UNNAMED.get(name, set())
+    for name, make in CALLS.items()
+    if name != "SVI.step"
 }
 
 
-@pytest.mark.parametrize("name", COUNTS)
-def test_whatever_is_an_integer_is_a_count(name):
-    for two in (2, np.int64(2), np.uint8(2), torch.tensor(2)):
-        COUNTS[name](two)
+@pytest.mark.parametrize("name", [name for name, arguments in INTEGERS.items() if arguments])
+def test_whatever_takes_an_integer_refuses_all_else_by_name(name):
+    assert more_calls.__name__
+    for argument in sorted(INTEGERS[name]):
+        for value in (2.5, True, "2"):
+            function, arguments = CALLS[name]()
+            with pytest.raises((ValueError, TypeError), match=argument):
+                function(**(arguments | {argument: value}))
+
+
+@pytest.mark.parametrize("two", [2, np.int64(2), np.uint8(2), np.int32(2), torch.tensor(2)])
+def test_whatever_is_an_integer_is_a_count(two):
+    found = check_count("n", two)
+    assert found == 2
+    assert type(found) is int
+    assert StateSpace([two, 2]).cardinalities == (2, 2)
 
 
 @pytest.mark.parametrize("value", [0, -1, 2.0, 2.7, True, "2", None, np.float64(2), torch.tensor(2.0), torch.tensor(True), np.bool_(True)])
-@pytest.mark.parametrize("name", COUNTS)
-def test_nothing_else_is(name, value):
-    if value is None and name in ("max_active", "num_states of infer", "max_count", "parents", "children", "generations"):
-        return  # which says: as the library sees fit
-    with pytest.raises(ValueError, match=rf"{name.split(' of ')[0]}.* must be a positive integer; got "):
-        COUNTS[name](value)
+def test_nothing_else_is(value):
+    with pytest.raises(ValueError, match="num_states must be a positive integer; got "):
+        AutoTruncated(zoo.binary().model, value)
 
 
-def test_counts_become_python_integers():
-    assert type(check_count("n", np.int32(3))) is int
+def test_counts_may_have_another_least_value():
     assert check_count("n", 0, 0) == 0
     with pytest.raises(ValueError, match="num_samples must be an integer of at least 25; got 24"):
-        estimate_evidence(guide_of(), *zoo.binary().args, num_samples=24)
+        check_count("num_samples", 24, 25)
 
 
 def model(y, positions=None, size=None):

@@ -33,8 +33,7 @@ from pyro_truncated import (
 )
 from pyro_truncated import models as ours
 from pyro_truncated.datasets import linear_bars
-from pyro_truncated.gp.data_kernels import PyroKernel
-from pyro_truncated.gp.subset import SubsetSparseGPRegression
+from pyro_truncated.gp import PyroKernel, SubsetSparseGPRegression
 from pyro_truncated.gplvm import Analytic_ELBO, SASFunctionDecoder
 from pyro_truncated.training import fit, fit_restarts
 from pyro_truncated.training.checkpoint import load_checkpoint, save_checkpoint

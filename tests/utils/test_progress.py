@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
 
 
 def test_a_bar_ends_full_where_less_was_needed_and_short_where_an_error_ended_it(capsys):

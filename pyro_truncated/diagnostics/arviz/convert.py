@@ -17,8 +17,7 @@ from pyro_truncated.diagnostics.arviz.site_values import training_dataset
 from pyro_truncated.diagnostics.arviz.writer import Coords, Dims
 from pyro_truncated.diagnostics.truncation.gathered import gathered, is_spread
 from pyro_truncated.distributed import world
-from pyro_truncated.utils.arviz_compat import make_idata
-from pyro_truncated.utils.arviz_converters import convert_owner, has_converter
+from pyro_truncated.utils.arviz_compat import convert_owner, has_converter, make_idata
 from pyro_truncated.utils.budget import DEFAULT_BUDGET
 from pyro_truncated.utils.isolation import spare_random_numbers
 

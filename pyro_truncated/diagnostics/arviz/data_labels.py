@@ -13,8 +13,7 @@ from torch import Tensor
 from pyro_truncated.diagnostics.arviz.drawn import Draws
 from pyro_truncated.diagnostics.arviz.roles import is_data
 from pyro_truncated.diagnostics.arviz.site_values import is_same, variable_name
-from pyro_truncated.utils.arrays import as_tensors, number_of
-from pyro_truncated.utils.labelled import Axis, axes_of, is_labelled
+from pyro_truncated.utils.arrays import Axis, as_tensors, axes_of, is_labelled, number_of
 
 
 @dataclasses.dataclass(frozen=True)

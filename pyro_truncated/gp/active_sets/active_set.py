@@ -18,7 +18,6 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.former_spellings import takes_former_order, takes_noise
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +61,6 @@ class ActiveSet:
         ValueError: if latents and outputs disagree, or the covariance matrix is not positive definite.
     """
 
-    @takes_former_order(
-        ("kernel", "noise", "latents", "outputs", "matrix"), lambda given, _: isinstance(next(iter(given), 0), kernels.Kernel)
-    )
     @names_arguments
     @takes_arrays
     def __init__(self, latents: Tensor, outputs: Tensor, kernel: kernels.Kernel, noise: Tensor, matrix: Tensor | None = None) -> None:
@@ -119,7 +115,6 @@ class ActiveSet:
             total = total + terms
         return total
 
-    @takes_noise
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
         r"""Predictive means :math:`m_n`, ``(*batch, B, D)``, and variances :math:`c_n`, ``(*batch, B, 1)`` or ``(*batch, B, D)``.

@@ -17,8 +17,8 @@ from pyro_truncated.gp.cholesky import factorize
 from pyro_truncated.gp.kernels.evaluation import covariance, prior_variance
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.constraints import or_missing
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.missing import or_missing
 
 
 class ActiveSetGaussianProcess(TorchDistribution):
@@ -110,6 +110,7 @@ class ActiveSetGaussianProcess(TorchDistribution):
         if self.noise.numel() != 1:
             raise ValueError(f"noise must be one variance for all outputs and data points; got shape {tuple(self.noise.shape)}")
         self.loc = torch.as_tensor(loc, dtype=latents.dtype, device=latents.device)
+        num_active, num_outputs = check_count("num_active", num_active, least=0), check_count("num_outputs", num_outputs)
         self.num_active, self.num_data = num_active, num_data
         warn_if_scaled(num_active, latents.shape[-2], num_data)
         # Computed here, so that impossible sizes are refused before any work.

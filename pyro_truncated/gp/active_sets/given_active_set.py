@@ -11,7 +11,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.active_sets.active_set import ActiveSet, conditional_log_prob
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.missing import or_missing
+from pyro_truncated.utils.constraints import or_missing
 
 
 class GivenActiveSet(TorchDistribution):

@@ -1,14 +1,12 @@
 """Kernels bound to a data set, of numbers, counts, histograms, graphs, strings or anything that has covariances."""
 
-from pyro_truncated.gp.data_kernels.binding import bound_kernel, takes_kernel_first
 from pyro_truncated.gp.data_kernels.combined import IdentityKernel, PrecomputedKernel, RescaledKernel, RestrictedKernel, SumKernel
 from pyro_truncated.gp.data_kernels.features import CountKernel, HistogramIntersectionKernel, MinMaxKernel
 from pyro_truncated.gp.data_kernels.functions import FunctionKernel
 from pyro_truncated.gp.data_kernels.graphs import Graphs, shortest_path, weisfeiler_lehman
-from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts
-from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, smooth_rbf
+from pyro_truncated.gp.data_kernels.hashed_counts import HashedCounts, spectrum
+from pyro_truncated.gp.data_kernels.numeric import GPyTorchKernel, InputKernel, PyroKernel, bound_kernel, smooth_rbf
 from pyro_truncated.gp.data_kernels.protocol import DataKernel, KernelColumns, ProtocolKernel, as_data_kernel, positive_parameter
-from pyro_truncated.gp.data_kernels.strings import spectrum
 
 __all__ = [
     "CountKernel",
@@ -34,6 +32,5 @@ __all__ = [
     "shortest_path",
     "smooth_rbf",
     "spectrum",
-    "takes_kernel_first",
     "weisfeiler_lehman",
 ]

@@ -16,7 +16,7 @@ from pyro.nn import PyroParam
 from torch import Tensor
 
 from pyro_truncated.utils.arguments import names_arguments
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 
 @runtime_checkable

@@ -15,7 +15,7 @@ from pyro import poutine
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.utils.own_store import empty_store
+from pyro_truncated.utils.parameter_store import empty_store
 
 
 class Covariance(Protocol):

@@ -10,8 +10,9 @@ from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.finite import check_entries, nonnegative_finite
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.constraints import check_entries, nonnegative_finite
+from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 
 class LinearARD(UniqueModule, Kernel):
@@ -39,6 +40,7 @@ class LinearARD(UniqueModule, Kernel):
     @names_arguments
     @takes_arrays
     def __init__(self, input_dim: int, variance: Tensor | None = None, active_dims: list[int] | None = None) -> None:
+        input_dim = check_count("input_dim", input_dim)
         super().__init__(input_dim, active_dims)
         variance = torch.ones(input_dim) if variance is None else variance
         if variance.shape != (input_dim,):

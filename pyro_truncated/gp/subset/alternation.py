@@ -1,46 +1,74 @@
-"""How an inducing subset and hyper-parameters are learned in turn, by one objective that never rises."""
+"""Subset and hyper-parameters learned in turn, by one objective that never rises; restarts; free inducing inputs.
+
+The likelihood of the projected process is no bound, and lets free inducing inputs go to where they fit the noise. Every data point that it
+looks at is then predicted too well, and none of these tells how wide intervals have to be. Some are kept out of sight for that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import DataKernel
-from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gp.subset.basis import Basis
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import backward, noise_of
-from pyro_truncated.gp.subset.objective import SubsetProblem, explains_something
-from pyro_truncated.gp.subset.row_sample import RowSample, sample_rows
-from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, RestrictedKernel
+from pyro_truncated.gp.kernels.evaluation import outside_of_programs
+from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
+from pyro_truncated.gp.subset.exact_regression import fit_exactly
+from pyro_truncated.gp.subset.exchange import ExchangeFactors
+from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, SubsetProblem, backward, explains_something, noise_of
+from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch, random_subset
+from pyro_truncated.utils.counts import check_count
+
+_MANY_ROWS, _SOME_ROWS = 50_000, 20_000
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """How the subset and hyper-parameters take turns.
+class RowSample(NamedTuple):
+    """Data points to learn from.
 
     Attributes:
-        max_epochs: most alternations.
-        seconds_left: what is left of the time.
-        tolerance: gain of an epoch, in nats per data point, below which the alternation ends.
-        hyper_evaluations: evaluations of the objective per continuous phase.
-        attempts: attempts to exchange members per discrete phase.
-        rows: data points that an alternation looks at.
-        gives_up: whether it ends after an alternation that explains nothing.
+        kernel: the kernel on these alone.
+        targets: ``(r, H)``.
+        inducing: where the inducing inputs are among them, ``(m,)``.
+        rows: where they are among all data points, ``(r,)``; None if they are all.
     """
 
-    max_epochs: int
-    seconds_left: Callable[[], float]
-    tolerance: float = 1e-4
-    hyper_evaluations: int = 5
-    attempts: int = 4
-    rows: int = 0
-    gives_up: bool = False
+    kernel: DataKernel
+    targets: Tensor
+    inducing: Tensor
+    rows: Tensor | None
+
+    def among_all(self, index: Tensor) -> Tensor:
+        """Positions among all data points of those at ``index`` in the sample."""
+        return index if self.rows is None else self.rows[index]
+
+
+def sample_rows(kernel: DataKernel, targets: Tensor, index: Tensor, num: int, generator: torch.Generator | None = None) -> RowSample:
+    """The inducing inputs at positions ``index`` ``(m,)`` and random others, ``num`` in all; all data points if there are no more."""
+    if num >= len(targets):
+        return RowSample(kernel, targets, index, None)
+    order = random_subset(len(targets), len(targets), generator, targets.device)
+    others = order[~torch.isin(order, index)][: max(0, num - len(index))]
+    rows = torch.cat([index, others])
+    inside = torch.arange(len(index), device=rows.device)
+    return RowSample(RestrictedKernel(kernel, rows, borrowed=True), targets[rows], inside, rows)
+
+
+def rows_of_alternation(num_data: int, num_inducing: int, max_rows: int | None) -> int:
+    """How many data points an alternation looks at, where at most ``max_rows`` are wanted, or nothing is said of it.
+
+    Raises:
+        ValueError: if there would be fewer than inducing inputs.
+    """
+    if max_rows is None:
+        return num_data if num_data <= _MANY_ROWS else max(_SOME_ROWS, 4 * num_inducing)
+    if check_count("max_rows", max_rows) < num_inducing:
+        raise ValueError(f"max_rows must be at least num_inducing={num_inducing}; got {max_rows}")
+    return max_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +78,7 @@ class Alternation:
     Attributes:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: the noise as a free parameter, see :func:`~pyro_truncated.gp.subset.gradient.noise_of`.
+        log_noise: the noise as a free parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
         objective: ``"vfe"``, ``"pp"`` or ``"fitc"``; the subset of the last is chosen by ``"vfe"``.
         search: how subsets are improved.
         num_inducing: size of the subset.
@@ -83,7 +111,7 @@ class Alternation:
         if not len(index):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
             index = sample.among_all(self._improve(sample, None, Budget(max_attempts=0)))
-        best, kept, kept_values = math.inf, index, self._values()
+        best, kept, kept_values = math.inf, index, snapshot(self._learned())
         tolerance = plan.tolerance * len(self.targets)
         for epoch in range(plan.max_epochs + 1):
             sample = sample_rows(self.kernel, self.targets, index, num, self.generator)
@@ -102,10 +130,10 @@ class Alternation:
             record.note("hyper" if epoch else "start", value)
             gained = best - value
             if value < best:
-                best, kept, kept_values = value, index, self._values()
+                best, kept, kept_values = value, index, snapshot(self._learned())
             elif sample.rows is not None:
                 index = kept
-                self._restore(kept_values)
+                load_snapshot(self._learned(), kept_values)
             if plan.seconds_left() <= 0 or (plan.gives_up and epoch and not explains_something(best, self.targets)):
                 break
             is_settled = bool(epoch) and abs(gained) < tolerance
@@ -117,7 +145,7 @@ class Alternation:
             attempts = plan.attempts + self.num_inducing if is_settled else plan.attempts
         if not math.isfinite(best):
             raise ValueError("the objective is not finite at the start: check the kernel, its parameters and the noise")
-        self._restore(kept_values)
+        load_snapshot(self._learned(), kept_values)
         return kept, best
 
     def _improve(self, sample: RowSample, index: Tensor | None, budget: Budget) -> Tensor:
@@ -127,7 +155,7 @@ class Alternation:
     def _fit_parameters(self, sample: RowSample, chosen: Tensor, plan: Plan) -> float:
         return minimize(
             lambda: backward(Basis(sample.kernel, chosen), sample.targets, self.log_noise, self.objective),
-            hyper_parameters(self.kernel, self.log_noise),
+            self._learned(),
             max_evaluations=plan.hyper_evaluations,
             is_spent=lambda: plan.seconds_left() <= 0,
         ).value
@@ -143,25 +171,168 @@ class Alternation:
         if self.objective != "fitc":
             return self._subset_value(index)
         value = backward(Basis(self.kernel, index), self.targets, self.log_noise, "fitc")
-        for parameter in hyper_parameters(self.kernel, self.log_noise):
+        for parameter in self._learned():
             parameter.grad = None
         return value
 
     def _of_subset(self) -> str:
         return "vfe" if self.objective == "fitc" else self.objective
 
+    def _learned(self) -> list[Tensor]:
+        return hyper_parameters(self.kernel, self.log_noise)
+
     def _noise(self) -> float:
         return float(noise_of(self.log_noise.detach()))
-
-    def _values(self) -> list[Tensor]:
-        return [p.detach().clone() for p in hyper_parameters(self.kernel, self.log_noise)]
-
-    @torch.no_grad()
-    def _restore(self, values: list[Tensor]) -> None:
-        for parameter, value in zip(hyper_parameters(self.kernel, self.log_noise), values, strict=True):
-            parameter.copy_(value)
 
 
 def hyper_parameters(kernel: DataKernel, log_noise: Tensor) -> list[Tensor]:
     """All that a fit learns beside the subset: the kernel's parameters that are not frozen, and the noise."""
     return [*(p for p in kernel.parameters() if p.requires_grad), log_noise]
+
+
+# Few enough for a second or two each; of 500, the exact regression took one of four relevant inputs of 32 for irrelevant.
+SCOUTED, SCOUTING_ITERATIONS = 800, 30
+LEAST_EXPLAINED = 0.1
+_SHARES = (1.0, 0.5, 0.25)
+
+
+def fitted_from_some_start(
+    attempt: Callable[[bool], float],
+    kernel: DataKernel,
+    targets: Tensor,
+    log_noise: Tensor,
+    record: FitRecord,
+    generator: torch.Generator | None = None,
+) -> float:
+    """Fits from where the parameters are; where that finds nothing, from what an exact regression on some hundred data points finds.
+
+    Inducing inputs that are too few for short length-scales cannot tell that these are better, and long ones are a corner that no gradient
+    leads out of. If the regression finds nothing, either, the fit goes on from where it was first to start.
+
+    Args:
+        attempt: fits from where the parameters are, and returns the objective; told whether it may give up early.
+        kernel: the kernel; without length-scales to learn there is one attempt.
+        targets: standardised, ``(n, H)``.
+        log_noise: the noise as a free parameter.
+        record: says how much time is left, of which the search for another start takes half at most.
+        generator: source of randomness.
+
+    Returns:
+        The objective.
+    """
+    if not learned_length_scales(kernel):
+        return attempt(False)
+    parameters = hyper_parameters(kernel, log_noise)
+    start = snapshot(parameters)
+    value = attempt(True)
+    if explains_something(value, targets) or record.seconds_left() <= 0:
+        return value
+    rows = torch.randperm(len(targets), generator=generator)[:SCOUTED].to(targets.device)
+    some, plan = RestrictedKernel(kernel, rows, borrowed=True), Plan(SCOUTING_ITERATIONS, record.share_left(0.5))
+
+    def scout() -> float:
+        """An exact regression on the rows."""
+        scouted = fit_exactly(some, targets[rows], log_noise, parameters, plan, FitRecord([]))
+        return scouted if explains_something(scouted, targets[rows], LEAST_EXPLAINED) else math.inf
+
+    load_snapshot(parameters, best_scouted(scout, kernel, parameters, start) or start)
+    return attempt(False)
+
+
+def best_scouted(scout: Callable[[], float], kernel: DataKernel, parameters: list[Tensor], start: list[Tensor]) -> list[Tensor] | None:
+    """What scouts find that start from all, a half and a quarter of the length-scales: the parameters of the best.
+
+    Args:
+        scout: fits to some of the data, from where the parameters are; returns the objective, infinity where that explains too little.
+        kernel: the kernel, whose length-scales are shortened.
+        parameters: all that is learned, changed in place.
+        start: values of the parameters to start from.
+
+    Returns:
+        Values of the parameters, or ``None`` if no scout finds anything.
+    """
+    best, found = math.inf, None
+    for share in _SHARES:
+        load_snapshot(parameters, start)
+        _shorten(kernel, share)
+        scouted = scout()
+        if scouted < best:
+            best, found = scouted, snapshot(parameters)
+    return found
+
+
+def learned_length_scales(kernel: DataKernel) -> list[torch.nn.Module]:
+    """Kernels of Pyro and of GPyTorch whose length-scales are learned."""
+    learned = {"lengthscale_unconstrained", "raw_lengthscale"}
+    return [
+        module for module in kernel.modules() if any(p.requires_grad and n in learned for n, p in module.named_parameters(recurse=False))
+    ]
+
+
+@torch.no_grad()
+def _shorten(kernel: DataKernel, share: float) -> None:
+    with outside_of_programs():
+        for module in learned_length_scales(kernel):
+            setattr(module, "lengthscale", share * getattr(module, "lengthscale").detach())  # noqa: B009, B010
+
+
+_HELD_OUT, _MOST_HELD_OUT = 0.1, 1000
+
+
+class SomeInputs(InputKernel):
+    """A kernel of numeric inputs on some of its training inputs; the kernel keeps its parameters.
+
+    Args:
+        kernel: the kernel.
+        rows: positions of the inputs.
+    """
+
+    def __init__(self, kernel: InputKernel, rows: Tensor) -> None:
+        super().__init__(kernel.inputs[rows])
+        self._lent = (kernel,)
+
+    def between(self, first: Tensor, second: Tensor) -> Tensor:
+        """Covariances ``(a, b)`` of points ``(a, D)`` and ``(b, D)``, differentiable in both."""
+        return self._lent[0].between(first, second)
+
+    def variances(self, points: Tensor) -> Tensor:
+        """Variances ``(a,)`` of points ``(a, D)``."""
+        return self._lent[0].variances(points)
+
+
+def held_out_rows(num_data: int, members: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """A tenth of the data, 1000 at most, at random from those that are no members of the subset."""
+    order = random_subset(num_data, num_data, generator, members.device)
+    return order[~torch.isin(order, members)][: min(_MOST_HELD_OUT, int(_HELD_OUT * num_data))]
+
+
+def polish(
+    kernel: InputKernel, inputs: Tensor, targets: Tensor, log_noise: Tensor, objective: str, held_out: Tensor, most: int, record: FitRecord
+) -> float:
+    """Moves inducing inputs, and with them the kernel's parameters and the noise; returns the objective of all data.
+
+    Args:
+        kernel: the kernel on the training inputs.
+        inputs: the inducing inputs ``(m, D)``, changed in place.
+        targets: ``(n, H)`` float64.
+        log_noise: the noise as a free parameter.
+        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``.
+        held_out: positions of the data points that it does not look at.
+        most: most evaluations of the objective.
+        record: takes each improvement, or the objective of all data where it does not look at all of them.
+    """
+    rows = torch.ones(len(targets), dtype=torch.bool, device=targets.device).index_fill(0, held_out, False)
+    seen, learned = (SomeInputs(kernel, rows) if len(held_out) else kernel), [*hyper_parameters(kernel, log_noise), inputs]
+    value = minimize(
+        lambda: backward(FreeBasis(seen, inputs), targets[rows], log_noise, objective),
+        learned,
+        max_evaluations=most,
+        is_spent=lambda: record.seconds_left() <= 0,
+        on_better=lambda better: None if len(held_out) else record.note("polish", better),
+    ).value
+    if len(held_out):
+        value = backward(FreeBasis(kernel, inputs), targets, log_noise, objective)
+        record.note("polish", value)
+        for parameter in learned:
+            parameter.grad = None
+    return value

@@ -6,6 +6,7 @@ r"""Regression of several outputs that are correlated, by an intrinsic model of 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -16,29 +17,71 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.subset.all_noise import explained_share, warn_of_noise
-from pyro_truncated.gp.subset.alternation import Plan
-from pyro_truncated.gp.subset.basis import Basis, covariances_with
-from pyro_truncated.gp.subset.exact_regression import evidence_backward, learn_exactly
-from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, noise_of
-from pyro_truncated.gp.subset.observed_entries import ObservedEntries
-from pyro_truncated.gp.subset.other_starts import (
+from pyro_truncated.gp.optimization import load_snapshot, snapshot
+from pyro_truncated.gp.subset.alternation import (
     LEAST_EXPLAINED,
     SCOUTED,
     SCOUTING_ITERATIONS,
     best_scouted,
-    copies,
     learned_length_scales,
-    restore,
 )
+from pyro_truncated.gp.subset.exact_regression import evidence_backward, learn_exactly
+from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
+from pyro_truncated.gp.subset.objectives import NOISE_FLOOR, Basis, covariances_with, noise_of
+from pyro_truncated.gp.subset.regression import explained_share, warn_of_noise
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import LARGEST
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import LARGEST
+
+
+@dataclasses.dataclass(frozen=True)
+class ObservedEntries:
+    """Entries of standardised targets ``(n, H)`` that were observed, ``E`` of them.
+
+    Attributes:
+        row: the input of each, ``(E,)``.
+        output: the output of each, ``(E,)``.
+        value: ``(E,)``.
+    """
+
+    row: Tensor
+    output: Tensor
+    value: Tensor
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+    def drawn(self, num: int, generator: torch.Generator | None = None) -> ObservedEntries:
+        """At most ``num`` of them at random, of as many different inputs as there are."""
+        order = torch.randperm(len(self), generator=generator).to(self.row.device)
+        by_input, place = self.row[order].sort(stable=True)
+        turn = torch.arange(len(self), device=place.device) - torch.searchsorted(by_input, by_input)
+        chosen = order[place[turn.argsort(stable=True)[:num]]]
+        return ObservedEntries(self.row[chosen], self.output[chosen], self.value[chosen])
+
+    def left_out(self, inverse: Tensor) -> Tensor:
+        r"""Predictions ``(E,)`` of the entries of each input from those of all other inputs.
+
+        With the entries :math:`b` of one input, they are :math:`y_b - (P_{bb})^{-1} [P y]_b`.
+
+        Args:
+            inverse: :math:`P`, the inverse ``(E, E)`` of their covariances.
+        """
+        _, group = self.row.unique(return_inverse=True)
+        place = torch.full((int(group.max()) + 1, int(self.output.max()) + 1), -1, device=group.device)
+        place[group, self.output] = torch.arange(len(self), device=group.device)
+        is_seen = place >= 0
+        within = inverse[place[:, :, None], place[:, None, :]]
+        identity = torch.eye(place.shape[1], dtype=inverse.dtype, device=inverse.device)
+        blocks = torch.where(is_seen[:, :, None] & is_seen[:, None, :], within, identity)
+        weights = torch.where(is_seen, (inverse @ self.value)[place], 0.0)
+        lost: Tensor = torch.linalg.solve(blocks, weights)
+        return self.value - lost[group, self.output]
+
 
 _MOST_ENTRIES = 5000
 _OWN_SHARE = 0.5
@@ -82,7 +125,6 @@ class CoregionalizedGPRegression(torch.nn.Module):
         ValueError: if a shape or a number is not as above, an output is never observed, or there are too many entries.
     """
 
-    @takes_kernel_first()
     @names_arguments
     def __init__(
         self, X: Any, y: Tensor, kernel: Any = None, *, rank: int = 1, noise: float = 0.5, generator: torch.Generator | None = None
@@ -174,7 +216,7 @@ class CoregionalizedGPRegression(torch.nn.Module):
         check_kinds(CoregionalizedGPRegression.fit, max_seconds=max_seconds, tolerance=tolerance)
         max_iterations = check_count("max_iterations", max_iterations, least=0)
         record, everything = FitRecord(self.history, max_seconds, clock, progress), self._entries
-        start, is_first = copies(self._learned), math.isnan(self.objective_value) and max_iterations > 0
+        start, is_first = snapshot(self._learned), math.isnan(self.objective_value) and max_iterations > 0
 
         def attempt() -> Tensor:
             """Fits to all entries, from where the parameters are; returns what is predicted of each input from all others."""
@@ -185,9 +227,9 @@ class CoregionalizedGPRegression(torch.nn.Module):
         predicted = attempt()
         may_move = is_first and bool(learned_length_scales(self.kernel)) and record.seconds_left() > 0
         if may_move and not self._is_explained(everything, predicted):
-            kept = copies(self._learned)
+            kept = snapshot(self._learned)
             found = self._scouted(start, Plan(min(max_iterations, SCOUTING_ITERATIONS), record.share_left(0.5), tolerance))
-            restore(self._learned, found or kept)
+            load_snapshot(self._learned, found or kept)
             predicted = attempt() if found else predicted
         record.close()
         warn_of_noise(everything.value[:, None], predicted[:, None], float(self.noise.detach().mean()))

@@ -17,11 +17,9 @@ from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.gp.data_kernels import DataKernel
 from pyro_truncated.gp.noisy_covariance import DenseCovariance
 from pyro_truncated.gp.optimization import minimize
-from pyro_truncated.gp.subset.alternation import Plan
-from pyro_truncated.gp.subset.basis import Basis, covariances_with
-from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import backward_through, noise_of
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
+from pyro_truncated.gp.subset.objectives import Basis, backward_through, covariances_with, noise_of
+from pyro_truncated.utils.console import note_once
 
 # Measured, one core, eight inputs: fits of 3000, 4000 and 5000 data points took 32, 58 and 108 CPU seconds; the last process 1.1 GiB.
 EXACT_UP_TO = 5000
@@ -43,7 +41,7 @@ def exact_backward(kernel: DataKernel, targets: Tensor, log_noise: Tensor, weigh
     Args:
         kernel: the kernel on the training inputs.
         targets: ``(n, H)`` float64.
-        log_noise: unconstrained noise parameter, see :func:`~pyro_truncated.gp.subset.gradient.noise_of`.
+        log_noise: unconstrained noise parameter, see :func:`~pyro_truncated.gp.subset.objectives.noise_of`.
         weight: what the objective is multiplied by.
     """
     with torch.enable_grad():

@@ -1,12 +1,36 @@
-"""The time that a fit takes, and what it has reached when."""
+"""What a fit is to do, the time that it takes, and what it has reached when."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable
 
-from pyro_truncated.utils.progress import progress_bar
+from pyro_truncated.utils.console import progress_bar
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How the subset and hyper-parameters take turns.
+
+    Attributes:
+        max_epochs: most alternations.
+        seconds_left: what is left of the time.
+        tolerance: gain of an epoch, in nats per data point, below which the alternation ends.
+        hyper_evaluations: evaluations of the objective per continuous phase.
+        attempts: attempts to exchange members per discrete phase.
+        rows: data points that an alternation looks at.
+        gives_up: whether it ends after an alternation that explains nothing.
+    """
+
+    max_epochs: int
+    seconds_left: Callable[[], float]
+    tolerance: float = 1e-4
+    hyper_evaluations: int = 5
+    attempts: int = 4
+    rows: int = 0
+    gives_up: bool = False
 
 
 class FitRecord:

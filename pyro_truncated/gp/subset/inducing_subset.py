@@ -7,27 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.subset.basis import Basis
-from pyro_truncated.gp.subset.cholqr import CholQRSearch
-from pyro_truncated.gp.subset.exchange import ExchangeSearch
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.objective import SubsetProblem, check_index
+from pyro_truncated.gp.subset.exchange import ExchangeFactors, ExchangeSearch
+from pyro_truncated.gp.subset.objectives import Basis, SubsetProblem, check_index
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import Budget, SubsetSearch
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import in_double
-
-_SEARCHES: dict[str, type[SubsetSearch]] = {"exchange": ExchangeSearch, "cholqr": CholQRSearch}
 
 
 class InducingSubset:
     r"""Chooses the inducing inputs of a sparse Gaussian process from its training inputs, by the objective that fits hyper-parameters, too.
 
     Inputs may be anything a kernel is defined on, and the kernel need not be differentiable in them. The objective (see
-    :mod:`pyro_truncated.gp.subset.objective`) never rises, whatever the search.
+    :mod:`pyro_truncated.gp.subset.objectives`) never rises, whatever the search.
 
     Example::
 
@@ -44,7 +39,7 @@ class InducingSubset:
         num_inducing: size ``m`` of the subset, at most ``n``.
         noise: noise variance.
         objective: ``"vfe"`` (variational free energy) or ``"pp"`` (likelihood of the projected process).
-        algorithm: ``"exchange"``, ``"cholqr"`` (the published algorithm), or a :class:`SubsetSearch`.
+        algorithm: ``"exchange"``, or a :class:`SubsetSearch`.
         index: a subset to start from; default: the algorithm's own start.
         generator: source of randomness.
 
@@ -58,7 +53,6 @@ class InducingSubset:
         TypeError: if the kernel offers no covariances.
     """
 
-    @takes_kernel_first("num_inducing", "noise")
     @names_arguments
     def __init__(
         self,
@@ -161,9 +155,9 @@ def make_search(algorithm: str | SubsetSearch) -> SubsetSearch:
         return algorithm
     if not isinstance(algorithm, str):
         raise TypeError(f"algorithm must be a name or a SubsetSearch; got {type(algorithm).__name__}")
-    if algorithm not in _SEARCHES:
-        raise ValueError(f"algorithm must be one of {', '.join(_SEARCHES)}, or a SubsetSearch; got {algorithm!r}")
-    return _SEARCHES[algorithm]()
+    if algorithm != "exchange":
+        raise ValueError(f'algorithm must be "exchange" or a SubsetSearch; got {algorithm!r}')
+    return ExchangeSearch()
 
 
 def _matrix(targets: Tensor) -> Tensor:

@@ -11,15 +11,76 @@ from pyro.contrib.gp import kernels
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import FINE_JITTER, inducing_cholesky
+from pyro_truncated.gp.data_kernels import as_data_kernel
 from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gp.kernels.evaluation import Covariance, covariance_at
 from pyro_truncated.gp.kernels.hyperparameters import NOISE, Box, Parameters, make_kernel, maximize, parameters_of
 from pyro_truncated.gp.noisy_covariance import DenseCovariance, LowRankCovariance, NoisyCovariance, compress, varying_columns
 from pyro_truncated.gp.pivoted_cholesky import PivotedCholesky, cholesky_at, pivoted_cholesky
-from pyro_truncated.gp.subset.target_pivots import pivots_for
+from pyro_truncated.gp.subset.alternation import sample_rows
+from pyro_truncated.gp.subset.exchange import ExchangeSearch
+from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.gp.subset.subset_search import Budget
 from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import in_double
+
+# Of more data, pivots are chosen from a random sample.
+_MOST_CANDIDATES = 20_000
+_EXCHANGES = 20
+
+
+class _Columns:
+    """A kernel matrix by columns, as the choice of an inducing subset asks for it."""
+
+    def __init__(self, kernel: Covariance, inputs: Tensor) -> None:
+        self.kernel, self.inputs = kernel, inputs
+
+    def diag(self) -> Tensor:
+        """Prior variances ``(n,)``."""
+        return self.kernel(self.inputs, diag=True)
+
+    def columns(self, index: Tensor) -> Tensor:
+        """Covariances ``(n, m)`` with some of the data."""
+        return self.kernel(self.inputs, self.inputs[index])
+
+    def cross(self, new: Tensor, index: Tensor) -> Tensor:
+        """Covariances ``(k, m)`` of new inputs with some of the data."""
+        return self.kernel(new, self.inputs[index])
+
+
+@torch.no_grad()
+def pivots_for(
+    kernel: Covariance,
+    inputs: Tensor,
+    targets: Tensor,
+    noise: float,
+    rank: int,
+    known: Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Pivots chosen by an exchange search, whose objective is the variational free energy of the targets.
+
+    Args:
+        kernel: the kernel.
+        inputs: ``(n, D)``.
+        targets: ``(n, H)``.
+        noise: noise variance.
+        rank: how many to choose; all inputs if there are no more.
+        known: pivots ``(m,)`` to go on from.
+        generator: source of randomness.
+
+    Returns:
+        Distinct positions among the inputs, at most ``rank``.
+    """
+    rank = min(rank, len(inputs))
+    start = inputs.new_zeros(0, dtype=torch.int64) if known is None else known
+    sample = sample_rows(as_data_kernel(_Columns(kernel, inputs)), targets, start, max(_MOST_CANDIDATES, 4 * rank), generator)
+    problem = SubsetProblem(sample.kernel, sample.targets, noise)
+    search = ExchangeSearch()
+    found = search.improve(problem, rank, sample.inducing if len(start) else None, Budget(max_attempts=_EXCHANGES), generator)
+    return sample.among_all(found)
+
 
 _PIVOTS, _UNIT = "pivots", "unit"
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import math
 import time
+import warnings
 from collections.abc import Callable
-from typing import Any, overload
+from pathlib import Path
+from typing import Any, Self, overload
 
 import pyro.distributions as dist
 import torch
@@ -14,28 +17,155 @@ from pyro.distributions import TorchDistribution
 from torch import Tensor
 
 from pyro_truncated.gp.cholesky import stable_cholesky
-from pyro_truncated.gp.data_kernels import InputKernel, bound_kernel, takes_kernel_first
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel, bound_kernel
 from pyro_truncated.gp.data_kernels.validity import check_data_kernel
-from pyro_truncated.gp.subset.all_noise import warn_of_noise
-from pyro_truncated.gp.subset.alternation import Alternation, Plan, hyper_parameters
-from pyro_truncated.gp.subset.basis import Basis, FreeBasis, kernel_to_polish
+from pyro_truncated.gp.subset.alternation import (
+    Alternation,
+    fitted_from_some_start,
+    held_out_rows,
+    hyper_parameters,
+    polish,
+    rows_of_alternation,
+)
 from pyro_truncated.gp.subset.exact_regression import EXACT_UP_TO, ExactPosterior, default_size, fit_exactly
-from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.gradient import NOISE_FLOOR, noise_of
+from pyro_truncated.gp.subset.fit_record import FitRecord, Plan
 from pyro_truncated.gp.subset.inducing_subset import make_search
-from pyro_truncated.gp.subset.objective import OBJECTIVES, check_index
-from pyro_truncated.gp.subset.other_starts import fitted_from_some_start
-from pyro_truncated.gp.subset.polish import held_out_rows, polish
-from pyro_truncated.gp.subset.row_sample import rows_of_alternation
-from pyro_truncated.gp.subset.saved_regression import SavedRegression
+from pyro_truncated.gp.subset.objectives import (
+    NOISE_FLOOR,
+    OBJECTIVES,
+    Basis,
+    FreeBasis,
+    check_index,
+    covariances_with,
+    kernel_to_polish,
+    noise_of,
+)
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from pyro_truncated.gp.subset.subset_search import SubsetSearch
-from pyro_truncated.utils.arguments import check_kinds
+from pyro_truncated.utils.arguments import check_kinds, names_arguments
+from pyro_truncated.utils.constraints import in_double
 from pyro_truncated.utils.counts import check_count, check_counts
-from pyro_truncated.utils.finite import in_double
+
+_EXPLAINED_BY_NOISE, _EXPLAINED_BY_CHANCE, _ONE_SIDED = 0.02, 0.05, 1.645
 
 
-class SubsetGPRegression(SavedRegression):
+class AllNoiseWarning(UserWarning):
+    """The fit explains nearly all of the data as noise.
+
+    Example:
+        >>> x = torch.randn(40, 3).double()
+        >>> with warnings.catch_warnings(record=True, action="always") as caught:
+        ...     objective = SubsetGPRegression(smooth_rbf(x), torch.randn(40).double(), num_inducing=2).fit(max_epochs=3)
+        >>> {warning.category.__name__ for warning in caught}
+        {'AllNoiseWarning'}
+    """
+
+
+def explained_share(targets: Tensor, predicted: Tensor) -> tuple[float, float]:
+    """The share of standardised targets ``(n, H)`` that predictions account for, and its standard error."""
+    gains = (targets.square() - (targets - predicted).square()).mean(1)
+    return float(gains.mean()), float(gains.std(correction=0)) / len(gains) ** 0.5
+
+
+def warn_of_noise(targets: Tensor, predicted: Tensor, noise: float, num_inducing: int | None = None) -> None:
+    """Looks at how much of standardised targets ``(n, H)`` the predictions of each data point from all others account for.
+
+    Args:
+        targets: the targets.
+        predicted: their predictions.
+        noise: noise variance.
+        num_inducing: number of inducing inputs, of regressions that have any.
+
+    Warns:
+        AllNoiseWarning: if it is next to nothing, or below a twentieth and at the 5 % level not to be told from it.
+    """
+    explained, error = explained_share(targets, predicted)
+    # Noise itself looks explained by chance, a little.
+    if explained < min(_EXPLAINED_BY_CHANCE, _EXPLAINED_BY_NOISE + _ONE_SIDED * error):
+        by, more = ("", "") if num_inducing is None else (f", by {num_inducing} inducing inputs,", "take more inducing inputs, ")
+        warnings.warn(
+            f"the fit explains the targets as noise, of variance {noise:.3g} (of 1): predictions of each data point from all others{by} "
+            f"account for {max(0.0, explained):.3f} of the targets' variance. Start from more noise and other length-scales (as smooth_rbf "
+            f"does), {more}or add an identity kernel (SumKernel(..., redundant_sum=True, identity=True))",
+            AllNoiseWarning,
+            stacklevel=3,
+        )
+
+
+class SubsetPredictor(torch.nn.Module):
+    """Predictions of a saved :class:`SubsetGPRegression` from its inducing inputs alone: of all training data, only these are needed.
+
+    Example::
+
+        model.fit()
+        model.save("model.pt")
+        kept = fingerprints[model.subset]                       # all that predictions need of the data
+        predictor = SubsetPredictor("model.pt", kept, CountKernel)
+        mean, variance = predictor.predict(new_fingerprints)
+
+    Args:
+        path: what :meth:`SubsetGPRegression.save` wrote after a fit with ``num_inducing``.
+        X: the inducing inputs, in the order of ``subset``, or a kernel of the same kind that holds them.
+        kernel: as that of the regression was given.
+
+    Raises:
+        ValueError: if the file holds no sparse regression that was fitted, or the kernel's inputs are not its inducing inputs.
+    """
+
+    @names_arguments
+    def __init__(self, path: str | Path, X: Any, kernel: Any = None) -> None:
+        super().__init__()
+        state = torch.load(path, weights_only=True)
+        extra = state["_extra_state"]
+        self.kernel = bound_kernel(X, kernel)
+        if extra["predictor"] is None:
+            raise ValueError("the file holds no sparse regression that was fitted: an exact one needs all its data, see SubsetGPRegression")
+        rows = int((state["index"] >= 0).sum())
+        if self.kernel.num_data != rows:
+            raise ValueError(f"X must be the {rows} inducing inputs of the regression, its `subset`; got {self.kernel.num_data}")
+        inner = {name.removeprefix("kernel."): value for name, value in state.items() if name.startswith("kernel.")}
+        self.kernel.load_state_dict(inner, strict=False)
+        index = torch.arange(rows, device=state["index"].device)
+        _check_witness(self.kernel, index, extra["witness"])
+        self.basis = Basis(self.kernel, index)
+        if extra["inducing_inputs"] is not None:
+            assert isinstance(self.kernel, InputKernel)
+            self.basis = FreeBasis(self.kernel, extra["inducing_inputs"])
+        self.mean_weights, self.variance_weights, self.share = (
+            extra["predictor"][k] for k in ("mean_weights", "variance_weights", "share")
+        )
+        self.target_mean, self.target_scale, self.log_noise = (state[name] for name in ("target_mean", "target_scale", "log_noise"))
+
+    @torch.no_grad()
+    def predict(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """Means and variances ``(n_new, H)`` of the targets at new inputs, as :meth:`SubsetGPRegression.predict` gives."""
+        cross, prior = covariances_with(self.basis, new)
+        variance = (self.share * prior - ((cross @ self.variance_weights) * cross).sum(1)).clamp(min=0.0)
+        variance = variance if noiseless else variance + noise_of(self.log_noise)
+        return cross @ self.mean_weights * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
+
+
+@torch.no_grad()
+def _witness(kernel: DataKernel, index: Tensor) -> Tensor:
+    """Covariances ``(m,)`` of the first inducing input with all of them."""
+    return kernel.columns(index[:1], index).double().squeeze(1).clone()
+
+
+def _check_witness(kernel: DataKernel, index: Tensor, expected: Tensor | None) -> None:
+    if expected is None or not len(expected):
+        return
+    is_within = len(index) == len(expected) and int(index.max()) < kernel.num_data
+    if not is_within or not torch.allclose(_witness(kernel, index), expected.to(index.device), rtol=1e-4, atol=1e-8):
+        raise ValueError("the state is of a regression on other inputs: the kernel here has other covariances of the inducing inputs")
+
+
+def _digest(targets: Tensor) -> str:
+    """A checksum of targets, rounded so that other machines agree."""
+    rounded = (targets.detach().cpu().double() * 1e6).round().to(torch.int64)
+    return hashlib.sha256(rounded.numpy().tobytes()).hexdigest()
+
+
+class SubsetGPRegression(torch.nn.Module):
     r"""Sparse Gaussian process regression whose inducing inputs are a subset of the training inputs.
 
     Targets are standardised, each output by itself; noise is measured on that scale. Learning alternates between exchanging members of
@@ -61,7 +191,7 @@ class SubsetGPRegression(SavedRegression):
             of 3000, 4000 and 5000 data points of eight inputs took 32, 58 and 108 CPU seconds, the last of a process of 1.1 GiB.
         noise: noise variance to start from, of standardised targets.
         objective: ``"vfe"``, ``"pp"``, or ``"fitc"``, for which the subset is chosen by ``"vfe"``.
-        algorithm: ``"exchange"``, ``"cholqr"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
+        algorithm: ``"exchange"``, or any :class:`SubsetSearch`. Searches that restart, as greedy ones do, choose a new
             subset after each change of hyper-parameters; the best pair is kept.
         generator: source of randomness.
 
@@ -81,7 +211,6 @@ class SubsetGPRegression(SavedRegression):
     target_scale: Tensor
     targets: Tensor
 
-    @takes_kernel_first("num_inducing")
     def __init__(
         self,
         X: Any,
@@ -298,3 +427,57 @@ class SubsetGPRegression(SavedRegression):
     def _original(self, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
         mean, variance = mean * self.target_scale + self.target_mean, variance[:, None] * self.target_scale.square()
         return (mean, variance) if self._has_columns else (mean.squeeze(1), variance.squeeze(1))
+
+    def forward(self, new: Any, *, noiseless: bool = False) -> tuple[Tensor, Tensor]:
+        """The same as :meth:`predict`."""
+        return self.predict(new, noiseless=noiseless)
+
+    def save(self, path: str | Path) -> None:
+        """Writes everything learned, and what it predicts with, but neither the training data nor the kernel's."""
+        torch.save(self.state_dict(), path)
+
+    def load(self, path: str | Path) -> Self:
+        """Reads what :meth:`save` wrote into a regression made with the same data, kernel and number of inducing inputs.
+
+        Raises:
+            ValueError: if it was made from other data.
+        """
+        self.load_state_dict(torch.load(path, weights_only=True, map_location=self.targets.device))
+        return self
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What is neither parameter nor buffer of a fixed shape."""
+        moved = None if self.inducing_inputs is None else self.inducing_inputs.detach()
+        settled = self._posterior if isinstance(self._posterior, SparsePosterior) else None
+        return {
+            "inducing_inputs": moved,
+            "held_out": self.held_out,
+            "objective_value": self.objective_value,
+            "targets": _digest(self.targets),
+            "witness": _witness(self.kernel, self.index[self.index >= 0]),
+            "predictor": settled and {name: getattr(settled, name) for name in ("mean_weights", "variance_weights", "share")},
+        }
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Takes what :meth:`get_extra_state` gave.
+
+        Raises:
+            ValueError: if it is of other data: other targets, or covariances that the kernel here does not have.
+        """
+        if state.get("targets", _digest(self.targets)) != _digest(self.targets):
+            raise ValueError("the state is of a regression on other targets; make this one from the data that it was fitted to")
+        _check_witness(self.kernel, self.index[self.index >= 0], state.get("witness"))
+        moved = state["inducing_inputs"]
+        self.inducing_inputs = None if moved is None else torch.nn.Parameter(moved)
+        self.held_out = state.get("held_out", self.index[:0]).to(self.index.device)
+        self.objective_value = state["objective_value"]
+        self._posterior = None
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Moved inducing inputs exist only where a fit made them; they travel with the extra state.
+        state_dict.pop(f"{prefix}inducing_inputs", None)
+        self.inducing_inputs = None
+        # The kernel first: what covariances it has is compared.
+        inner = {name.removeprefix(f"{prefix}kernel."): v for name, v in state_dict.items() if name.startswith(f"{prefix}kernel.")}
+        self.kernel.load_state_dict(inner, strict=False)
+        super()._load_from_state_dict(state_dict, prefix, *args)

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.objectives import SubsetProblem
+from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 
 @dataclasses.dataclass
@@ -107,6 +107,26 @@ class SubsetSearch(abc.ABC):
         Returns:
             Distinct positions, at most ``m``.
         """
+
+
+class RandomSearch(SubsetSearch):
+    """A random subset, which stays as it is.
+
+    Example:
+        >>> x = torch.linspace(0, 6, 60, dtype=torch.float64).unsqueeze(-1)
+        >>> model = SubsetGPRegression(smooth_rbf(x), x.squeeze(-1).sin(), num_inducing=5, algorithm=RandomSearch())
+        >>> objective = model.fit(max_epochs=2)
+        >>> len(model.subset)
+        5
+    """
+
+    restarts = False
+
+    def improve(
+        self, problem: SubsetProblem, num_inducing: int, index: Tensor | None, budget: Budget, generator: torch.Generator | None = None
+    ) -> Tensor:
+        """The subset given, or a random one; see :class:`SubsetSearch`."""
+        return random_subset(problem.num_data, num_inducing, generator, problem.targets.device) if index is None else index
 
 
 def random_subset(num_data: int, num: int, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:

@@ -14,8 +14,8 @@ from torch.distributions import constraints
 
 from pyro_truncated.utils.arguments import check_kinds
 from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.constraints import check_entries, finite, nonnegative_finite
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.finite import check_entries, finite, nonnegative_finite
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ other half with the point's own latent left out.
 
 Where much of a point is seen, its own most probable latent (:meth:`SASDecoder.infer`) lies between the candidates and predicts better than
 any, the more so the more dimensions there are. It may join them, with a normal distribution around it
-(:mod:`pyro_truncated.gplvm.decoders.own_latents`) and a density of its own, and counts as often as a share of them. Temperature and noise
+(:mod:`pyro_truncated.gplvm.decoders.latents`) and a density of its own, and counts as often as a share of them. Temperature and noise
 of these predictions are learned in the same way, from latents that are found without the point itself.
 """
 
@@ -23,13 +23,12 @@ import torch
 from torch import Tensor
 
 from pyro_truncated.gp.active_sets.nearest_set import NearestSet
-from pyro_truncated.gplvm.decoders.latents import climb_among_neighbors, log_joint
-from pyro_truncated.gplvm.decoders.own_latents import OwnLatents
+from pyro_truncated.gplvm.decoders.latents import OwnLatents, climb_among_neighbors, log_joint
 from pyro_truncated.gplvm.decoders.sas_decoder import SASDecoder
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.generators import device_of
+from pyro_truncated.utils.devices import device_of
 
 _TEMPERATURES = [2.0 ** (power / 2) for power in range(21)]
 _NOISE_FLOOR = 1e-4

@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import math
-from typing import Self
+from collections.abc import Callable, Iterator
+from typing import Any, Self, cast
 
+import pyro
+import pyro.distributions as dist
+import pyro.poutine as poutine
 import torch
 from pyro.contrib.gp import kernels
-from torch import Tensor
+from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
+from pyro.nn import PyroParam, pyro_method
+from pyro.optim import ClippedAdam
+from torch import Tensor, nn
+from torch.distributions import constraints
 
-from pyro_truncated.distributed.owned_rows import as_shard_of, rows_of_everyone
-from pyro_truncated.gp.active_sets.splits import Choose, least_variance
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.all_reduced import AllReduced
+from pyro_truncated.distributed.owned_rows import as_shard_of, ending_together, own_positions, rows_of_everyone
+from pyro_truncated.distributed.shards import Portion, draw_alike, own_rows, rows_at, sums_of, total_rows
+from pyro_truncated.distributed.summed_elbo import SummedELBO
+from pyro_truncated.gp.active_sets.active_set import ActiveSet
+from pyro_truncated.gp.active_sets.distributions import ActiveSetGaussianProcess
+from pyro_truncated.gp.active_sets.splits import Choose, Split, UniformSplits, least_variance, split_weights
+from pyro_truncated.gp.data_kernels.validity import check_kernel
 from pyro_truncated.gplvm.decoders.kept_points import KeptPoints, Posterior, checksum, is_same, keep_neighbors, keep_points
-from pyro_truncated.gplvm.decoders.latents import climb
-from pyro_truncated.gplvm.decoders.sas_training import SASTraining
+from pyro_truncated.gplvm.decoders.latents import Predictor, best_candidates, climb, log_joint
+from pyro_truncated.gplvm.decoders.shared_latents import NormalOfRows, SharedSplit, gather_latents, join_latents
+from pyro_truncated.gplvm.principal_components import principal_components
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
-from pyro_truncated.utils.counts import check_count
-from pyro_truncated.utils.former_spellings import takes_noise
+from pyro_truncated.utils.console import progress_bar
+from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.devices import device_of
+from pyro_truncated.utils.parameter_store import UniqueModule
+
+_NOISE_FLOOR = {torch.float64: 1e-8}
+_BATCH_SIZE = 1000
+_HYPERPARAMETERS = {"kernel", "noise", "width"}
+_LEAST_STEPS = 400
+_LEAST_EPOCHS = 60
+_JUMPING_SHARE = 0.6
+_MOST_JUMPS = 20
+_LAST_RATE = 0.05
+# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
+_FASTEST = 10.0
 
 
-class SASDecoder(SASTraining):
+class SASDecoder(UniqueModule):
     r"""Gaussian process latent variable model trained with stochastic active sets.
 
     Latents :math:`z_n \sim \mathcal N(0, I)` in ``latent_dim`` dimensions are mapped to ``num_outputs`` outputs by independent Gaussian
@@ -73,12 +104,396 @@ class SASDecoder(SASTraining):
             data points.
         kernel: kernel of :mod:`pyro.contrib.gp.kernels` over ``Q`` inputs; default: RBF with a length-scale per dimension.
 
+    Attributes:
+        loc: means of the outputs, ``(D,)``, a buffer.
+        kernel: the kernel over the latents.
+        noise: noise variance but for a floor, see :attr:`noise_variance`.
+        z_loc: free latents ``(N, Q)``, or their means.
+        z_scale: their standard deviations ``(N, Q)``, if Bayesian.
+        portion: the data points that the latents are of, ``None`` for all.
+
     Raises:
         ValueError: if sizes are not positive or do not fit, or the kernel is over another number of inputs.
 
     Reference:
         Moreno-Muñoz, Feldager and Hauberg, "Revisiting Active Sets for Gaussian Process Decoders", 2022.
     """
+
+    loc: Tensor
+    # Descriptors of Pyro: tensors when read, parameters when set.
+    noise: Any
+    z_loc: Any
+    z_scale: Any
+    portion: Portion | None = None
+    _kept: KeptPoints | None = None
+
+    @names_arguments
+    def __init__(
+        self,
+        num_data: int,
+        num_outputs: int,
+        latent_dim: int = 2,
+        *,
+        num_active: int | None = None,
+        batch_size: int | None = None,
+        bayesian: bool = False,
+        encoder: nn.Module | None = None,
+        encoder_sees_active: bool = False,
+        kernel: kernels.Kernel | None = None,
+    ) -> None:
+        super().__init__()
+        num_data, num_outputs, latent_dim = check_counts(num_data=num_data, num_outputs=num_outputs, latent_dim=latent_dim)
+        if kernel is not None and kernel.input_dim != latent_dim:
+            raise ValueError(f"the kernel has {kernel.input_dim} inputs, the latent space {latent_dim} dimensions")
+        if kernel is not None:
+            like = next(kernel.parameters(), torch.zeros(()))
+            check_kernel(kernel, torch.randn(50, latent_dim, generator=torch.Generator().manual_seed(0)).to(like))
+        self.num_data, self.num_outputs, self.latent_dim = num_data, num_outputs, latent_dim
+        self.batch_size = min(_BATCH_SIZE, num_data) if batch_size is None else check_count("batch_size", batch_size)
+        self.num_active = min(200, self.batch_size // 2) if num_active is None else check_count("num_active", num_active, least=0)
+        split_weights(self.batch_size, self.num_active, num_data)
+        self.bayesian, self.encoder, self.encoder_sees_active = bayesian, encoder, encoder_sees_active
+        self.kernel = kernels.RBF(latent_dim, torch.tensor(1.0), torch.ones(latent_dim)) if kernel is None else kernel
+        self.noise = PyroParam(torch.tensor(0.5), constraints.positive)
+        self.register_buffer("loc", torch.zeros(num_outputs))
+        if encoder is None:
+            self.z_loc = PyroParam(torch.randn(num_data, latent_dim), event_dim=1)
+            if bayesian:
+                self.z_scale = PyroParam(torch.full((num_data, latent_dim), 0.1), constraints.positive, event_dim=1)
+
+    @names_arguments
+    @takes_arrays
+    def initialize(self, x: Tensor, steps: int = 300, *, latents: Tensor | None = None) -> Self:
+        """Starts from the data ``(N, D)``: mean, amplitude and noise from their moments, latents from principal components.
+
+        Args:
+            x: the training data.
+            steps: how long an encoder learns to imitate the first latents; 0 leaves it as it is.
+            latents: first latents ``(N, Q)`` in place of the principal components, such as those of another decoder.
+
+        Raises:
+            ValueError: if the data or the latents have another shape, the data are infinite or do not vary, or an output is never observed.
+        """
+        self._kept = None
+        steps = check_count("steps", steps, least=0)
+        with ending_together(x):
+            self._check_data(x)
+            self._check_latents(latents)
+            self.portion = join_latents(self, self.portion, x)
+            return self._start(x, steps, latents)
+
+    def _start(self, x: Tensor, steps: int, latents: Tensor | None) -> Self:
+        observed, total = ~x.isnan(), sums_of(x)
+        sums, counts = total([x.nansum(0), observed.sum(0)])
+        if not bool((counts > 0).all()):
+            raise ValueError(f"output {int((counts == 0).nonzero()[0])} is missing in every data point of x")
+        with torch.no_grad():
+            self.loc.copy_(sums / counts)
+            deviation = torch.where(observed, x - self.loc, 0.0)
+            variance = total([deviation.square().sum()])[0] / counts.sum()
+            if not float(variance) > 0:
+                raise ValueError("the data x do not vary: there is nothing to learn")
+            self.noise = 0.5 * variance.to(self.loc)
+            if isinstance(self.kernel, kernels.Isotropy):
+                self.kernel.variance = cast("Any", variance.to(self.loc))
+            scores = self._first_latents(as_shard_of(deviation, x), latents)
+            if self.encoder is None:
+                self.z_loc = scores
+        if self.encoder is not None and steps:
+            self._imitate(x, scores, steps)
+        return self
+
+    def _first_latents(self, features: Tensor, given: Tensor | None) -> Tensor:
+        # A copy, or training would move the latents of whom they came from.
+        found = principal_components(features, self.latent_dim) if given is None else own_rows(given, features).detach().clone()
+        return found.to(self.loc)
+
+    def _check_latents(self, latents: Tensor | None) -> None:
+        if latents is not None and tuple(latents.shape) != (self.num_data, self.latent_dim):
+            raise ValueError(f"latents must have shape ({self.num_data}, {self.latent_dim}); got {tuple(latents.shape)}")
+        if latents is not None:
+            self._check_places(latents)
+
+    @staticmethod
+    def _check_places(latents: Tensor) -> None:
+        """Refuses latents that are no finite real numbers."""
+        if not latents.is_floating_point():
+            raise TypeError(f"latents must be floating point; got {latents.dtype}")
+        if not bool(latents.isfinite().all()):
+            raise ValueError("latents must be finite; they hold NaN or infinity")
+
+    def _imitate(self, x: Tensor, scores: Tensor, steps: int) -> None:
+        assert self.encoder is not None
+        optimizer = torch.optim.Adam(self.encoder.parameters(), 3e-3)
+        for _ in range(steps):
+            rows = torch.randperm(self.num_data, device=x.device)[:256]
+            shown = rows_at(x, rows)
+            loc, scale = self._encode(shown, shown[: max(1, len(rows) // 4)])
+            loss = (loc - rows_at(as_shard_of(scores, x), rows)).square().mean()
+            if scale is not None:
+                loss = loss + (scale.log() - torch.tensor(0.1).log()).square().mean()
+            loss.backward()
+            optimizer.step()
+            # SVI adds to what gradient there is.
+            optimizer.zero_grad()
+
+    def learning_rates(self, latents: float = 1e-2, hyperparameters: float = 1e-2) -> Callable[[str], dict[str, float]]:
+        """Options for a Pyro optimiser: one learning rate for latents or encoder, one for kernel and noise.
+
+        The noise decides how calibrated the predictions are and converges late; it is best given at least 1e-2.
+        """
+        return lambda name: {"lr": latents if _HYPERPARAMETERS.isdisjoint(name.split(".")) else hyperparameters}
+
+    def _check_data(self, x: Tensor) -> None:
+        """Refuses training data of another shape, integers, and what is infinite or nearly so."""
+        shape = (total_rows(x), *x.shape[1:])
+        if shape != (self.num_data, self.num_outputs):
+            everywhere = " in all processes" if shape[0] > len(x) else ""
+            raise ValueError(f"data x must have shape ({self.num_data}, {self.num_outputs}){everywhere}; got {shape}")
+        self._check_points(x)
+
+    def _check_points(self, x: Tensor) -> None:
+        """Refuses data points, new or not, that the model cannot take."""
+        if x.dim() != 2 or x.shape[1] != self.num_outputs:
+            raise ValueError(f"data points x must have shape (M, {self.num_outputs}); got {tuple(x.shape)}")
+        if not x.is_floating_point():
+            raise TypeError(f"data x must be floating point; got {x.dtype}")
+        # Sums of squares of larger numbers are infinite.
+        largest = torch.finfo(x.dtype).max ** 0.4
+        if bool((x.abs() > largest).any()):
+            raise ValueError(f"data x must be finite, of magnitude {largest:.0e} at most, or NaN where missing; got infinity or more")
+
+    @property
+    def noise_variance(self) -> Tensor:
+        """Noise variance: the parameter plus a floor of 1e-4 of the kernel's variance (1e-8 in float64), where float32 is still exact."""
+        noise: Tensor = self.noise
+        if not isinstance(self.kernel, kernels.Isotropy):
+            return noise
+        return noise + _NOISE_FLOOR.get(noise.dtype, 1e-4) * cast("Tensor", self.kernel.variance)
+
+    def _split(self, x: Tensor, split: Split | None) -> Split:
+        """The split given, or one drawn as Pyro draws subsamples, so that guide and model see the same; of a shard its part of it."""
+        self.portion = join_latents(self, self.portion, x)
+        split = self._whole_split(split)
+        return split if self.portion is None else SharedSplit.of(split, self.portion)
+
+    def _whole_split(self, split: Split | None) -> Split:
+        if split is not None:
+            return Split(split.indices.to(self.loc.device), split.num_active)
+        batch = pyro.plate("batch", self.num_data, subsample_size=self.batch_size).indices
+        chosen = pyro.plate("active", len(batch), subsample_size=self.num_active).indices
+        others = torch.ones(len(batch), dtype=torch.bool, device=batch.device)
+        others[chosen] = False
+        return Split(batch[torch.cat([chosen, others.nonzero().squeeze(-1)])], len(chosen))
+
+    @contextlib.contextmanager
+    def _plate(self, split: Split) -> Iterator[None]:
+        weights = split.weights(self.num_data, self.loc)
+        with pyro.plate("data", self.num_data, subsample=split.indices, dim=-1), poutine.scale(scale=weights):
+            yield
+
+    def _prior(self) -> Any:
+        return dist.Normal(self.loc.new_zeros(self.latent_dim), 1.0).to_event(1)
+
+    @pyro_method
+    @takes_arrays
+    def model(self, x: Tensor, split: Split | None = None) -> None:
+        """The generative program of data ``(N, D)``, for the minibatch of a split (default: a random one)."""
+        split = self._split(x, split)
+        with self._plate(split):
+            z = pyro.sample("z", self._prior())
+            self._observe(z, x, split)
+
+    def _observe(self, z: Tensor, x: Tensor, split: Split) -> None:
+        likelihood = ActiveSetGaussianProcess(z, self.kernel, self.noise_variance, split.num_active, self.num_outputs, loc=self.loc)
+        pyro.sample("x", likelihood, obs=_rows(x, split))
+
+    @pyro_method
+    @takes_arrays
+    def guide(self, x: Tensor, split: Split | None = None) -> None:
+        """The approximate posterior of the latents of the same minibatch."""
+        split = self._split(x, split)
+        loc, scale = self._latents_of(x, split)
+        with self._plate(split):
+            self._sample_latents(loc, scale, split)
+
+    def _latents_of(self, x: Tensor, split: Split) -> tuple[Tensor, Tensor | None]:
+        """Means and standard deviations of q(z) of a minibatch; to be called before its plate opens."""
+        if self.encoder is not None:
+            shown = _rows(x, split)
+            return self._encode(shown, shown[: split.num_active])
+        held = [self.z_loc, self.z_scale] if self.bayesian else [self.z_loc]
+        # Pyro's plates subsample parameters, but not where a minibatch is all data in another order.
+        rows = split.latents(held) if isinstance(split, SharedSplit) else [values[split.indices] for values in held]
+        return rows[0], rows[1] if self.bayesian else None
+
+    def _sample_latents(self, loc: Tensor, scale: Tensor | None, split: Split) -> Tensor:
+        z: Tensor = pyro.sample("z", _posterior(loc, scale, split))
+        return z
+
+    def _encode(self, x: Tensor, active: Tensor) -> tuple[Tensor, Tensor | None]:
+        assert self.encoder is not None
+        filled = [torch.where(part.isnan(), self.loc, part) if bool(part.isnan().any()) else part for part in (x, active)]
+        output = self.encoder(*filled) if self.encoder_sees_active else self.encoder(filled[0])
+        expected = (2 if self.bayesian else 1) * self.latent_dim
+        if output.shape != (len(x), expected):
+            raise ValueError(f"the encoder must return shape ({len(x)}, {expected}); got {tuple(output.shape)}")
+        if not self.bayesian:
+            return output, None
+        loc, raw = output.chunk(2, -1)
+        return loc, nn.functional.softplus(raw)
+
+    @names_arguments
+    @takes_arrays
+    def latents(self, x: Tensor) -> Tensor:
+        """Latents ``(N, Q)`` of the training data, means if Bayesian; a copy. Of a shard, those of its data points."""
+        with torch.no_grad():
+            if self.encoder is None:
+                found: Tensor = self.z_loc if self.portion is not None else own_rows(self.z_loc, x)
+                return found.detach().clone()
+            return self._encode(x, self._examples(x))[0]
+
+    def _examples(self, x: Tensor) -> Tensor:
+        """The training data that an encoder which looks at an active set is shown outside training."""
+        order = rows_of_everyone(x.flatten(1).isnan().any(1), x).byte().argsort(stable=True)
+        return rows_at(x, order[: max(1, self.num_active)])
+
+    @torch.no_grad()
+    def gather_(self) -> Self:
+        """Gives every process the latents of all data points, as one process has them: to save them, say. All processes call it.
+
+        An optimiser that has moved them cannot go on with them. Without other processes it does nothing.
+        """
+        if self.portion is not None:
+            gather_latents(self)
+            self.portion = None
+        return self
+
+    @names_arguments
+    @takes_arrays
+    def fit(
+        self,
+        x: Tensor,
+        *,
+        epochs: int | None = None,
+        learning_rate: float = 0.03,
+        generator: torch.Generator | None = None,
+        progress: bool = False,
+    ) -> Self:
+        """Starts from the data ``(N, D)``, trains, and keeps what predictions condition on (:meth:`condition_`).
+
+        Minibatches of ``batch_size`` are dealt by :class:`UniformSplits`; Adam's learning rate falls to a twentieth. Between the first six
+        tenths of the epochs free latents jump (:meth:`relocate_`), at most twenty times.
+
+        On a shard of the data (:func:`pyro_truncated.distributed.shard`) all processes call it, and train as one does; in the end each has
+        all latents.
+
+        Args:
+            x: the training data, NaN where missing.
+            epochs: passes over the data; default: 60, and so many that there are 400 minibatches.
+            learning_rate: that of latents or encoder at first; kernel and noise, which have far to go, have twice as much.
+            generator: source of the splits and jumps.
+            progress: whether to show a progress bar.
+
+        Raises:
+            ValueError: as :meth:`initialize` does, if a number is not positive, or ``learning_rate`` is above 10.
+        """
+        with ending_together(x):
+            return self._fit(x, epochs, learning_rate, generator, progress)
+
+    def _fit(self, x: Tensor, epochs: int | None, learning_rate: float, generator: torch.Generator | None, progress: bool) -> Self:
+        splits = UniformSplits(self.num_data, self.batch_size, self.num_active, generator)
+        epochs = self.default_epochs if epochs is None else check_count("epochs", epochs)
+        if not 0 < learning_rate <= _FASTEST:
+            raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
+        self.initialize(x)
+        if self.portion is not None:
+            draw_alike(generator)
+        rates, decay = self.learning_rates(learning_rate, 2 * learning_rate), _LAST_RATE ** (1 / (epochs * self._batches))
+        options = functools.partial(_with_decay, rates, decay)
+        optimizer = AllReduced(ClippedAdam(cast("Any", options)))
+        svi = SVI(self.model, self.guide, optimizer, SummedELBO(TraceMeanField_ELBO() if self.bayesian else Trace_ELBO()))
+        every = max(2, round(_JUMPING_SHARE * epochs / _MOST_JUMPS))
+        with progress_bar(progress and world.rank() == 0, total=epochs, unit="epoch") as bar:
+            for epoch in range(epochs):
+                if self.encoder is None and epoch % every == every - 1 and epoch < _JUMPING_SHARE * epochs:
+                    self.relocate_(x, generator=generator)
+                loss = sum(svi.step(x, split) for split in splits.epoch(epoch))
+                bar.update()
+                bar.set_postfix_str(f"loss per data point {loss / self.num_data:.4g}")
+        return self.gather_().condition_(x)
+
+    @property
+    def default_epochs(self) -> int:
+        """Passes over the data that :meth:`fit` makes unless told: 60, and so many that there are 400 minibatches."""
+        return max(_LEAST_EPOCHS, -(-_LEAST_STEPS // self._batches))
+
+    @property
+    def _batches(self) -> int:
+        return -(-self.num_data // self.batch_size)
+
+    @names_arguments
+    @takes_arrays
+    def relocate_(self, x: Tensor, num_active: int = 1000, *, generator: torch.Generator | None = None) -> float:
+        r"""Lets data points jump to where the decoder explains them better, which gradients cannot: they only slide.
+
+        Draws an active set ``A`` and moves every other data point to the latent of an active point if the objective's own term grows,
+
+        .. math:: z_n \leftarrow \arg\max_{z \in \{z_n\} \cup z_A} \; \log p(x_n \mid x_A, z) + \log \mathcal N(z; 0, I).
+
+        Given ``A`` these terms are independent, so the jumps raise the objective of a point-mass posterior by the sum of their gains; a
+        Gaussian one moves with its mean and keeps its width. Call it between the first epochs and leave the last ones to gradients: from
+        principal components, most data points end far from where they began. Cost :math:`O(|A|^3 + N |A| D)`.
+
+        Args:
+            x: the training data ``(N, D)``.
+            num_active: size of ``A``, at most half of the data; all its points are complete if there are enough of these.
+            generator: source of the random active set.
+
+        Returns:
+            The share of data points that moved.
+
+        Raises:
+            ValueError: if the data have another shape, ``num_active`` is not positive, or latents come from an encoder.
+        """
+        with ending_together(x):
+            return self._relocate(x, num_active, generator)
+
+    def _relocate(self, x: Tensor, num_active: int, generator: torch.Generator | None) -> float:
+        self._check_data(x)
+        if self.encoder is not None:
+            raise ValueError("latents that come from an encoder cannot be moved: they are the encoder's to choose")
+        num_active = check_count("num_active", num_active)
+        self._kept = None
+        self.portion = join_latents(self, self.portion, x)
+        order = torch.randperm(self.num_data, generator=generator, device=device_of(generator)).to(x.device)
+        # Incomplete data points last: each pattern of missing entries among the active ones costs a factorisation.
+        order = order[rows_of_everyone(x.flatten(1).isnan().any(1), x)[order].byte().argsort(stable=True)]
+        active, others = order.tensor_split([min(num_active, max(1, self.num_data // 2))])
+        with torch.no_grad():
+            z = self.z_loc.detach().clone()
+            posterior = self._given(rows_at(x, active), rows_at(as_shard_of(z, x), active))
+            moved = torch.zeros((), dtype=torch.int64)
+            for rows in own_positions(others, self.portion).split(5000):
+                there = self._best_candidates(posterior, x[rows], 1)[0]
+                better = self._log_joint(posterior, x[rows], there) > self._log_joint(posterior, x[rows], z[rows])
+                z[rows[better]] = there[better]
+                moved += int(better.sum())
+            self.z_loc = z
+        return int(sums_of(x)([moved])[0]) / self.num_data
+
+    def _given(self, x: Tensor, latents: Tensor) -> ActiveSet:
+        """The posterior given data points at their latents; it predicts deviations from ``loc``."""
+        return ActiveSet(latents, x - self.loc, self.kernel, self.noise_variance.detach())
+
+    def _log_joint(self, posterior: Predictor, x: Tensor, latents: Tensor) -> Tensor:
+        """``log p(x | z) + log N(z; 0, I)``, up to a constant, of data points at latents ``(*batch, M, Q)``."""
+        return log_joint(posterior, x - self.loc, latents)
+
+    def _best_candidates(self, posterior: Predictor, x: Tensor, num: int) -> Tensor:
+        """Of up to 2000 latents of the posterior, the ``num`` that explain each data point best, ``(num, M, Q)``."""
+        candidates = posterior.latents[:: -(-len(posterior.latents) // 2000)]
+        return best_candidates(posterior, x - self.loc, candidates, min(num, len(candidates)))
 
     @names_arguments
     @takes_arrays
@@ -172,7 +587,6 @@ class SASDecoder(SASTraining):
             return kept.posterior(self.kernel, self.noise_variance.detach())
 
     @names_arguments
-    @takes_noise
     @takes_arrays
     def predict(self, latents: Tensor, *, noiseless: bool = False, block: int = 2000) -> tuple[Tensor, Tensor]:
         """Predictive means ``(M, D)`` and variances ``(M, 1)`` of outputs at latents ``(M, Q)``; ``noiseless`` of the function."""
@@ -227,3 +641,20 @@ class SASDecoder(SASTraining):
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
         """Restores what :meth:`condition_` kept."""
         self._kept = KeptPoints(**state) if state else None
+
+
+def _rows(x: Tensor, split: Split) -> Tensor:
+    """The data of a minibatch, or what a process has of them."""
+    return split.rows(x) if isinstance(split, SharedSplit) else x[split.indices]
+
+
+def _posterior(loc: Tensor, scale: Tensor | None, split: Split) -> Any:
+    if scale is None:
+        return dist.Delta(loc, event_dim=1)
+    if isinstance(split, SharedSplit):
+        return dist.Independent(NormalOfRows(loc, scale, split.within, split.batch_size), 1)
+    return dist.Normal(loc, scale).to_event(1)
+
+
+def _with_decay(rates: Callable[[str], dict[str, float]], decay: float, name: str) -> dict[str, float]:
+    return rates(name) | {"lrd": decay, "clip_norm": math.inf}

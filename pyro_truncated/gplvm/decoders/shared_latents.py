@@ -1,73 +1,141 @@
-"""Latents of data points that are shared out to processes: while they train, each holds those of its own."""
+"""Latents and minibatches of data points that are shared out to processes.
+
+While they train, each process holds the latents of its own data points. Of a minibatch it has the whole active set, and its own of the
+rest.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Self
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
+import pyro.distributions as dist
 import torch
 from torch import Tensor
 
 from pyro_truncated.distributed import world
-from pyro_truncated.distributed.owned_rows import leave_to_owners, take_from_owners
-from pyro_truncated.distributed.shards import Portion, draw_alike, portion_of
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.distributed.owned_rows import leave_to_owners, rows_of_owners, take_from_owners
+from pyro_truncated.distributed.shards import Portion, draw_alike, portion_of, rows_at
+from pyro_truncated.gp.active_sets.splits import Split, split_weights
 
 _NAMES = ("z_loc", "z_scale")
 
 
-class SharedLatents(UniqueModule):
-    """A module with a latent for every data point, those of all or of the shard that it is trained on.
+def join_latents(module: torch.nn.Module, held: Portion | None, x: Tensor) -> Portion | None:
+    """Which data points a shard is of, ``None`` for all; at its first sight the latents of others go, and all begin as the first.
+
+    Args:
+        module: has a latent for every data point, ``z_loc``, and perhaps its deviation, ``z_scale``.
+        held: the data points that these are of, ``None`` for all.
+        x: the data, or the shard of them that this process has.
+
+    Raises:
+        ValueError: if the latents are of another shard.
+    """
+    portion = portion_of(x)
+    portion = None if portion is None or not portion.is_part else portion
+    if held is None and portion is not None:
+        _begin(module, portion)
+    elif portion != held:
+        raise ValueError(f"the latents here are those of {held}; call gather_() on all processes before other data, {portion}")
+    for parameter in _latents_of(module) if portion is not None else ():
+        # Copies of a module do not know of it.
+        leave_to_owners(parameter)
+    return portion
+
+
+@torch.no_grad()
+def gather_latents(module: torch.nn.Module) -> None:
+    """Gives every process the latents of all data points. All processes call it."""
+    for parameter in _latents_of(module):
+        parameter.data = torch.cat(world.gather(parameter.detach().clone()))
+        parameter.grad = None
+        take_from_owners(parameter)
+
+
+@torch.no_grad()
+def _begin(module: torch.nn.Module, portion: Portion) -> None:
+    latents = _latents_of(module)
+    for parameter in latents:
+        parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
+        parameter.grad = None
+    own = {id(parameter) for parameter in latents}
+    common = [tensor for tensor in (*module.parameters(), *module.buffers()) if id(tensor) not in own]
+    for tensor, value in zip(common, world.agree([tensor.detach() for tensor in common]), strict=True):
+        tensor.copy_(value)
+    draw_alike(None)
+
+
+def _latents_of(module: torch.nn.Module) -> list[Tensor]:
+    return [value for name, value in module.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedSplit(Split):
+    """What a process has of a minibatch; the sum of what all processes make of theirs is what one makes of all.
 
     Attributes:
-        z_loc: free latents ``(N, Q)``, or their means.
-        z_scale: their standard deviations ``(N, Q)``, if Bayesian.
-        portion: the data points that they are of, ``None`` for all.
+        within: positions ``(b,)`` of its data points within the minibatch.
+        batch_size: data points of the minibatch, ``B``.
+        portion: the data points of this process.
     """
 
-    # Descriptors of Pyro: tensors when read, parameters when set.
-    z_loc: Any
-    z_scale: Any
-    portion: Portion | None = None
+    within: Tensor
+    batch_size: int
+    portion: Portion
 
-    @torch.no_grad()
-    def gather_(self) -> Self:
-        """Gives every process the latents of all data points, as one process has them: to save them, say. All processes call it.
+    @classmethod
+    def of(cls, split: Split, portion: Portion) -> SharedSplit:
+        """That of a minibatch of data points of all processes.
 
-        An optimiser that has moved them cannot go on with them. Without other processes it does nothing.
+        Raises:
+            ValueError: if the active set is empty.
         """
-        if self.portion is not None:
-            for parameter in self._latent_parameters():
-                parameter.data = torch.cat(world.gather(parameter.detach().clone()))
-                parameter.grad = None
-                take_from_owners(parameter)
-            self.portion = None
-        return self
+        if not split.num_active:
+            raise ValueError("on several processes a minibatch needs an active set of at least one data point (num_active)")
+        is_own = (split.indices >= portion.first) & (split.indices < portion.first + portion.size)
+        is_own[: split.num_active] = True
+        within = is_own.nonzero().squeeze(-1)
+        return cls(split.indices[within], split.num_active, within, len(split.indices), portion)
 
-    def _join(self, x: Tensor) -> Portion | None:
-        """Which data points a shard is of, ``None`` for all; at its first sight the latents of others go, and all begin as the first."""
-        portion = portion_of(x)
-        portion = None if portion is None or not portion.is_part else portion
-        if self.portion is None and portion is not None:
-            self._begin(portion)
-        if portion != self.portion:
-            raise ValueError(f"the latents here are those of {self.portion}; call gather_() on all processes before other data, {portion}")
-        for parameter in self._latent_parameters() if portion is not None else ():
-            # Copies of a module do not know of it.
-            leave_to_owners(parameter)
-        return portion
+    def weights(self, num_data: int, like: Tensor | None = None) -> Tensor:
+        """Weights ``(b,)`` that correct the scale ``N / b`` of a plate; of the active set every process takes an equal share."""
+        weights = split_weights(self.batch_size, self.num_active, num_data, like)[self.within] * (len(self.within) / self.batch_size)
+        weights[: self.num_active] /= world.size()
+        return weights
 
-    @torch.no_grad()
-    def _begin(self, portion: Portion) -> None:
-        latents = self._latent_parameters()
-        for parameter in latents:
-            parameter.data = parameter.detach()[portion.first : portion.first + portion.size].clone()
-            parameter.grad = None
-        own = {id(parameter) for parameter in latents}
-        common = [tensor for tensor in (*self.parameters(), *self.buffers()) if id(tensor) not in own]
-        for tensor, value in zip(common, world.agree([tensor.detach() for tensor in common]), strict=True):
-            tensor.copy_(value)
-        draw_alike(None)
-        self.portion = portion
+    def rows(self, x: Tensor) -> Tensor:
+        """The data ``(b, D)``, of which the active points come from their owners."""
+        return torch.cat([rows_at(x, self.active), x[self.rest - self.portion.first]])
 
-    def _latent_parameters(self) -> list[Tensor]:
-        return [value for name, value in self.named_parameters(recurse=False) if name.removesuffix("_unconstrained") in _NAMES]
+    def latents(self, held: Sequence[Tensor]) -> list[Tensor]:
+        """Rows ``(b, Q)`` of what each process holds of its own data points; gradients of the active ones go to their owners."""
+        every = torch.cat(list(held), -1)
+        rows = torch.cat([rows_of_owners(every, self.portion, self.active), every[self.rest - self.portion.first]])
+        return list(rows.split([values.shape[-1] for values in held], -1))
+
+
+class NormalOfRows(dist.Normal):
+    """Normal distributions of some rows of many ``(..., b, Q)``, whose draws are those that all rows together would have.
+
+    Args:
+        loc: means.
+        scale: standard deviations.
+        rows: positions ``(b,)`` among all rows.
+        num_rows: how many there are.
+    """
+
+    def __init__(self, loc: Tensor, scale: Tensor, rows: Tensor, num_rows: int) -> None:
+        super().__init__(loc, scale)
+        self.rows, self.num_rows = rows, num_rows
+
+    def expand(self, batch_shape: Any, _instance: Any = None) -> NormalOfRows:
+        """The same with further dimensions on the left."""
+        return NormalOfRows(self.loc.expand(batch_shape), self.scale.expand(batch_shape), self.rows, self.num_rows)
+
+    def rsample(self, sample_shape: Any = ()) -> Tensor:
+        """Draws for all rows, and takes its own."""
+        shape = torch.Size(sample_shape) + self.batch_shape
+        noise = torch.randn(*shape[:-2], self.num_rows, shape[-1], dtype=self.loc.dtype, device=self.loc.device)
+        return self.loc + noise[..., self.rows, :] * self.scale

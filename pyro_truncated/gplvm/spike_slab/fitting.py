@@ -1,24 +1,331 @@
-"""Training on all data at once: quasi-Newton steps, switches in closed form, births and deaths of dimensions, restarts."""
+"""Training on all data at once: starts, quasi-Newton steps, switches in closed form, births and deaths of dimensions, restarts."""
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+from pyro.contrib.gp import kernels
 from pyro.contrib.gp.kernels import Isotropy
 from torch import Tensor
 
-from pyro_truncated.gplvm.spike_slab.bound import Views
-from pyro_truncated.gplvm.spike_slab.initialization import Start, initialize
-from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD
-from pyro_truncated.gplvm.spike_slab.quasi_newton import maximize_bound
-from pyro_truncated.gplvm.spike_slab.switches import NEARLY_ON, remove_dimensions, restore, settle_switches, switch_moves, update_switches
+from pyro_truncated.gp.kernels.linear_ard import LinearARD
+from pyro_truncated.gp.optimization import load_snapshot, minimize, snapshot
+from pyro_truncated.gplvm.principal_components import principal_components
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.gplvm.spike_slab.view import View
 from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
 from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.devices import device_of
+
+Start = str | Tensor | Callable[[list[Tensor]], Tensor]
+STARTS = ("pca", "random")
+_NOISE_SHARE = 0.01
+_START_SCALE = 0.3
+
+
+@names_arguments
+@takes_arrays
+@torch.no_grad()
+def initialize(model: SpikeSlabMRD, y: Views, start: Start = "pca", generator: torch.Generator | None = None) -> None:
+    """Sets all parameters to a starting point.
+
+    Outputs are centred. Latent means are standardised principal components of all views side by side, each view divided by its standard
+    deviation and the square root of its number of outputs so that none drowns the others; or draws from the prior. Inducing inputs are
+    latent means of random data points. The noise starts at a hundredth of the variance of the data, kernels at that variance. Switches
+    start at their prior odds.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y, start="random", generator=torch.Generator().manual_seed(0))
+
+    Args:
+        model: the model.
+        y: its data.
+        start: ``"pca"``, ``"random"``, latent means ``(N, Q)``, or a function that makes them from the views (centred, complete).
+        generator: source of randomness.
+
+    Raises:
+        ValueError: if the start is unknown or misshapen, or a view is constant.
+    """
+    views = model.check_data(y)
+    complete = [_prepare(c, view, data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
+    loc = _latent_means(start, complete, model.num_latents, generator)
+    if loc.shape != (model.num_data, model.num_latents) or not bool(loc.isfinite().all()):
+        expected = model.num_data, model.num_latents
+        raise ValueError(f"start must give finite latent means of shape {expected}; got {tuple(loc.shape)}")
+    # Copies: training goes on in place, and the user's start must stay one for the next run.
+    model.set_latents(loc, torch.full_like(loc, _START_SCALE))
+    model.logits = model.prior.logit()
+    model.num_steps.zero_()
+    for view, data in zip(model.views, complete, strict=True):
+        _start_view(view, model.loc.detach(), data.square().mean(), generator)
+
+
+def _prepare(c: int, view: View, y: Tensor) -> Tensor:
+    """Centres a view; returns its data with zeros (the means) for missing entries."""
+    numbers = y if view.likelihood is None else view.likelihood.as_numbers(y)
+    mean = numbers.nanmean(0).nan_to_num()
+    view.center = (mean if view.likelihood is None else view.likelihood.base(y)).to(view.center)
+    centred = (numbers - mean).double().nan_to_num()
+    if not bool((centred != 0).any()):
+        raise ValueError(f"view {c} of y does not vary (its outputs are constant, or all missing): there is nothing to learn from it")
+    return centred
+
+
+def _latent_means(start: Start, views: list[Tensor], num_latents: int, generator: torch.Generator | None) -> Tensor:
+    if isinstance(start, Tensor):
+        return start
+    if callable(start):
+        return start(views)
+    if start == "pca":
+        return principal_components(torch.cat([v / (v.square().mean() * v.shape[1]).sqrt() for v in views], 1), num_latents, generator)
+    if start == "random":
+        return _randn(len(views[0]), num_latents, views[0], generator)
+    raise ValueError(f"start must be one of {STARTS}, latent means (N, Q), or a function that makes them; got {start!r}")
+
+
+def _start_view(view: View, loc: Tensor, variance: Tensor, generator: torch.Generator | None) -> None:
+    if view.likelihood is None:
+        view.noise = (_NOISE_SHARE * variance).to(view.noise)
+    elif view.collapsed:
+        view.point = view.center.double().expand_as(view.point).clone()
+    # Functions of labels are log odds or the like, whatever the variance of the labels.
+    _start_kernel(view.kernel, variance if view.likelihood is None else torch.ones_like(variance))
+    if not isinstance(view.kernel, LinearARD):
+        chosen = torch.randperm(len(loc), generator=generator, device=device_of(generator))
+        rows = loc[chosen[: len(view.inducing)].to(loc.device)]
+        view.inducing = rows + 1e-2 * _randn(len(rows), rows.shape[1], rows, generator).to(rows)
+
+
+def _start_kernel(kernel: kernels.Kernel, variance: Tensor) -> None:
+    """Gives a single kernel the variance of the data; one that the user has put together stays as it is."""
+    value = getattr(kernel, "variance", None)
+    if isinstance(value, Tensor):
+        kernel.variance = (variance / value.numel()).to(value).expand(value.shape).clone()
+
+
+def _randn(rows: int, columns: int, like: Tensor, generator: torch.Generator | None) -> Tensor:
+    device = like.device if generator is None else generator.device
+    return torch.randn(rows, columns, generator=generator, device=device, dtype=torch.float64).to(like.device)
+
+
+@names_arguments
+@takes_arrays
+def maximize_bound(model: SpikeSlabMRD, y: Views, steps: int = 500, *, tolerance: float = 1e-5, fixed: Sequence[str] = ()) -> float:
+    """Raises the bound in all parameters (but held switches) by L-BFGS with all data.
+
+    A line search that fails ends a run of L-BFGS; the next one starts without memory of the curvature, until one of them gains nothing.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y)
+        >>> before, after = maximize_bound(model, y, steps=1), maximize_bound(model, y, steps=10)
+        >>> after >= before
+        True
+
+    Args:
+        model: the model.
+        y: its data.
+        steps: iterations at most.
+        tolerance: gain per observed number below which it ends.
+        fixed: parts of the names of parameters that stay as they are, such as ``"noise"``.
+
+    Returns:
+        The bound, never below that of the start.
+    """
+    steps = check_count("steps", steps, least=0)
+    size = float(sum(v.numel() for v in model.check_data(y)))
+    parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in fixed)]
+    with torch.no_grad():
+        if not any("point" in part for part in fixed):
+            model.tighten(y)
+        bound = float(model.bound(y))
+    while steps > 0:
+        reached, taken = _run_lbfgs(model, y, parameters, steps, size, tolerance)
+        steps -= max(1, taken)
+        gain, bound = reached - bound, reached
+        if not gain > tolerance * size:
+            break
+    return bound
+
+
+def _run_lbfgs(model: SpikeSlabMRD, y: Views, parameters: Sequence[Tensor], steps: int, size: float, tolerance: float) -> tuple[float, int]:
+    """One run of L-BFGS: the bound, never below that of the start, and the number of iterations."""
+
+    def loss() -> Tensor:
+        value = -model.bound(y) / size
+        value.backward()
+        return value
+
+    found = minimize(loss, parameters, max_iterations=steps, tolerance=tolerance / 10, gradient_tolerance=1e-8, memory=20)
+    model.zero_grad()
+    return -found.value * size, found.iterations
+
+
+# Log odds of switches that are free again after they have been held on, and of moves.
+NEARLY_ON = 3.0
+_SURE = 12.0
+# Evidence, in nats, that counts as none.
+_SILENT = 0.05
+
+
+@names_arguments
+@takes_arrays
+def switch_log_odds(model: SpikeSlabMRD, y: Views) -> Tensor:
+    r"""Optimal log odds of every switch given the posteriors of the inducing variables and of the other switches, ``(C, Q)``.
+
+    The expected log likelihood is linear in each :math:`\gamma_{cq}` at a fixed posterior of the inducing variables, so its derivative is
+    the difference between "on" and "off":
+
+    .. math:: \mathrm{logit}\,\gamma_{cq} = \mathrm{logit}\,\pi_{cq} + \partial E / \partial\gamma_{cq}
+              - \textstyle\prod_{c' \ne c} (1 - \gamma_{c'q}) \sum_n \mathrm{KL}_{nq}
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> switch_log_odds(model, y).shape
+        torch.Size([1, 3])
+    """
+    views = model.check_data(y)
+    gamma = model.probability.detach().clone().requires_grad_()
+    with torch.enable_grad(), model.holding(gamma):
+        terms = [view.data_term(model.inputs(c), data) for c, (view, data) in enumerate(zip(model.views, views, strict=True))]
+        slope = torch.autograd.grad(torch.stack(terms).sum(), gamma)[0]
+    with torch.no_grad():
+        others = torch.stack([(1 - gamma)[torch.arange(len(gamma)) != c].prod(0) for c in range(len(gamma))])
+        return model.prior.logit() + slope - others * model.latent_divergence()
+
+
+@names_arguments
+@takes_arrays
+def update_switches(model: SpikeSlabMRD, y: Views) -> float:
+    """Sets every switch in turn to its optimal probability, which never lowers the bound; returns the bound.
+
+    All at once is tried first, which mostly serves.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = update_switches(model, y)
+    """
+    with torch.no_grad():
+        before, start = float(model.bound(y)), model.logits.detach().clone()
+        model.logits = switch_log_odds(model, y)
+        after = float(model.bound(y))
+        if after >= before:
+            return after
+        model.logits = start
+        for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
+            updated = model.logits.detach().clone()
+            updated[c, q] = switch_log_odds(model, y)[c, q]
+            model.logits = updated
+        return float(model.bound(y))
+
+
+@names_arguments
+@takes_arrays
+def settle_switches(model: SpikeSlabMRD, y: Views) -> float:
+    r"""Sets every switch to its optimum, and off where the data do not speak for "on"; returns the bound.
+
+    A dimension that a view's kernel has removed does not change the likelihood: the optimum of its switch is then the prior :math:`\pi`,
+    :math:`-\log(1 - \pi)` nats above "off", though nothing is on. Such a switch, and one that is less probable than at first, is turned
+    off for certain.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = settle_switches(model, y)
+    """
+    update_switches(model, y)
+    with torch.no_grad():
+        silent = model.logits <= model.prior.logit() + _SILENT
+        model.logits = torch.where(silent, -_SURE, model.logits)
+        return float(model.bound(y))
+
+
+@names_arguments
+@takes_arrays
+@torch.no_grad()
+def switch_moves(model: SpikeSlabMRD, y: Views) -> float:
+    """Tries every switch fully on and fully off, with the inducing variables adapted, and keeps what raises the bound; returns the bound.
+
+    Unlike :func:`update_switches`, which asks what a switch is worth to the functions as they are, a move lets the functions answer.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = switch_moves(model, y)
+    """
+    bound = float(model.bound(y))
+    for c, q in itertools.product(range(model.num_views), range(model.num_latents)):
+        now = model.logits.detach().clone()
+        # A switch that is sure already is only tried the other way.
+        for value in (v for v in (-_SURE, _SURE) if v * float(now[c, q]) < _SURE**2):
+            moved = now.clone()
+            moved[c, q] = value
+            model.logits = moved
+            tried = float(model.bound(y))
+            if tried > bound:
+                bound, now = tried, moved
+        model.logits = now
+    return bound
+
+
+@names_arguments
+@takes_arrays
+def remove_dimensions(model: SpikeSlabMRD, y: Views, steps: int = 40, *, patience: int = 2, tolerance: float = 1e-5) -> float:
+    """Switches dimensions off in views, least relevant first, where the bound rises once everything else has adapted; returns the bound.
+
+    :func:`switch_moves` sees what a removal is worth at once. Here latents, kernels and noise get some quasi-Newton iterations to take over
+    what the dimension did, which for curved data is often better than a dimension for every bend. Switches are fully on or off meanwhile,
+    and afterwards.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bound = remove_dimensions(model, y, steps=3)
+
+    Args:
+        model: the model.
+        y: its data.
+        steps: iterations after each removal, and at first for the model that it is compared with.
+        patience: removals in a row that may fail before it ends.
+        tolerance: gain per observed number below which iterations end.
+    """
+    is_on, failed = model.probability.detach() > 0.5, 0
+    kept = torch.zeros_like(is_on)
+    with model.holding(is_on.double()):
+        bound = maximize_bound(model, y, steps, tolerance=tolerance)
+    while failed < patience and bool((is_on & ~kept).any()):
+        with model.holding(1.0):
+            relevance = model.relevance()
+        share = torch.where(is_on & ~kept, relevance / relevance.amax(1, keepdim=True), math.inf)
+        before, tried = snapshot(model.state_dict().values()), is_on.clone()
+        tried.view(-1)[share.argmin()] = False
+        with model.holding(tried.double()):
+            reached = maximize_bound(model, y, steps, tolerance=tolerance)
+        if reached > bound:
+            bound, is_on, failed = reached, tried, 0
+        else:
+            load_snapshot(model.state_dict().values(), before)
+            kept, failed = kept | (is_on & ~tried), failed + 1
+    with torch.no_grad():
+        model.logits = torch.where(is_on, _SURE, -_SURE).to(model.logits)
+    return bound
+
 
 # How much longer length-scales are at first, and how much more gain of the bound is asked of an iteration then.
 _STRETCH = 3.0
@@ -95,11 +402,11 @@ def fit(
     steps, warm_up, rounds, removal_steps = (check_count(name, number, least=0) for name, number in numbers.items())
     num_starts = check_count("num_starts", num_starts)
     reached: list[float] = []
-    best: tuple[dict[str, Tensor], list[float]] | None = None
+    best: tuple[list[Tensor], list[float]] | None = None
     # What initialisation leaves alone, length-scales for instance, is at every start what it was at the first.
-    before = copy.deepcopy(model.state_dict())
+    before = snapshot(model.state_dict().values())
     for _ in range(num_starts):
-        restore(model, before)
+        load_snapshot(model.state_dict().values(), before)
         initialize(model, y, start, generator)
         history = _train(model, y, steps, warm_up, rounds, tolerance)
         if removal_steps:
@@ -108,9 +415,9 @@ def fit(
             history.append(maximize_bound(model, y, steps, tolerance=tolerance))
         reached.append(history[-1])
         if best is None or reached[-1] == max(reached):
-            best = copy.deepcopy(model.state_dict()), history
+            best = snapshot(model.state_dict().values()), history
     assert best is not None
-    restore(model, best[0])
+    load_snapshot(model.state_dict().values(), best[0])
     bound = settle_switches(model, y)
     is_all_noise = bool((model.probability < 0.5).all())
     return Fit(bound, reached, best[1], is_all_noise)

@@ -1,20 +1,42 @@
-"""Manifold relevance determination: views of one latent space, each of which switches latent dimensions on and off."""
+"""Manifold relevance determination, and the GP-LVM of one view: their parameters, and the bound of their log evidence.
+
+Views share one latent space; each of them switches latent dimensions on and off.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pyro
 import pyro.distributions as dist
 import torch
+from pyro.nn import PyroModule, PyroParam
 from pyro.nn.module import pyro_method
 from pyro.ops.provenance import detach_provenance
 from torch import Tensor
+from torch.distributions import constraints
 
-from pyro_truncated.gp.uncertain.inputs import SpikeSlabInputs
-from pyro_truncated.gplvm.spike_slab.bound import SpikeSlabBound, Views
+from pyro_truncated.distributed.shards import portion_of, refuse_part
+from pyro_truncated.gp.uncertain.inputs import Expectation, SpikeSlabInputs
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.time_prior import Marginals, TimePrior
+from pyro_truncated.gplvm.spike_slab.view import KernelSpec, LikelihoodSpec, View, kernel_weights, make_views
+from pyro_truncated.utils.arguments import names_arguments
 from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.constraints import LARGEST
+from pyro_truncated.utils.counts import check_count, check_counts
+from pyro_truncated.utils.parameter_store import UniqueModule
+
+Views = Tensor | Sequence[Tensor]
 
 
-class SpikeSlabMRD(SpikeSlabBound):
+def _is_too_large(data: Tensor) -> bool:
+    return data.is_floating_point() and bool((data.abs() > min(LARGEST, torch.finfo(data.dtype).max)).any())
+
+
+class SpikeSlabMRD(UniqueModule):
     r"""Gaussian processes from one latent space to several views, with a switch for every latent dimension in every view.
 
     .. math:: b_{cq} \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f^{(c)}_d \sim \mathcal{GP}(0, k_c), \quad
@@ -81,6 +103,221 @@ class SpikeSlabMRD(SpikeSlabBound):
         Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 4. Latents of new
         data have a tighter posterior than the paper's, see :meth:`~pyro_truncated.gplvm.Posterior.infer`.
     """
+
+    loc: Tensor
+    scale: Tensor
+    logits: Tensor
+    prior: Tensor
+    num_steps: Tensor
+    views: Sequence[View]
+
+    @names_arguments
+    def __init__(
+        self,
+        num_data: int,
+        num_observed: Sequence[int],
+        num_latents: int,
+        *,
+        kernel: KernelSpec | Sequence[KernelSpec] = "rbf",
+        num_inducing: int | None = None,
+        likelihood: LikelihoodSpec | Sequence[LikelihoodSpec] = None,
+        prior: float | Tensor = 0.1,
+        collapsed: bool = True,
+        expectation: Expectation | None = None,
+        time_prior: TimePrior | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__()
+        num_data, num_latents = check_counts(num_data=num_data, num_latents=num_latents)
+        num_observed = [check_count(f"num_observed[{c}]", d) for c, d in enumerate(num_observed)]
+        num_inducing = None if num_inducing is None else check_count("num_inducing", num_inducing)
+        self.num_data, self.num_latents, self.num_observed = num_data, num_latents, tuple(num_observed)
+        self.collapsed = collapsed
+        shape = (len(self.num_observed), num_latents)
+        prior = torch.as_tensor(prior, dtype=torch.float64).expand(shape).clone()
+        if not bool(((prior > 0) & (prior < 1)).all()):
+            raise ValueError(f"prior must lie strictly between 0 and 1; got {prior.min():g} to {prior.max():g}")
+        self.register_buffer("prior", prior)
+        self.register_buffer("num_steps", torch.zeros((), dtype=torch.int64))
+        # When set, the switches have these probabilities instead of those that are trained.
+        self._held: Tensor | None = None
+        loc, scale = torch.randn(num_data, num_latents, dtype=dtype), torch.full((num_data, num_latents), 0.3, dtype=dtype)
+        self.time_prior = time_prior
+        if time_prior is None:
+            self.loc = PyroParam(loc, constraints.real)  # type: ignore[assignment]
+            self.scale = PyroParam(scale, constraints.positive)  # type: ignore[assignment]
+        else:
+            if len(time_prior.times) != num_data:
+                raise ValueError(f"time_prior must have a time for each of the {num_data} data points; got {len(time_prior.times)}")
+            time_prior.start(num_latents)
+            time_prior.set_latents(loc, scale)
+        self.logits = PyroParam(torch.zeros(shape, dtype=torch.float64), constraints.real)  # type: ignore[assignment]
+        num_inducing = 50 if num_inducing is None else num_inducing
+        views = make_views(kernel, likelihood, self.num_observed, loc, num_inducing, collapsed, expectation)
+        self.views = PyroModule[torch.nn.ModuleList](views)  # type: ignore[arg-type, assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        # Under a prior over time, the latents' means and deviations are no parameters but follow from what is.
+        if name in ("loc", "scale") and self._modules.get("time_prior") is not None:
+            return getattr(self.latents(), name).to(self.views[0].inducing.dtype)
+        return super().__getattr__(name)
+
+    # --- the posterior in numbers ---
+
+    @property
+    def num_views(self) -> int:
+        """Number of views ``C``."""
+        return len(self.num_observed)
+
+    @property
+    def probability(self) -> Tensor:
+        r"""Posterior probabilities :math:`\gamma` of the switches, ``(C, Q)`` in float64."""
+        return self.logits.sigmoid() if self._held is None else self._held
+
+    @contextmanager
+    def holding(self, probability: Tensor | float) -> Iterator[None]:
+        """A context in which the switches have given probabilities ``(C, Q)``; zero and one are exact."""
+        before = self._held
+        self._held = torch.as_tensor(probability, dtype=torch.float64, device=self.prior.device).expand(self.prior.shape)
+        try:
+            yield
+        finally:
+            self._held = before
+
+    def inputs(self, view: int = 0, index: Tensor | slice = slice(None)) -> SpikeSlabInputs:
+        """What a view sees of the latents of some data points."""
+        return self._seen(self.latents(index), view)
+
+    def _seen(self, latents: Marginals, view: int) -> SpikeSlabInputs:
+        dtype = self.views[view].inducing.dtype
+        loc, variance = latents.loc.to(dtype), latents.scale.to(dtype).square()
+        return SpikeSlabInputs(loc, variance, self.probability[view].to(dtype), validate_args=False)
+
+    def latents(self, index: Tensor | slice = slice(None)) -> Marginals:
+        """Means and deviations of the latents of some data points, and how far they are from the prior."""
+        if self.time_prior is not None:
+            found = self.time_prior.marginals()
+            return found._replace(loc=found.loc[index], scale=found.scale[index])
+        loc, scale = self.loc[index], self.scale[index]
+        mean, deviation = loc.double(), scale.double()
+        return Marginals(loc, scale, (mean.square() + deviation.square() - 2 * deviation.log() - 1).sum(0) / 2)
+
+    def set_latents(self, loc: Tensor, scale: Tensor) -> None:
+        """Gives the latents means and deviations ``(N, Q)``, copies; under a prior over time, those that it then smooths."""
+        if self.time_prior is not None:
+            self.time_prior.set_latents(loc, scale)
+        else:
+            self.loc, self.scale = loc.detach().to(self.loc, copy=True), scale.detach().to(self.scale, copy=True)
+
+    @takes_arrays
+    def check_data(self, y: Views, *, takes_shards: bool = False) -> list[Tensor]:
+        """The views' outputs as a list.
+
+        Raises:
+            TypeError: if they are complex.
+            ValueError: if their number or shapes do not fit the model, or a value is infinite, or its square nearly so.
+            NotImplementedError: for shards of data, where they are not taken.
+        """
+        views = [y] if isinstance(y, Tensor) else list(y)
+        if not takes_shards:
+            refuse_part(views, f"{type(self).__name__} takes shards of data in fit_minibatches only")
+        portion = portion_of(views)
+        num_data = self.num_data if portion is None or portion.total != self.num_data else portion.size
+        expected = [(num_data, d) for d in self.num_observed]
+        if [tuple(v.shape) for v in views] != expected:
+            raise ValueError(f"y must have the shapes {expected}, one matrix per view; got {[tuple(v.shape) for v in views]}")
+        if any(v.is_complex() for v in views):
+            raise TypeError(f"y must be real; got {[v.dtype for v in views]}")
+        if any(map(_is_too_large, views)):
+            raise ValueError(f"y must be finite, or NaN where missing; got a value that is infinite, or larger than {LARGEST:g}")
+        for c, (view, data) in enumerate(zip(self.views, views, strict=True)):
+            view.check_labels(data, c)
+        return views
+
+    @takes_arrays
+    def bound(self, y: Views, batch_size: int | None = None) -> Tensor:
+        """Lower bound of the log evidence of the data (on a minibatch: an unbiased estimate of it), in float64.
+
+        It is computed from the parameters of this very object, whatever Pyro's parameter store holds under their names.
+
+        Args:
+            y: outputs of each view, ``(N, D_c)``; NaN where missing. A single view need not be in a list.
+            batch_size: data points to draw for an estimate; not with ``collapsed``.
+
+        Raises:
+            ValueError: if the data do not fit the model, or a minibatch is asked of a collapsed model.
+        """
+        views = self.check_data(y)
+        self.check_batch(batch_size)
+        if batch_size is None or batch_size >= self.num_data:
+            return self.bound_at(views, slice(None))
+        with pyro.plate("data", self.num_data, subsample_size=batch_size, device=str(self.prior.device)) as index:
+            assert index is not None
+        return self.bound_at(views, index)
+
+    def bound_at(self, views: Sequence[Tensor], index: Tensor | slice) -> Tensor:
+        """The bound from some data points alone, their terms scaled up to all data; ``views`` are all data."""
+        latents = self.latents(index)
+        return self.bound_of([data[index] for data in views], latents, self.num_data / len(latents.loc))
+
+    def bound_of(self, outputs: Sequence[Tensor], latents: Marginals, scale: float, share: float = 1.0) -> Tensor:
+        """The bound from the outputs and latents of some data points, their terms scaled, and a share of what belongs to none."""
+        inputs = [self._seen(latents, c) for c in range(self.num_views)]
+        terms = [view.data_term(seen, data, scale, share) for view, seen, data in zip(self.views, inputs, outputs, strict=True)]
+        return torch.stack(terms).sum() - share * self.switch_divergence() - scale * (self.used() * latents.divergence).sum()
+
+    def check_batch(self, batch_size: int | None) -> None:
+        """Raises ``ValueError`` if a minibatch is asked of a collapsed model, or of latents with a prior over time."""
+        if batch_size is not None and self.time_prior is not None:
+            raise ValueError("latents with a prior over time depend on each other: there are no minibatches of them")
+        if batch_size is not None and self.collapsed:
+            raise ValueError("a collapsed bound needs all data: minibatches need collapsed=False")
+
+    def tighten(self, y: Views) -> None:
+        """Puts the local bounds of labels and counts where they touch best, given all else, which never lowers the bound."""
+        for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True)):
+            view.tighten(self.inputs(c), data)
+
+    def used(self) -> Tensor:
+        r"""Probability :math:`\rho_q = 1 - \prod_c (1 - \gamma_{cq})` that some view has a dimension switched on, ``(Q,)``."""
+        unused: Tensor = (1 - self.probability).prod(0)
+        return 1 - unused
+
+    @torch.no_grad()
+    def relevance(self) -> Tensor:
+        r"""How much each view moves along each dimension, ``(C, Q)``: :math:`\gamma_{cq} w_{cq} E[x_q^2]`, a number without unit.
+
+        :math:`w` is what the kernel makes of the dimension: a linear kernel's weight over its noise-free mean variance would do, and so
+        would one over a squared length-scale; as kernels scale them differently, only ratios within a view mean something. For kernels
+        of other kinds the weight is one. It tells a dimension that is in use from one that is switched on but removed by the kernel.
+        """
+        latents = self.latents()
+        square = (latents.loc.square() + latents.scale.square()).double().mean(0)
+        weights = torch.stack([kernel_weights(view.kernel, self.num_latents).to(square) for view in self.views])
+        return self.probability * weights * square
+
+    def switch_divergence(self) -> Tensor:
+        r"""Divergence of the switches, :math:`\sum_{cq} \gamma\log\frac\gamma\pi + (1-\gamma)\log\frac{1-\gamma}{1-\pi}`."""
+        gamma = self.probability
+        cross = gamma * self.prior.log() + (1 - gamma) * (-self.prior).log1p()
+        if self._held is not None:
+            held: Tensor = -torch.special.entr(gamma) - torch.special.entr(1 - gamma) - cross
+            return held.sum()
+        # From the log odds, whose gradient stays finite where the probability rounds to zero or one.
+        return (gamma * self.logits - torch.nn.functional.softplus(self.logits) - cross).sum()
+
+    def latent_divergence(self, index: Tensor | slice = slice(None)) -> Tensor:
+        r"""Divergence of each dimension's slabs, ``(Q,)``: :math:`\frac12 \sum_n (\mu^2 + s - \log s - 1)`, or see :class:`TimePrior`."""
+        return self.latents(index).divergence
+
+    @takes_arrays
+    def inducing_posterior(self, y: Views | None = None) -> list[InducingPosterior]:
+        """Posteriors of the inducing variables of each view; a collapsed model needs the data for it."""
+        if not self.collapsed:
+            return [view.explicit() for view in self.views]
+        if y is None:
+            raise ValueError("the inducing variables of a collapsed model follow from its data: pass them")
+        return [view.optimal(self.inputs(c), data)[1] for c, (view, data) in enumerate(zip(self.views, self.check_data(y), strict=True))]
 
     # --- the Pyro programs ---
 
@@ -160,3 +397,65 @@ class SpikeSlabMRD(SpikeSlabBound):
                 terms.append(view.optimal(seen, data)[0])
             found.append(torch.stack(terms).sum() - (row.amax(0) * latents.divergence).sum())
         return torch.stack(found)[position].reshape(patterns.shape[:-2])
+
+
+class SpikeSlabGPLVM(SpikeSlabMRD):
+    r"""Gaussian process latent variable model with a switch for every latent dimension, shared by all data points.
+
+    .. math:: b_q \sim \mathrm{Bernoulli}(\pi), \quad x_{nq} \sim \mathcal N(0, 1), \quad f_d \sim \mathcal{GP}(0, k), \quad
+              y_{nd} \sim \mathcal N\left(f_d(b \circ x_n), \beta^{-1}\right)
+
+    It is :class:`SpikeSlabMRD` with a single view; with all switches on it is the Bayesian GP-LVM. Data may be passed without a list.
+
+    Example::
+
+        model = SpikeSlabGPLVM(*y.shape, num_latents=5, kernel="linear")
+        fit(model, y)
+        model.probability                # of each dimension being in use, (1, Q)
+
+    Args:
+        num_data: number of data points ``N``.
+        num_observed: number of outputs ``D``.
+        num_latents: number of latent dimensions ``Q``.
+        kernel: ``"rbf"``, ``"linear"``, a kernel of :mod:`pyro.contrib.gp.kernels`, or a function that makes one.
+        num_inducing: inducing inputs ``M``; default: 50, at most ``N``.
+        likelihood: ``"gaussian"``, ``"bernoulli"``, ``"poisson"`` or :class:`~pyro_truncated.gplvm.CategoricalLabels`.
+        prior: prior probability :math:`\pi` of a switch, a number or ``(1, Q)``.
+        collapsed: whether the inducing variables are integrated out at their optimal posterior, which takes all data at every step.
+        expectation: how to take expectations of kernels without closed form.
+        time_prior: Gaussian processes over time for the latents, see :class:`~pyro_truncated.gplvm.TimePrior`.
+        dtype: floating point type of the parameters.
+
+    Reference:
+        Dai, Hensman and Lawrence, "Spike and slab Gaussian process latent variable models" (2015), section 3.
+    """
+
+    @names_arguments
+    def __init__(
+        self,
+        num_data: int,
+        num_observed: int,
+        num_latents: int,
+        *,
+        kernel: KernelSpec = "rbf",
+        num_inducing: int | None = None,
+        likelihood: LikelihoodSpec = None,
+        prior: float | Tensor = 0.1,
+        collapsed: bool = True,
+        expectation: Expectation | None = None,
+        time_prior: TimePrior | None = None,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        super().__init__(
+            num_data,
+            [num_observed],
+            num_latents,
+            kernel=kernel,
+            num_inducing=num_inducing,
+            likelihood=likelihood,
+            prior=prior,
+            collapsed=collapsed,
+            expectation=expectation,
+            time_prior=time_prior,
+            dtype=dtype,
+        )

@@ -26,7 +26,7 @@ from torch.distributions import constraints
 
 from pyro_truncated.gp.cholesky import stable_cholesky
 from pyro_truncated.utils.arrays import as_tensors
-from pyro_truncated.utils.unique_names import UniqueModule
+from pyro_truncated.utils.parameter_store import UniqueModule
 
 _KERNELS = ("rbf", "matern", "ou", "periodic")
 # Share of the prior variance that is independent over time: it makes factors exist.

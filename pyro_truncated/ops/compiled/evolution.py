@@ -1,7 +1,8 @@
-"""Compiled kernels behind :mod:`pyro_truncated.ops.evolution`. Every data point has its own stream of random numbers.
+"""Compiled kernels behind :mod:`pyro_truncated.ops.evolution`.
 
-Which number of a stream serves for what is fixed, whatever the numbers before it were used for, so that
-:mod:`pyro_truncated.ops.vectorised.evolution` can draw all of them at once.
+Every data point has its own stream of random numbers, and its own hash set of packed states. Which number of a stream serves
+for what is fixed, whatever the numbers before it were used for, so that :mod:`pyro_truncated.ops.vectorised.evolution` can draw all of
+them at once.
 """
 
 from __future__ import annotations
@@ -17,8 +18,209 @@ from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.random import STEP, below, mix, stream, uniform
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 from pyro_truncated.ops.compiled.walk import trailing_zeros
+from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.sparse_flips import IMPOSSIBLE, UNFIT, SparseFlips
+
+# Rows that share their scratch memory; small enough to balance the load, large enough to make allocation negligible.
+ROWS_PER_TASK = 64
+
+
+def repeated(words: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.repeated`."""
+    out = torch.empty(words.shape[:2], dtype=torch.bool, device="cpu")
+    _distinct(words.contiguous().numpy(), out.numpy())
+    return ~out
+
+
+def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
+    """Best ``size`` distinct states, and the smallest number of distinct states that a row with too few of them has (else -1)."""
+    out_words = words.new_empty(words.shape[0], size, words.shape[2])
+    out_log_joint = log_joint.new_empty(words.shape[0], size)
+    fewest = np.empty(-(-len(words) // ROWS_PER_TASK), np.int64)
+    inputs = (tensor.contiguous().numpy() for tensor in (words, log_joint, extra_words, extra_log_joint))
+    _select_tasks(*inputs, out_words.numpy(), out_log_joint.numpy(), fewest)
+    too_few = len(fewest) > 0 and fewest.min() <= words.shape[1] + extra_words.shape[1]
+    return out_words, out_log_joint, int(fewest.min()) if too_few else -1
+
+
+@njit(cache=True, nogil=True)
+def new_table(capacity):
+    """An empty open-addressing table, never more than a quarter full with ``capacity`` states."""
+    size = 8
+    while size < 4 * capacity:
+        size *= 2
+    table = np.empty(size, np.int32)
+    clear(table)
+    return table
+
+
+@njit(cache=True, nogil=True)
+def clear(table):
+    """Frees all places."""
+    for slot in range(len(table)):
+        table[slot] = -1
+
+
+@njit(cache=True, nogil=True)
+def insert(table, pool, first, last, fresh):
+    """Enters the states ``pool[first:last]`` and notes which were new. The table stores positions in ``pool``, -1 for free.
+
+    It takes a range, not one state, because passing arrays to a function costs more than entering a state.
+    """
+    num_words = pool.shape[1]
+    capacity = np.uint64(len(table) - 1)
+    for index in range(first, last):
+        code = np.uint64(0)
+        for w in range(num_words):
+            code = (code ^ (code >> np.uint64(32)) ^ np.uint64(pool[index, w])) * STEP
+        slot = (code >> np.uint64(32)) & capacity
+        found = False
+        while table[slot] >= 0 and not found:
+            other = table[slot]
+            w = 0
+            while w < num_words and pool[other, w] == pool[index, w]:
+                w += 1
+            found = w == num_words
+            slot = (slot + np.uint64(1)) & capacity
+        if not found:
+            table[slot] = index
+        fresh[index] = not found
+
+
+@njit(cache=True, nogil=True)
+def _kth_largest(values, count, k):
+    """The k-th largest of the first values (k = 1: the largest) by quickselect, reordering them; swaps without branches."""
+    left, right, goal = 0, count, k - 1
+    while right - left > 1:
+        a, b, c = values[left], values[(left + right) // 2], values[right - 1]
+        pivot = max(min(a, b), min(max(a, b), c))
+        # left .. larger: above the pivot; larger .. equal: the pivot's ties; the rest below.
+        larger = left
+        for i in range(left, right):
+            value = values[i]
+            values[i] = values[larger]
+            values[larger] = value
+            larger += value > pivot
+        if goal < larger:
+            right = larger
+            continue
+        equal = larger
+        for i in range(larger, right):
+            value = values[i]
+            values[i] = values[equal]
+            values[equal] = value
+            equal += value == pivot
+        if goal < equal:
+            return pivot
+        left = equal
+    return values[left]
+
+
+@njit(cache=True, nogil=True)
+def _gather(words, log_joint, extra_words, extra_log_joint, size, pool, keys, fresh, table):
+    """Collects the states that can be among the best ``size`` in ``pool`` and ``keys``; returns how many, all distinct."""
+    num_first, num_words = words.shape
+    bounded = num_first >= size
+    floor = keys.dtype.type(np.inf)
+    for s in range(num_first):
+        keys[s] = log_joint[s]
+        floor = min(floor, log_joint[s])
+        for w in range(num_words):
+            pool[s, w] = words[s, w]
+    count = num_first
+    for c in range(len(extra_log_joint)):
+        # The first states alone fill all places with log joints of at least `floor`.
+        keys[count] = extra_log_joint[c]
+        for w in range(num_words):
+            pool[count, w] = extra_words[c, w]
+        count += (not bounded) or extra_log_joint[c] > floor
+    if count == num_first:
+        return count
+    clear(table)
+    insert(table, pool, 0, count, fresh)
+    last, count = count, num_first
+    for i in range(num_first, last):
+        keys[count] = keys[i]
+        for w in range(num_words):
+            pool[count, w] = pool[i, w]
+        count += fresh[i]
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _keep_best(pool, keys, count, size, scratch):
+    """Moves the ``size`` largest of ``count`` keys to the front in their order; among equal keys the earlier ones win."""
+    if count == size:
+        return
+    for i in range(count):
+        scratch[i] = keys[i]
+    cut = _kth_largest(scratch, count, size)
+    ties = size
+    for i in range(count):
+        ties -= keys[i] > cut
+    position = 0
+    for i in range(count):
+        key = keys[i]
+        keys[position] = key
+        for w in range(pool.shape[1]):
+            pool[position, w] = pool[i, w]
+        tied = (key == cut) & (ties > 0)
+        ties -= tied
+        position += (key > cut) | tied
+
+
+@njit(cache=True, nogil=True)
+def _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint):
+    """Fills the rows ``first .. last - 1`` of the outputs; returns the fewest states of a row with too few, else more than any has."""
+    num_words = words.shape[2]
+    capacity = words.shape[1] + extra_words.shape[1]
+    size = out_words.shape[1]
+    # One place more than states, because moving without branches writes before it knows whether to keep.
+    pool = np.empty((capacity + 1, num_words), np.int64)
+    keys = np.empty(capacity + 1, log_joint.dtype)
+    scratch = np.empty(capacity + 1, log_joint.dtype)
+    fresh = np.empty(capacity + 1, np.bool_)
+    table = new_table(capacity)
+    fewest = capacity + 1
+    for n in range(first, last):
+        count = _gather(words[n], log_joint[n], extra_words[n], extra_log_joint[n], size, pool, keys, fresh, table)
+        if count < size:
+            fewest = min(fewest, count)
+            continue
+        _keep_best(pool, keys, count, size, scratch)
+        for s in range(size):
+            out_log_joint[n, s] = keys[s]
+            for w in range(num_words):
+                out_words[n, s, w] = pool[s, w]
+    return fewest
+
+
+@parallel_kernel()
+def _select_tasks(words, log_joint, extra_words, extra_log_joint, out_words, out_log_joint, fewest):
+    """Many rows at a time; ``fewest`` gets what :func:`_select_rows` returns."""
+    num_data = len(words)
+    for task in prange(len(fewest)):
+        first = task * ROWS_PER_TASK
+        last = min(num_data, first + ROWS_PER_TASK)
+        fewest[task] = _select_rows(words, log_joint, extra_words, extra_log_joint, first, last, out_words, out_log_joint)
+
+
+@njit(cache=True, nogil=True)
+def _distinct_rows(words, first, last, out):
+    num_states = words.shape[1]
+    table = new_table(num_states)
+    for n in range(first, last):
+        clear(table)
+        insert(table, words[n], 0, num_states, out[n])
+
+
+@parallel_kernel()
+def _distinct(words, out):
+    """Marks the states that equal no earlier state of their row."""
+    num_data = len(words)
+    for task in prange((num_data + ROWS_PER_TASK - 1) // ROWS_PER_TASK):
+        first = task * ROWS_PER_TASK
+        _distinct_rows(words, first, min(num_data, first + ROWS_PER_TASK), out)
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
@@ -262,3 +464,114 @@ def _flip_sparse(words, mask, binary, others, mutable, log_stay_off, switch_off,
                 h = below(state, mutable.shape[1])
                 state += STEP
                 change_latent(child, mutable[0, h], mutable[1, h], mutable[2, h], state)
+
+
+def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.initial_states`; ``others`` are the states of several active latents, if these are few, else empty."""
+    out = torch.empty(len(rows), num_states, fields.num_words, dtype=torch.int64, device="cpu")
+    _initial_states(singletons.numpy(), others.numpy(), fields.rows(fields.mutable).numpy(), rows.numpy(), seed, out.numpy())
+    return out
+
+
+_BLOCKS = 16
+# A Poisson number with a mean of at most 2 exceeds this with probability below 1e-20.
+MOST_CHANGES = 24
+
+
+@njit(cache=True, nogil=True)
+def _fill_subset(choices, first, last, order, state, out):
+    """Fills places ``first .. last - 1`` with random distinct rows of ``choices``, in order if all of them fit.
+
+    ``order`` counts from zero, here as before: what is shuffled of it is put back.
+    """
+    num_choices, num_words = choices.shape
+    number = last - first
+    other = np.arange(number)
+    for i in range(number):
+        if number < num_choices:
+            state += STEP
+            other[i] = i + below(state, num_choices - i)
+            order[i], order[other[i]] = order[other[i]], order[i]
+        for w in range(num_words):
+            out[first + i, w] = choices[order[i], w]
+    for i in range(number):
+        order[i] = i
+        order[other[i]] = other[i]
+    return state
+
+
+@njit(cache=True, nogil=True)
+def _change_any(state_words, fields, state, step):
+    """Moves one latent, chosen uniformly, to another value: one step of the walk of a state whose stream is given."""
+    state += np.uint64(2 * step + 2) * STEP
+    h = below(state, fields.shape[1])
+    change_latent(state_words, fields[0, h], fields[1, h], fields[2, h], state + STEP)
+
+
+@njit(cache=True, nogil=True)
+def _poisson(uniform_number, mean):
+    """A Poisson number by inversion, for means up to 2."""
+    count = 0
+    probability = math.exp(-mean)
+    cumulative = probability
+    while uniform_number >= cumulative and count < MOST_CHANGES:
+        count += 1
+        probability *= mean / count
+        cumulative += probability
+    return count
+
+
+@njit(cache=True, nogil=True)
+def _fill_sparse(fields, first, state, out):
+    """Fills the places from ``first`` on with new states of two and a few more active latents.
+
+    Each state walks at random from zero; those that equal an earlier one walk on, all at once, until there are none.
+    """
+    num_states = len(out)
+    steps = np.zeros(num_states, np.int64)
+    state += STEP
+    mean = 2.0 * uniform(state)
+    for s in range(first, num_states):
+        for w in range(out.shape[1]):
+            out[s, w] = 0
+        walk = mix(state + np.uint64(s) * STEP)
+        # Two changes and a Poisson number more, of a mean between 0 and 2 that belongs to the data point.
+        steps[s] = 2 + _poisson(uniform(walk + STEP), mean)
+        for step in range(steps[s]):
+            _change_any(out[s], fields, walk, step)
+    table = new_table(num_states)
+    fresh = np.empty(num_states, np.bool_)
+    while True:
+        insert(table, out, 0, num_states, fresh)
+        if fresh.all():
+            break
+        # A random walk leaves the region of states that are taken, however crowded it is.
+        for s in range(first, num_states):
+            if not fresh[s]:
+                _change_any(out[s], fields, mix(state + np.uint64(s) * STEP), steps[s])
+                steps[s] += 1
+        clear(table)
+
+
+@njit(cache=True, nogil=True)
+def _fill(singletons, others, fields, order, state, out):
+    """The states of one data point."""
+    num_states, num_words = out.shape
+    num_singletons = min(len(singletons), num_states - 1)
+    for w in range(num_words):
+        out[0, w] = 0
+    state = _fill_subset(singletons, 1, 1 + num_singletons, order, state, out)
+    if len(others) > 0:
+        _fill_subset(others, 1 + num_singletons, num_states, order, state, out)
+    elif 1 + num_singletons < num_states:
+        _fill_sparse(fields, 1 + num_singletons, state, out)
+
+
+@parallel_kernel(cost=4)
+def _initial_states(singletons, others, fields, rows, seed, out):
+    """The zero state, singletons, and then ``others`` if there are any, else random sparse states."""
+    num_blocks = min(len(out), _BLOCKS)
+    for block in prange(num_blocks):
+        order = np.arange(max(len(singletons), len(others)))
+        for n in range(len(out) * block // num_blocks, len(out) * (block + 1) // num_blocks):
+            _fill(singletons, others, fields, order, stream(seed, rows[n]), out[n])

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.grouped import rows_of_groups
 from pyro_truncated.ops.compiled.registers import HALF, LANES, lowest_bit, not_below, product, ranked, set_peaks, set_products
 from pyro_truncated.ops.compiled.threads import parallel_kernel
 
@@ -40,7 +39,7 @@ def largest_of_groups(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`pyro_truncated.ops.largest.largest_of_groups`: of each data point one group after the other."""
     value, index = _none(features, number)
-    members, first = rows_of_groups(group.reshape(-1, 1).numpy(), num_groups)
+    members, first = _members_of_groups(group.contiguous().numpy(), num_groups)
     tables, start = _tables(coefficients.contiguous().numpy(), members, first)
     _enter_groups(features.contiguous().numpy(), tables, start, members, first, asked.contiguous().numpy(), value, index)
     _fill(index)
@@ -162,6 +161,21 @@ def _enter(products, names, value, index):
 def _registers(number):
     """Of how many registers of columns so many are the largest, half of each."""
     return -(-2 * number // LANES)
+
+
+@njit(cache=True, nogil=True)
+def _members_of_groups(group, num_groups):
+    """The functions of each group, one group after the other, and where each begins, ``(G + 1,)``: counted, not compared."""
+    start = np.zeros(num_groups + 1, np.int64)
+    for g in group:
+        start[g + 1] += 1
+    for g in range(num_groups):
+        start[g + 1] += start[g]
+    free, members = start[:-1].copy(), np.empty(len(group), np.int64)
+    for k in range(len(group)):
+        members[free[group[k]]] = k
+        free[group[k]] += 1
+    return members, start
 
 
 @njit(cache=True, nogil=True)

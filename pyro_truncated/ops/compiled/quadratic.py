@@ -11,8 +11,20 @@ import torch
 from numba import prange
 from torch import Tensor
 
+from pyro_truncated.ops.compiled.compilation import njit
 from pyro_truncated.ops.compiled.threads import parallel_kernel
-from pyro_truncated.ops.compiled.walk import MAX_BLOCKS, active_latents, as_array, as_words, count_blocks
+from pyro_truncated.ops.compiled.walk import (
+    MAX_BLOCKS,
+    active_latents,
+    add_to_rows,
+    as_array,
+    as_words,
+    count_blocks,
+    ever_active,
+    gather,
+    padded,
+    where_observed,
+)
 
 
 def pair_energy(words: Tensor, linear: Tensor, pairwise: Tensor) -> Tensor:
@@ -95,3 +107,97 @@ def _moments(words, weights, first, second):
                     first[n, h] += weight
                     for b in range(a + 1):
                         table[h, active[b]] += weight
+
+
+def square_error(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.quadratic`; float64 ``(N, C)``."""
+    out = value.new_empty(value.shape[0], words.shape[1], dtype=torch.float64)
+    _square_error(as_words(words), as_array(value), as_array(weight.mT), as_array(precision), out.numpy())
+    return out
+
+
+def square_error_gradients(words: Tensor, grad: Tensor, value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``(grad * square_error).sum()`` with respect to value, weight and precision."""
+    num_data, (num_observed, num_latents) = value.shape[0], weight.shape
+    grad_value = value.new_zeros(num_data, num_observed, dtype=torch.float64)
+    num_blocks = count_blocks(num_data, (num_latents + 1) * num_observed)
+    # The last row collects the gradient of the precision.
+    sums = value.new_zeros(num_blocks, num_latents + 1, num_observed, dtype=torch.float64)
+    parameters = as_array(weight.mT), as_array(precision)
+    _square_error_gradients(as_words(words), as_array(grad), as_array(value), *parameters, grad_value.numpy(), sums.numpy())
+    sums = sums.sum(0).mT
+    return grad_value, sums[:, :-1], sums[:, -1]
+
+
+@njit(cache=True, nogil=True)
+def _residual(start, weight, active, count, size, residual):
+    for j in range(size):
+        residual[j] = start[j]
+    for a in range(count):
+        row = weight[active[a]]
+        for j in range(size):
+            residual[j] -= row[j]
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def weighted_square(residual, precision, size):
+    """Sum of weighted squares."""
+    total = 0.0
+    for j in range(size):
+        total += precision[j] * residual[j] * residual[j]
+    return total
+
+
+@parallel_kernel(cost=4)
+def _square_error(words, value, weight, precision, out):
+    num_rows, num_candidates, num_words = words.shape
+    (num_data, num_observed), num_latents = value.shape, weight.shape[0]
+    num_blocks = min(num_data, MAX_BLOCKS)
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        index = np.empty(num_observed + 1, np.int64)
+        near_weight = np.empty((num_latents, padded(num_observed)))
+        start, near_precision, residual = np.empty(padded(num_observed)), np.empty(padded(num_observed)), np.empty(padded(num_observed))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            num_used = ever_active(words, row, union, active)
+            count = where_observed(value[n], index)
+            gather(value[n], index, count, 0.0, start)
+            gather(precision, index, count, 0.0, near_precision)
+            for a in range(num_used):
+                gather(weight[active[a]], index, count, 0.0, near_weight[active[a]])
+            for c in range(num_candidates):
+                num_active = active_latents(words, row, c, active)
+                _residual(start, near_weight, active, num_active, padded(count), residual)
+                out[n, c] = weighted_square(residual, near_precision, padded(count))
+
+
+@parallel_kernel(cost=4)
+def _square_error_gradients(words, grad, value, weight, precision, grad_value, sums):
+    num_rows, num_candidates, num_words = words.shape
+    (num_data, num_observed), num_latents = value.shape, weight.shape[0]
+    num_blocks = sums.shape[0]
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        start, residual, total = np.empty(num_observed), np.empty(num_observed), np.empty(num_observed)
+        mask = np.empty(num_observed)
+        table = sums[block]
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            for d in range(num_observed):
+                mask[d] = 0.0 if np.isnan(value[n, d]) else 1.0
+                start[d] = 0.0 if np.isnan(value[n, d]) else value[n, d]
+                total[d] = 0.0
+            for c in range(num_candidates):
+                g = grad[n, c]
+                if g == 0.0:
+                    continue
+                num_active = active_latents(words, n if num_rows > 1 else 0, c, active)
+                _residual(start, weight, active, num_active, num_observed, residual)
+                for d in range(num_observed):
+                    table[num_latents, d] += g * mask[d] * residual[d] * residual[d]
+                    residual[d] *= -2.0 * g * precision[d] * mask[d]
+                    total[d] -= residual[d]
+                add_to_rows(table, active, num_active, residual, num_observed)
+            for d in range(num_observed):
+                grad_value[n, d] = total[d]

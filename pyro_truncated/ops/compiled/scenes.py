@@ -1,7 +1,13 @@
 """Compiled CPU kernels for scenes of occluding objects: what an object at a place says about an image is computed once for all states.
 
-Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads. The tuples
-``model``, ``memory`` and ``state`` are those of :mod:`pyro_truncated.ops.compiled.scene_objects`.
+Per state, work is done only where objects overlap. Everything is float64, and sums do not depend on the number of threads.
+
+Arguments that go together are tuples: ``model`` is (features ``(H, T, F)``, masks ``(H, T)``, variance, shape, nodes, weights), where
+shape holds height and width of canvas, template and grid of places, and nodes are empty if objects lie in depth order; ``memory`` is
+(slot of each object and place, slots in use, log density ratios, log likelihood ratios, their sums), and ``state`` is (objects, top edges,
+left edges, slots) of one state.
+
+Scans slide every object over every image, in float32.
 """
 
 from __future__ import annotations
@@ -16,10 +22,234 @@ from torch import Tensor
 
 from pyro_truncated.ops.canvas import Canvas, SceneParameters
 from pyro_truncated.ops.compiled.compilation import njit
-from pyro_truncated.ops.compiled.scene_objects import background_energy, forget, lay_out, make_memory, pixel_under
-from pyro_truncated.ops.compiled.scene_pixels import own_pixel, shared_pixels, switched_on, those_over
 from pyro_truncated.ops.compiled.threads import HEAVY, parallel_kernel
 from pyro_truncated.ops.compiled.walk import as_array
+from pyro_truncated.ops.vectorised import scenes as vectorised
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def background_energy(image, background, variance, energy):
+    """Writes ``-log p_B(y_p)`` up to ``F / 2 log(2 pi)`` for every pixel; returns minus its sum."""
+    total = 0.0
+    shift = 0.5 * image.shape[1] * np.log(variance)
+    for p in range(image.shape[0]):
+        error = 0.0
+        for f in range(image.shape[1]):
+            error += (image[p, f] - background[f]) ** 2
+        energy[p] = 0.5 * error / variance + shift
+        total -= energy[p]
+    return total
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def pixel_under(shape, top, left, i):
+    """The pixel under an entry of a template."""
+    row, column = top + i // shape[3], left + i % shape[3]
+    return (row - shape[0] * (row >= shape[0])) * shape[1] + column - shape[1] * (column >= shape[1])
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def _add_place(image, energy, h, top, left, model, memory, slot):
+    """Fills a slot: log ratios of object and background densities, and log likelihood ratios of the object alone, entry by entry."""
+    features, masks, variance, shape = model[0][h], model[1][h], model[2], model[3]
+    ratio, single, total = memory[2][slot], memory[3][slot], memory[4]
+    shift = 0.5 * image.shape[1] * np.log(variance)
+    total[slot] = 0.0
+    for i in range(len(masks)):
+        p = pixel_under(shape, top, left, i)
+        error = 0.0
+        for f in range(image.shape[1]):
+            error += (image[p, f] - features[i, f]) ** 2
+        g = energy[p] - 0.5 * error / variance - shift
+        ratio[i] = g
+        if g > 0.0:
+            single[i] = g + np.log(masks[i] + (1.0 - masks[i]) * np.exp(-g))
+        else:
+            single[i] = np.log(1.0 - masks[i] + masks[i] * np.exp(g))
+        total[slot] += single[i]
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def lay_out(places, rank, image, energy, model, memory, state):
+    """Lists the objects of a state, front to back if they lie in depth order, and fills missing slots; returns their number."""
+    shape, in_depth = model[3], len(model[4]) == 0
+    slot_of, used = memory[0], memory[1]
+    found, top, left, slots = state
+    count = 0
+    for h in range(len(places)):
+        if places[h] >= 0:
+            at = count
+            while in_depth and at > 0 and rank[found[at - 1]] > rank[h]:
+                found[at] = found[at - 1]
+                at -= 1
+            found[at] = h
+            count += 1
+    for j in range(count):
+        h = found[j]
+        top[j], left[j] = places[h] // shape[5], places[h] % shape[5]
+        key = h * shape[4] * shape[5] + places[h]
+        if slot_of[key] < 0:
+            slot_of[key] = used[0]
+            used[0] += 1
+            used[used[0]] = key
+            _add_place(image, energy, h, top[j], left[j], model, memory, slot_of[key])
+        slots[j] = slot_of[key]
+    return count
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def forget(memory):
+    """Empties the slots, for the next image."""
+    slot_of, used = memory[0], memory[1]
+    for s in range(used[0]):
+        slot_of[used[s + 1]] = -1
+    used[0] = 0
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def make_memory(places, num_objects, num_entries, shape):
+    """Memory for images whose states are ``(n, C, H)``, and for one state of them."""
+    size, most = 1, 1
+    for n in range(places.shape[0]):
+        total = 0
+        for c in range(places.shape[1]):
+            count = 0
+            for h in range(places.shape[2]):
+                count += places[n, c, h] >= 0
+            total += count
+            most = max(most, count)
+        size = max(size, total)
+    num_keys = num_objects * shape[4] * shape[5]
+    size = min(size, num_keys)
+    ratio, single = np.empty((size, num_entries)), np.empty((size, num_entries))
+    memory = np.full(num_keys, -1, np.int32), np.zeros(size + 1, np.int64), ratio, single, np.empty(size)
+    state = np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64), np.empty(most, np.int64)
+    numbers = np.empty(most), np.empty(most), np.empty(most), np.empty(most), np.empty(most)
+    local = np.empty(most, np.int64), np.empty(most, np.int64), numbers[0], numbers[1], numbers[2], numbers[3], numbers[4], np.empty(1)
+    return memory, state, local
+
+
+# Masks are never so close to zero or one that what is smaller could count.
+_LOST = -60.0
+
+
+@njit(cache=True, nogil=True, error_model="numpy")
+def shared_pixels(count, shape, state, space):
+    """Lists the pixels over which several objects of a state lie, with a bit for each of these objects; returns their number.
+
+    The first array of ``space`` is zero before and after.
+    """
+    top, left = state[1], state[2]
+    cover, pixels, bits = space
+    height, width, tall, wide = shape[0], shape[1], shape[2], shape[3]
+    overlapping = np.int64(0)
+    for j in range(count):
+        for other in range(j):
+            down, right = abs(top[j] - top[other]), abs(left[j] - left[other])
+            if min(down, height - down) < tall and min(right, width - right) < wide:
+                overlapping |= (np.int64(1) << j) | (np.int64(1) << other)
+    found = 0
+    for turn in range(2):
+        for j in range(count):
+            bit = np.int64(1) << j
+            if not overlapping & bit:
+                continue
+            for down in range(top[j], top[j] + tall):
+                row = (down - height * (down >= height)) * width
+                for right in range(left[j], left[j] + wide):
+                    p = row + right - width * (right >= width)
+                    if turn == 0:
+                        cover[p] |= bit
+                        continue
+                    if cover[p] & (cover[p] - 1):
+                        pixels[found], bits[found] = p, cover[p]
+                        found += 1
+                    cover[p] = 0
+    return found
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def those_over(pixel, bits, count, masks, ratios, height, width, extent, found, top, left, slots, member, entry, alpha, ratio):
+    """Objects over a pixel: their slots and template entries, mask probabilities and log density ratios; returns their number."""
+    row, column = pixel // width, pixel % width
+    over = 0
+    for j in range(count):
+        if bits & (np.int64(1) << j):
+            down, right = row - top[j], column - left[j]
+            i = (down + height * (down < 0)) * extent + right + width * (right < 0)
+            member[over], entry[over] = slots[j], i
+            alpha[over], ratio[over] = masks[found[j], i], ratios[slots[j], i]
+            over += 1
+    return over
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def own_pixel(over, nodes, weights, alpha, ratio, share, responsibility, factor):
+    """Density ratio of a pixel under the objects over it: returns the logarithm of a factor and leaves the other in ``factor[0]``.
+
+    Prior and posterior probabilities of owning the pixel go to ``share`` and ``responsibility``.
+
+    In depth order the first object whose mask is on owns the pixel; otherwise one drawn uniformly from those whose mask is on does, by a
+    Gauss-Legendre rule that is exact for their number.
+    """
+    rest, peak = 1.0, 0.0
+    for j in range(over):
+        share[j] = alpha[j] * rest if len(nodes) == 0 else 0.0
+        rest *= 1.0 - alpha[j]
+        peak = max(peak, ratio[j])
+    if len(nodes) > 0 and over == 2:
+        share[0], share[1] = alpha[0] * (1.0 - 0.5 * alpha[1]), alpha[1] * (1.0 - 0.5 * alpha[0])
+    elif len(nodes) > 0:
+        number = (over + 1) // 2
+        for m in range(number * (number - 1) // 2, number * (number + 1) // 2):
+            product = weights[m]
+            for j in range(over):
+                product *= 1.0 - alpha[j] + alpha[j] * nodes[m]
+            for j in range(over):
+                share[j] += alpha[j] * product / (1.0 - alpha[j] + alpha[j] * nodes[m])
+    total = rest * _exp(-peak)
+    for j in range(over):
+        responsibility[j] = share[j] * _exp(ratio[j] - peak)
+        total += responsibility[j]
+    for j in range(over):
+        responsibility[j] /= total
+    factor[0] = total
+    return peak
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def _exp(x):
+    """The exponential function of what is not positive; where it would be lost beside one, or is one, no call is made."""
+    if x == 0.0:
+        return 1.0
+    return np.exp(x) if x > _LOST else 0.0
+
+
+@njit(cache=True, nogil=True, error_model="numpy", inline="always")
+def switched_on(over, nodes, weights, alpha, share, responsibility, on):
+    """Posterior probabilities that the masks of the objects over a pixel are on, after :func:`own_pixel`."""
+    if over == 2 and len(nodes) > 0:
+        # The integral of u is one half.
+        on[0] = responsibility[0] + 0.5 * responsibility[1] * alpha[0] * alpha[1] / share[1]
+        on[1] = responsibility[1] + 0.5 * responsibility[0] * alpha[0] * alpha[1] / share[0]
+        return
+    for j in range(over):
+        on[j] = responsibility[j]
+        for front in range(j if len(nodes) == 0 else 0):
+            on[j] += alpha[j] * responsibility[front]
+    number = (over + 1) // 2 if len(nodes) > 0 else 0
+    for m in range(number * (number - 1) // 2, number * (number + 1) // 2):
+        product = weights[m] * nodes[m]
+        for j in range(over):
+            product *= 1.0 - alpha[j] + alpha[j] * nodes[m]
+        for j in range(over):
+            rest = alpha[j] * product / (1.0 - alpha[j] + alpha[j] * nodes[m])
+            for owner in range(over):
+                if owner != j:
+                    # Both masks on, and the others whatever they are.
+                    both = rest * alpha[owner] / (1.0 - alpha[owner] + alpha[owner] * nodes[m])
+                    on[j] += responsibility[owner] * both / share[owner]
+
 
 _MAX_BLOCKS = 16
 _SMALL = 1e-200
@@ -246,3 +476,111 @@ def _statistics(
             for p in range(num_pixels):
                 _add_pixel(images[n, p], total - own[p], rest[block])
             forget(memory)
+
+
+# Three planes whatever the number of colours: no loop over them keeps the compiler from using vector registers.
+_MAX_COLOURS = 3
+# log(1 + exp(-t)) is within 3e-5 of log(2) / p(t)^4 for t >= 0 with this polynomial p: no call keeps the loop from being vectorised.
+_C1, _C2, _C3, _C4, _C5 = (np.float32(c) for c in (0.1802179992, 0.0366454358, 0.002935278954, -0.000194380999, 3.955016947e-05))
+_LOG2, _ZERO, _ONE, _FAR = np.float32(0.6931471805599453), np.float32(0.0), np.float32(1.0), np.float32(30.0)
+
+
+def scan(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scan_places`; more than three colours are left to torch."""
+    if images.shape[-1] > _MAX_COLOURS:
+        return vectorised.scan(images, scene, canvas, energy, logits, used)
+    out = torch.empty(len(images), len(scene.features), *canvas.grid, device="cpu")
+    _scan(*_arrays(images, scene, canvas, energy, logits, used), out.numpy())
+    return out.flatten(2)
+
+
+def scan_at(
+    images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor, objects: Tensor, places: Tensor
+) -> Tensor:
+    """See :func:`pyro_truncated.ops.scenes.scan_at`; more than three colours are left to torch."""
+    if images.shape[-1] > _MAX_COLOURS:
+        return vectorised.scan_at(images, scene, canvas, energy, logits, used, objects, places)
+    arrays = _arrays(images, scene, canvas, energy, logits, used)
+    out = torch.empty(places.shape, device="cpu")
+    _scan_at(*arrays, canvas.grid[1], objects.numpy(), places.contiguous().numpy(), out.numpy())
+    return out
+
+
+def _arrays(images: Tensor, scene: SceneParameters, canvas: Canvas, energy: Tensor, logits: Tensor, used: Tensor) -> tuple[Any, ...]:
+    """What the compiled scans take: three planes of colours, padded by what templates reach over, and the objects."""
+    height, width, (rows, columns) = canvas.height, canvas.width, canvas.grid
+    root, missing = (2 * scene.variance.double()).sqrt(), 3 - images.shape[-1]
+    colours = torch.nn.functional.pad((scene.features.double() / root).float(), (0, missing))
+    planes = torch.nn.functional.pad((images.double() / root).float(), (0, missing)).mT.reshape(-1, 3, height, width)
+    full = rows + canvas.template_height - 1, columns + canvas.template_width - 1
+    reach = (0, full[1] - width, 0, full[0] - height)
+    energy = energy.float().reshape(-1, 1, height, width)
+    planes, padded = (torch.nn.functional.pad(t, reach, mode="circular") for t in (planes, energy))
+    floors = torch.log1p(-scene.masks.double()).float()
+    tensors = planes.flatten(2), padded.flatten(1), colours, logits.float(), floors
+    return *(t.contiguous().numpy() for t in tensors), (canvas.template_width, full[1]), used.contiguous().numpy()
+
+
+@njit(cache=True, nogil=True, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+def _add_entry(first, second, third, energy, colour, logit, floor, out):
+    """Adds one template entry's log likelihood ratio ``log(1 - a + a exp(g))`` over all places."""
+    red, green, blue = colour[0], colour[1], colour[2]
+    for c in range(len(out)):
+        x = energy[c] + logit - (first[c] - red) ** 2 - (second[c] - green) ** 2 - (third[c] - blue) ** 2
+        t = min(abs(x), _FAR)
+        p = _ONE + t * (_C1 + t * (_C2 + t * (_C3 + t * (_C4 + t * _C5))))
+        p *= p
+        out[c] += floor + max(x, _ZERO) + _LOG2 / (p * p)
+
+
+@parallel_kernel(cost=HEAVY)
+def _scan(planes, energy, colours, logits, floors, shape, is_used, out):
+    """Log likelihood ratios of each object alone at each place.
+
+    Args:
+        planes: three colour planes over their noise deviation times root two, padded on the right and below and flattened, ``(N, 3, P)``.
+        energy: minus the log density of what else the pixels may show, ``(N, P)``.
+        colours: template colours on the same scale, ``(H, T, 3)``.
+        logits: log-odds of the masks and what else does not depend on the image, ``(H, T)``.
+        floors: log probability that a mask is off, ``(H, T)``.
+        shape: width of the template, and of the padded image.
+        is_used: entries that take part, ``(H, T)``.
+        out: result, ``(N, H, rows, columns)``.
+    """
+    num_data, num_objects, rows, columns = out.shape
+    # Rows run on into the padding, so that one loop goes over all places; what it adds there is dropped.
+    length = (rows - 1) * shape[1] + columns
+    for n in prange(num_data):
+        total = np.empty(length, np.float32)
+        for h in range(num_objects):
+            total[:] = _ZERO
+            for i in range(colours.shape[1]):
+                if is_used[h, i]:
+                    low = i // shape[0] * shape[1] + i % shape[0]
+                    high = low + length
+                    first, second, third = planes[n, 0, low:high], planes[n, 1, low:high], planes[n, 2, low:high]
+                    _add_entry(first, second, third, energy[n, low:high], colours[h, i], logits[h, i], floors[h, i], total)
+            for r in range(rows):
+                out[n, h, r] = total[r * shape[1] : r * shape[1] + columns]
+
+
+@parallel_kernel(cost=HEAVY, error_model="numpy", fastmath={"reassoc", "contract", "nnan", "nsz", "arcp"})
+def _scan_at(planes, energy, colours, logits, floors, shape, is_used, columns, objects, places, out):
+    """The same for objects ``(N, K)`` at places ``(N, K, P)`` only, ``columns`` of them in a row; the result ``out`` is ``(N, K, P)``."""
+    for n in prange(len(objects)):
+        for k in range(objects.shape[1]):
+            h = objects[n, k]
+            for p in range(places.shape[2]):
+                corner = places[n, k, p] // columns * shape[1] + places[n, k, p] % columns
+                total = _ZERO
+                for i in range(colours.shape[1]):
+                    if is_used[h, i]:
+                        at = corner + i // shape[0] * shape[1] + i % shape[0]
+                        x = energy[n, at] + logits[h, i]
+                        for c in range(3):
+                            x -= (planes[n, c, at] - colours[h, i, c]) ** 2
+                        t = min(abs(x), _FAR)
+                        q = _ONE + t * (_C1 + t * (_C2 + t * (_C3 + t * (_C4 + t * _C5))))
+                        q *= q
+                        total += floors[h, i] + max(x, _ZERO) + _LOG2 / (q * q)
+                out[n, k, p] = total

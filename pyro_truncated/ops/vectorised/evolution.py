@@ -1,4 +1,7 @@
-"""The operators of :mod:`pyro_truncated.ops.evolution` on words in plain torch, for any device; they draw what the compiled ones draw."""
+"""The functions of :mod:`pyro_truncated.ops.evolution` in plain torch, for any device: they draw what the compiled ones draw.
+
+Selection takes lexicographic sorts instead of hash sets.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,39 @@ import math
 import torch
 from torch import Tensor
 
+from pyro_truncated.ops.evolution import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.fields import Fields
-from pyro_truncated.ops.sparse_flips import IMPOSSIBLE, UNFIT, SparseFlips
 from pyro_truncated.ops.vectorised import random
+from pyro_truncated.ops.words import take
+
+
+def repeated(words: Tensor) -> Tensor:
+    """Marks the states ``(N, C)`` that equal an earlier state of their row."""
+    order = torch.arange(words.shape[1], device=words.device).expand(words.shape[:2])
+    # Stable sorts by one word after the other leave equal states side by side, the earliest first.
+    for number, word in enumerate(words.unbind(-1)):
+        order = word.argsort(dim=1, stable=True) if number == 0 else order.gather(1, word.gather(1, order).argsort(dim=1, stable=True))
+    ordered = take(words, order)
+    equal = torch.zeros_like(order, dtype=torch.bool)
+    equal[:, 1:] = (ordered[:, 1:] == ordered[:, :-1]).all(-1)
+    return torch.empty_like(equal).scatter_(1, order, equal)
+
+
+def select_top(words: Tensor, log_joint: Tensor, extra_words: Tensor, extra_log_joint: Tensor, size: int) -> tuple[Tensor, Tensor, int]:
+    """Best ``size`` distinct states, and the smallest number of distinct states that a row with too few of them has (else -1)."""
+    are_enough = size <= words.shape[1]
+    words = torch.cat([words, extra_words], 1)
+    log_joint = torch.cat([log_joint, extra_log_joint], 1)
+    surplus = repeated(words)
+    # The states of the first set are distinct.
+    fewest = size if are_enough or not len(words) else int((~surplus).sum(1).min())
+    if fewest < size:
+        return words[:, :0], log_joint[:, :0], fewest
+    # Only repetitions stay at minus infinity, behind distinct states of probability zero.
+    lowest = torch.finfo(log_joint.dtype).min
+    key = log_joint.clamp(min=lowest).masked_fill(surplus, -math.inf)
+    chosen = key.argsort(dim=1, descending=True, stable=True)[:, :size].sort(dim=1).values
+    return take(words, chosen), log_joint.gather(1, chosen), -1
 
 
 def select_parents(log_joint: Tensor, num_parents: int, by_fitness: bool, rows: Tensor, seed: int) -> Tensor:
@@ -157,3 +190,64 @@ def _moves(words: Tensor, fields: Fields, kind: str, place: Tensor, draws: Tenso
     old = (words.gather(-1, word) >> shift) & mask
     new = (old + 1 + random.below(draws, cardinality - 1)) % cardinality
     return word, (old ^ new) << shift
+
+
+_MOST_CHANGES = 24
+
+
+def initial_states(singletons: Tensor, others: Tensor, fields: Fields, num_states: int, rows: Tensor, seed: int) -> Tensor:
+    """See :func:`pyro_truncated.ops.initial_states`; ``others`` are the states of several active latents, if these are few, else empty."""
+    streams = random.stream(seed, rows)
+    num_singletons = min(len(singletons), num_states - 1)
+    num_others = num_states - 1 - num_singletons
+    first = [singletons.new_zeros(len(rows), 1, fields.num_words), _subsets(singletons, num_singletons, streams)]
+    if num_singletons < len(singletons):
+        streams = random.advanced(streams, num_singletons)
+    if len(others):
+        return torch.cat([*first, _subsets(others, num_others, streams)], 1)
+    return _add_sparse(torch.cat(first, 1), num_others, fields, streams)
+
+
+def _subsets(choices: Tensor, size: int, streams: Tensor) -> Tensor:
+    """Random distinct rows of ``choices`` for every data point, ``(N, size, W)``, in order if all of them fit: a partial shuffle."""
+    if size == len(choices):
+        return choices.expand(len(streams), -1, -1)
+    draws, order = random.numbers(streams, size), torch.arange(len(choices), device="cpu").repeat(len(streams), 1)
+    for i in range(size):
+        random.shuffle_step(order, i, draws[:, i : i + 1])
+    return choices[order[:, :size]]
+
+
+def _add_sparse(words: Tensor, number: int, fields: Fields, streams: Tensor) -> Tensor:
+    """Adds new states with two changes and a Poisson number more, of a mean between 0 and 2 that belongs to the data point."""
+    num_data, num_first, num_words = words.shape
+    streams = streams.unsqueeze(1) + random.STEP
+    walks = random.mix(streams + torch.arange(num_first, num_first + number, device="cpu") * random.STEP)
+    steps = 2 + _poisson(random.uniform(random.mix(walks + random.STEP)), 2 * random.uniform(random.mix(streams)))
+    words = torch.cat([words, words.new_zeros(num_data, number, num_words)], 1)
+    new = words[:, num_first:]
+    for step in range(int(steps.max()) if steps.numel() else 0):
+        _walk(new, fields, walks, torch.full_like(steps, step), step < steps)
+    # A random walk leaves the region of states that are taken, however crowded it is.
+    while bool((surplus := repeated(words)[:, num_first:]).any()):
+        _walk(new, fields, walks, steps, surplus)
+        steps += surplus
+    return words
+
+
+def _poisson(uniform: Tensor, mean: Tensor) -> Tensor:
+    """Poisson numbers by inversion, for means up to 2."""
+    probability = (-mean).exp()
+    cumulative, count = probability, torch.zeros(uniform.shape, dtype=torch.int64, device="cpu")
+    for number in range(1, _MOST_CHANGES + 1):
+        count += uniform >= cumulative
+        probability = probability * (mean / number)
+        cumulative = cumulative + probability
+    return count
+
+
+def _walk(words: Tensor, fields: Fields, walks: Tensor, step: Tensor, moves: Tensor) -> None:
+    """Lets some states ``(N, C, W)`` make a step of their walks."""
+    state = walks + (2 * step + 2) * random.STEP
+    draws = random.mix(torch.stack([state, state + random.STEP], -1))
+    words ^= torch.where(moves.unsqueeze(-1), changed_by(words, fields, draws), 0)

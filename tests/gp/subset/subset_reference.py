@@ -6,8 +6,8 @@ import torch
 from pyro.contrib.gp import kernels
 from torch import Tensor
 
-from pyro_truncated.gp.data_kernels import PyroKernel
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp import PyroKernel
+from pyro_truncated.gp.subset.objectives import SubsetProblem
 
 
 def nystrom(K: Tensor, index: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from pyro_truncated.gp import CountKernel, SubsetGPRegression, smooth_rbf, spectrum
 from pyro_truncated.gp.subset.exact_regression import exact_backward
-from pyro_truncated.gp.subset.gradient import noise_of
-from pyro_truncated.utils.notes import note_once
+from pyro_truncated.gp.subset.objectives import noise_of
+from pyro_truncated.utils.console import note_once
 
 N, H = 40, 2
 

@@ -7,13 +7,10 @@ import itertools
 import pytest
 import torch
 
+from pyro_truncated.gp import ExchangeSearch, FunctionKernel
 from pyro_truncated.gp.cholesky import independent_cholesky
-from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.subset.exchange import ExchangeSearch
-from pyro_truncated.gp.subset.exchange_factors import ExchangeFactors
-from pyro_truncated.gp.subset.exchange_gains import CandidatePool, approximate_gains
-from pyro_truncated.gp.subset.exchange_removals import removal_costs, removal_plan
-from pyro_truncated.gp.subset.objective import SubsetProblem
+from pyro_truncated.gp.subset.exchange import CandidatePool, ExchangeFactors, approximate_gains, removal_costs, removal_plan
+from pyro_truncated.gp.subset.objectives import SubsetProblem
 from pyro_truncated.gp.subset.subset_search import Budget, draw
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
 
@@ -236,3 +233,12 @@ def test_problem_is_checked():
     with pytest.raises(ValueError, match="objective must be one of vfe, pp; got 'elbo'"):
         SubsetProblem(kernel, Y, 0.1, "elbo")
     assert matrix(kernel).shape == (30, 30)
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, True, "x"])
+def test_limits_of_searches(value):
+    with pytest.raises(ValueError, match="max_swaps must be an integer of at least 0; got"):
+        Budget(max_swaps=value)
+    with pytest.raises(ValueError, match="max_seconds must be a number of at least 0; got nan"):
+        Budget(max_seconds=float("nan"))
+    assert Budget(max_attempts=0).is_spent

@@ -6,10 +6,10 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp.subset.basis import Basis, FreeBasis
+from pyro_truncated.gp import SubsetGPRegression
+from pyro_truncated.gp.subset.alternation import held_out_rows
 from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.polish import held_out_rows
-from pyro_truncated.gp.subset.regression import SubsetGPRegression
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from tests.gp.subset.subset_reference import nystrom, problem_and_index
 

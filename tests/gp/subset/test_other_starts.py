@@ -8,12 +8,9 @@ import pytest
 import torch
 from pyro.contrib.gp import kernels
 
-from pyro_truncated.gp.data_kernels import PyroKernel, smooth_rbf
-from pyro_truncated.gp.subset.all_noise import AllNoiseWarning
-from pyro_truncated.gp.subset.coregionalized import CoregionalizedGPRegression
+from pyro_truncated.gp import AllNoiseWarning, CoregionalizedGPRegression, PyroKernel, SubsetGPRegression, smooth_rbf
+from pyro_truncated.gp.subset.coregionalized import ObservedEntries
 from pyro_truncated.gp.subset.fit_record import FitRecord
-from pyro_truncated.gp.subset.observed_entries import ObservedEntries
-from pyro_truncated.gp.subset.regression import SubsetGPRegression
 
 
 def few_relevant(n, dim=16, seed=0):

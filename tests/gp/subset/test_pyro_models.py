@@ -12,12 +12,8 @@ from pyro.contrib.gp import likelihoods, models
 from pyro.infer import SVI, Trace_ELBO, TraceMeanField_ELBO
 from pyro.optim import Adam, ClippedAdam
 
-from pyro_truncated.gp.data_kernels.features import CountKernel
-from pyro_truncated.gp.data_kernels.strings import spectrum
-from pyro_truncated.gp.likelihoods import StudentT
-from pyro_truncated.gp.subset.gaussian_surrogate import gaussian_surrogate
-from pyro_truncated.gp.subset.sparse_regression import SubsetSparseGPRegression
-from pyro_truncated.gp.subset.variational import SubsetVariationalGP
+from pyro_truncated.gp import CountKernel, StudentT, SubsetSparseGPRegression, SubsetVariationalGP, spectrum
+from pyro_truncated.gp.subset.pyro_models import gaussian_surrogate
 from tests.gp.subset.subset_reference import toy
 
 INDEX = torch.arange(0, 60, 6)

@@ -11,20 +11,25 @@ import torch
 from pyro import poutine
 from pyro.contrib.gp import models
 
-from pyro_truncated.gp.data_kernels import PrecomputedKernel, SumKernel, smooth_rbf
-from pyro_truncated.gp.data_kernels.features import CountKernel
-from pyro_truncated.gp.data_kernels.functions import FunctionKernel
-from pyro_truncated.gp.data_kernels.strings import spectrum
-from pyro_truncated.gp.subset import gradient as evidence
-from pyro_truncated.gp.subset.all_noise import AllNoiseWarning
-from pyro_truncated.gp.subset.basis import Basis, FreeBasis
-from pyro_truncated.gp.subset.gradient import backward, noise_of
-from pyro_truncated.gp.subset.inducing_subset import InducingSubset
-from pyro_truncated.gp.subset.published.baselines import GreedyVarianceSearch, RandomSearch, TitsiasSearch
-from pyro_truncated.gp.subset.regression import SubsetGPRegression
-from pyro_truncated.gp.subset.row_sample import sample_rows
+from pyro_truncated.gp import (
+    AllNoiseWarning,
+    CountKernel,
+    FunctionKernel,
+    InducingSubset,
+    PrecomputedKernel,
+    RandomSearch,
+    SubsetGPRegression,
+    SumKernel,
+    smooth_rbf,
+    spectrum,
+)
+from pyro_truncated.gp.subset import objectives
+from pyro_truncated.gp.subset.alternation import sample_rows
+from pyro_truncated.gp.subset.objectives import Basis, FreeBasis, backward, noise_of
 from pyro_truncated.gp.subset.sparse_posterior import SparsePosterior
 from tests.gp.subset.subset_reference import dense_objective, matrix, nystrom, problem_and_index, toy
+from tests.papers.baselines.cholqr import CholQRSearch
+from tests.papers.baselines.greedy import GreedyVarianceSearch, TitsiasSearch
 
 LOG_2PI = math.log(2 * math.pi)
 
@@ -62,7 +67,7 @@ def test_frozen_kernels_leave_the_slope_of_the_noise(objective, in_blocks, monke
     index, log_noise = torch.arange(0, 60, 5), torch.tensor(-3.0, dtype=torch.float64, requires_grad=True)
     expected = torch.autograd.grad(dense_value(kernel, index, Y, log_noise, objective), log_noise)[0]
     if in_blocks:
-        monkeypatch.setattr(evidence, "_CHUNK", 12 * 25)
+        monkeypatch.setattr(objectives, "_CHUNK", 12 * 25)
     backward(Basis(kernel, index), Y, log_noise, objective)
     torch.testing.assert_close(log_noise.grad, expected, rtol=1e-8, atol=1e-8)
 
@@ -89,7 +94,7 @@ def test_gradient_in_blocks_and_in_inducing_inputs(objective, monkeypatch):
             moved[place] += sign * step
             ends.append(backward(FreeBasis(kernel, moved), Y, log_noise, objective))
         assert whole[-1][place] == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-5)
-    monkeypatch.setattr("pyro_truncated.gp.subset.gradient._CHUNK", 7 * 13)
+    monkeypatch.setattr("pyro_truncated.gp.subset.objectives._CHUNK", 7 * 13)
     for one, many in zip(whole, slopes(), strict=True):
         torch.testing.assert_close(one, many, rtol=1e-9, atol=1e-9)
 
@@ -185,7 +190,9 @@ class TestInducingSubset:
         assert values[-1] == pytest.approx(dense_objective(matrix(kernel), Y, 0.02, subset.index), rel=1e-9)
         assert subset.history[0][1] == 0
 
-    @pytest.mark.parametrize("algorithm", ["cholqr", RandomSearch(), TitsiasSearch(4), GreedyVarianceSearch()], ids=lambda a: str(a)[:12])
+    @pytest.mark.parametrize(
+        "algorithm", [CholQRSearch(), RandomSearch(), TitsiasSearch(4), GreedyVarianceSearch()], ids=lambda a: str(a)[:12]
+    )
     def test_algorithms(self, algorithm):
         kernel, Y = toy(60)
         subset = InducingSubset(kernel, Y, num_inducing=6, noise=0.02, algorithm=algorithm)
@@ -204,7 +211,7 @@ class TestInducingSubset:
         kernel, Y = toy(20)
         with pytest.raises(ValueError, match=r"num_inducing must lie in 1 \.\. 20"):
             InducingSubset(kernel, Y, num_inducing=21, noise=0.1)
-        with pytest.raises(ValueError, match="algorithm must be one of exchange, cholqr"):
+        with pytest.raises(ValueError, match='algorithm must be "exchange" or a SubsetSearch'):
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm="greedy")
         with pytest.raises(TypeError, match="algorithm must be a name or a SubsetSearch"):
             InducingSubset(kernel, Y, num_inducing=2, noise=0.1, algorithm=3)

@@ -20,9 +20,8 @@ from pyro_truncated import datasets
 from pyro_truncated.gp import UniformSplits
 from pyro_truncated.gp.active_sets.projected_set import ProjectedSet, projected_statistics
 from pyro_truncated.gp.active_sets.splits import least_variance
-from pyro_truncated.gplvm import SASDecoder
+from pyro_truncated.gplvm import SASDecoder, principal_components
 from pyro_truncated.gplvm.decoders.latents import Predictor, infer_latents
-from pyro_truncated.gplvm.principal_components import principal_components
 
 DATA = {"mnist": "mnist_train", "fashion": "fashion_mnist_train", "cifar10": "cifar10_train_lossless"}
 

@@ -28,18 +28,15 @@ from torch import Tensor
 
 from pyro_truncated.gp import (
     AllNoiseWarning,
-    CholQRSearch,
     ExchangeSearch,
-    GreedyVarianceSearch,
-    InformativeVectorSearch,
-    KMeansSearch,
     RandomSearch,
     RestrictedKernel,
     SubsetGPRegression,
-    TitsiasSearch,
     smooth_rbf,
 )
 from pyro_truncated.ops.k_means import k_means
+from tests.papers.baselines.cholqr import CholQRSearch
+from tests.papers.baselines.greedy import GreedyVarianceSearch, InformativeVectorSearch, KMeansSearch, TitsiasSearch
 from tests.papers.experiments.sparse_gp_data import (
     Split,
     esol,

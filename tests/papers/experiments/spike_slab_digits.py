@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import datasets
-from pyro_truncated.gplvm import SpikeSlabGPLVM, fit
-from pyro_truncated.gplvm.spike_slab.inference import Posterior
+from pyro_truncated.gplvm import Posterior, SpikeSlabGPLVM, fit
 
 CLASSES = (1, 7, 9)
 NUM_LATENTS = 20

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from pyro_truncated import datasets
-from pyro_truncated.gplvm import CategoricalLabels, SpikeSlabMRD, initialize, maximize_bound, update_switches
-from pyro_truncated.gplvm.spike_slab.inference import Posterior
+from pyro_truncated.gplvm import CategoricalLabels, Posterior, SpikeSlabMRD, initialize, maximize_bound, update_switches
 
 NUM_LATENTS, NUM_INDUCING, REPLICATES = 10, 100, 6
 # Columns: image query, text query, average.

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
-from pyro_truncated.gp import CholQRSearch, ExchangeSearch, SubsetGPRegression, smooth_rbf
+from pyro_truncated.gp import ExchangeSearch, SubsetGPRegression, smooth_rbf
 from tests.benchmarks.test_subset_speed import per_swap, problem, surface
+from tests.papers.baselines.cholqr import CholQRSearch
 
 RESULTS = Path(__file__).parents[1] / "results"
 # Number of inputs, of inducing inputs and of information pivots; whether the published algorithm is run as well.

@@ -1,0 +1,329 @@
+r"""The objective of sparse regression, as a function of inducing inputs and hyper-parameters, with its gradient.
+
+With :math:`\hat K = K_{nI} K_{II}^{-1} K_{In} = L L^\top`, :math:`G = L^\top L`, :math:`B = G + \sigma^2 I` and ``H`` outputs :math:`Y`,
+the objective without its constant :math:`\frac{nH}2 \log 2\pi` is :math:`F = (E_D + E_C + E_V) / 2`, to be minimised:
+
+.. math::
+
+    E_D = \sigma^{-2} (|Y|^2 - |B^{-1/2} L^\top Y|^2), \quad E_C = H [(n - m) \log \sigma^2 + \log |B|], \quad
+    E_V = H \sigma^{-2} \operatorname{tr}(K - \hat K).
+
+``"vfe"`` is the variational free energy (Titsias, 2009); ``"pp"``, the likelihood of the projected process, leaves out :math:`E_V`.
+
+With the inducing inputs' columns :math:`K_{nI} = L C^\top`, :math:`P = L C^{-1}`, :math:`S = L L^\top + \sigma^2 I`, :math:`a = S^{-1} Y`
+and :math:`W = H S^{-1} - a a^\top - [\text{VFE}] H I / \sigma^2`, the gradient is
+
+.. math:: dF = \langle W P, dK_{nI} \rangle - \tfrac12 \langle P^\top W P, dK_{II} \rangle
+    + [\text{VFE}] \tfrac{H}{2 \sigma^2} \operatorname{tr} dK ,
+
+so that only the kernel itself is differentiated automatically, a block of rows at a time.
+
+Reference:
+    Cao, Brubaker, Fleet and Hertzmann, "Efficient optimization for sparse Gaussian process regression", PAMI 37 (2015), section 2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.gp.cholesky import independent_cholesky
+from pyro_truncated.gp.data_kernels import DataKernel, InputKernel
+from pyro_truncated.gp.noisy_covariance import LowRankCovariance
+
+OBJECTIVES = ("vfe", "pp")
+
+
+@dataclasses.dataclass(frozen=True)
+class SubsetProblem:
+    """Data, kernel and noise: all that an objective of inducing subsets depends on. Everything is computed in float64.
+
+    Attributes:
+        kernel: the kernel on the training inputs.
+        targets: ``(n, H)`` float64; the outputs share the subset, the kernel and the noise.
+        noise: noise variance.
+        objective: ``"vfe"`` or ``"pp"``.
+    """
+
+    kernel: DataKernel
+    targets: Tensor
+    noise: float
+    objective: str = "vfe"
+
+    def __post_init__(self) -> None:
+        if self.targets.dim() != 2 or len(self.targets) != self.kernel.num_data or not bool(self.targets.isfinite().all()):
+            shape = tuple(self.targets.shape)
+            raise ValueError(f"targets must be finite and of shape ({self.kernel.num_data}, H), one row per input; got shape {shape}")
+        if not 0 < self.noise < float("inf"):
+            raise ValueError(f"noise must be a positive variance; got {self.noise}")
+        if self.objective not in OBJECTIVES:
+            raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}; got {self.objective!r}")
+
+    @property
+    def num_data(self) -> int:
+        """Number of training inputs ``n``."""
+        return len(self.targets)
+
+    @property
+    def num_outputs(self) -> int:
+        """Number of outputs ``H``."""
+        return self.targets.shape[1]
+
+    @property
+    def trace_weight(self) -> float:
+        r"""Weight of :math:`\operatorname{tr}(K - \hat K)` in :math:`2F`: :math:`H / \sigma^2`, or zero for the projected process."""
+        return self.num_outputs / self.noise if self.objective == "vfe" else 0.0
+
+    @torch.no_grad()
+    def columns(self, index: Tensor) -> Tensor:
+        """Columns ``(n, b)`` of the kernel matrix in float64."""
+        return self.kernel.columns(index).detach().double()
+
+    @torch.no_grad()
+    def diag(self) -> Tensor:
+        """Diagonal ``(n,)`` of the kernel matrix in float64."""
+        return self.kernel.diag().detach().double().clone()
+
+    def value(self, gram: Tensor, moment: Tensor, residual: Tensor) -> Tensor:
+        r""":math:`F` from :math:`G` ``(m, m)``, :math:`L^\top Y` ``(m, H)`` and :math:`\operatorname{tr}(K - \hat K)`."""
+        m = len(gram)
+        factor = torch.linalg.cholesky(gram + self.noise * torch.eye(m, dtype=gram.dtype, device=gram.device))
+        return self.value_from(factor, torch.linalg.solve_triangular(factor, moment, upper=False), residual)
+
+    def value_from(self, factor: Tensor, whitened: Tensor, residual: Tensor) -> Tensor:
+        r""":math:`F` from the Cholesky factor of :math:`B`, :math:`B^{-1/2} L^\top Y` and :math:`\operatorname{tr}(K - \hat K)`."""
+        data = (self.targets.square().sum() - whitened.square().sum()) / self.noise
+        log_noise = torch.tensor(self.noise, dtype=factor.dtype, device=factor.device).log()
+        complexity = self.num_outputs * ((self.num_data - len(factor)) * log_noise + 2 * factor.diagonal().log().sum())
+        return 0.5 * (data + complexity + self.trace_weight * residual)
+
+
+def explains_something(objective: float, targets: Tensor, share: float = 0.02) -> bool:
+    """Whether an objective of standardised targets is below what noise of variance one costs by as much as explaining a share is worth."""
+    return objective < 0.5 * (1 - share) * targets.numel()
+
+
+def check_index(index: Tensor, num_data: int) -> Tensor:
+    """Positions of an inducing subset ``(m,)`` as int64.
+
+    Raises:
+        ValueError: if they are no vector of distinct positions.
+    """
+    index = torch.as_tensor(index)
+    if index.dim() != 1 or not len(index) or index.is_floating_point() or int(index.min()) < 0 or int(index.max()) >= num_data:
+        raise ValueError(f"index must be a vector of positions from 0 to {num_data - 1}; got {index.dtype} of shape {tuple(index.shape)}")
+    if len(index.unique()) != len(index):
+        raise ValueError("index must not hold a position twice")
+    return index.long()
+
+
+class Basis:
+    """Inducing inputs from the training inputs: covariances with them.
+
+    Args:
+        kernel: the kernel.
+        index: their positions ``(m,)``.
+    """
+
+    def __init__(self, kernel: DataKernel, index: Tensor) -> None:
+        self.kernel = kernel
+        self.index = index
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def columns(self, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
+        return self.kernel.columns(self.index, rows).double()
+
+    def square(self) -> Tensor:
+        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
+        return self.kernel.columns(self.index, self.index).double()
+
+    def cross(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, m)`` of new inputs, in float64."""
+        return self.kernel.cross(new, self.index).double()
+
+
+class FreeBasis(Basis):
+    """Inducing inputs anywhere in the input space.
+
+    Args:
+        kernel: a kernel of numeric inputs.
+        inputs: the inducing inputs ``(m, D)``.
+    """
+
+    kernel: InputKernel
+
+    def __init__(self, kernel: InputKernel, inputs: Tensor) -> None:
+        self.kernel = kernel
+        self.inputs = inputs
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def columns(self, rows: Tensor | None = None) -> Tensor:
+        """Covariances ``(n, m)`` of the training inputs, or those at ``rows``, in float64."""
+        points = self.kernel.inputs if rows is None else self.kernel.inputs[rows]
+        return self.kernel.between(points, self.inputs).double()
+
+    def square(self) -> Tensor:
+        """Covariances ``(m, m)`` of the inducing inputs, in float64."""
+        return self.kernel.between(self.inputs, self.inputs).double()
+
+    def cross(self, new: Any) -> Tensor:
+        """Covariances ``(n_new, m)`` of new inputs, in float64."""
+        return self.kernel.between(self.kernel.points(new), self.inputs).double()
+
+
+def covariances_with(basis: Basis, new: Any) -> tuple[Tensor, Tensor]:
+    """Covariances ``(n_new, m)`` of new inputs with inducing inputs, and variances ``(n_new,)``, in float64.
+
+    Raises:
+        ValueError: if one of them is not finite.
+    """
+    cross, prior = basis.cross(new), basis.kernel.diag_new(new).double()
+    strange = ~(cross.isfinite().all(1) & prior.isfinite())
+    if bool(strange.any()):
+        raise ValueError(f"the kernel is not finite at new input {int(strange.nonzero()[0])}; check the new inputs")
+    return cross, prior
+
+
+def kernel_to_polish(kernel: DataKernel, is_exact: bool) -> InputKernel:
+    """The kernel of a regression whose inducing inputs are to move.
+
+    Raises:
+        ValueError: if there are none.
+        TypeError: if inputs are no numbers.
+    """
+    if is_exact:
+        raise ValueError(
+            "polish=True moves inducing inputs, of which an exact regression has none; give num_inducing, fewer than there are data"
+        )
+    if not isinstance(kernel, InputKernel):
+        raise TypeError(f"polish=True needs a kernel of numeric inputs, such as PyroKernel; got {type(kernel).__name__}")
+    return kernel
+
+
+# Noise below this share of the targets' variance is rounding error.
+NOISE_FLOOR = 1e-6
+_CHUNK = 2**24
+
+
+def noise_of(log_noise: Tensor) -> Tensor:
+    """Noise variance of an unconstrained parameter."""
+    return NOISE_FLOOR + log_noise.exp()
+
+
+def backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
+    """The objective, whose gradient is added to all leaves that covariances and noise depend on.
+
+    Args:
+        basis: inducing inputs.
+        targets: ``(n, H)`` float64.
+        log_noise: unconstrained noise parameter, see :func:`noise_of`.
+        objective: ``"vfe"``, ``"pp"`` or ``"fitc"``, the last as minus the log likelihood without its constant.
+
+    Returns:
+        The objective; NaN, and no gradient, if the inducing inputs' covariance matrix has no factor.
+    """
+    if objective == "fitc":
+        return _fitc_backward(basis, targets, log_noise)
+    return _closed_form_backward(basis, targets, log_noise, objective)
+
+
+def _fitc_backward(basis: Basis, targets: Tensor, log_noise: Tensor) -> float:
+    with torch.enable_grad():
+        columns, square = basis.columns(), basis.square()
+        # Which inputs depend on others is no differentiable question; the factor of the rest is one.
+        kept, _ = independent_cholesky(square.detach())
+        triangle, info = torch.linalg.cholesky_ex(square[kept][:, kept])
+        if not len(kept) or int(info):
+            return math.nan
+        factor = torch.linalg.solve_triangular(triangle, columns[:, kept].mT, upper=False).mT
+        missing = (basis.kernel.diag().double() - factor.square().sum(1)).clamp(min=0.0)
+        covariance = LowRankCovariance(factor, noise_of(log_noise) + missing)
+        value = -covariance.log_likelihood(targets) - 0.5 * targets.numel() * math.log(2 * math.pi)
+        value.backward()
+    return float(value.detach())
+
+
+def _closed_form_backward(basis: Basis, targets: Tensor, log_noise: Tensor, objective: str) -> float:
+    with torch.enable_grad():
+        square, noise = basis.square(), noise_of(log_noise)
+        blocks = list(_blocks(len(targets), len(basis)))
+        # One block keeps its graph; several are evaluated twice to save memory.
+        first = basis.columns() if len(blocks) == 1 else None
+        diagonal = basis.kernel.diag().double()
+    with torch.no_grad():
+        columns = torch.cat([basis.columns(rows) for rows in blocks]) if first is None else first.detach()
+        problem = SubsetProblem(basis.kernel, targets, float(noise), objective)
+        terms = _gradient_terms(problem, columns, square.detach(), diagonal.detach().sum())
+    if terms is None:
+        return math.nan
+    with torch.enable_grad():
+        fixed = (terms.square * square).sum() + 0.5 * problem.trace_weight * diagonal.sum() + terms.noise * noise
+        backward_through([(fixed, None)] if first is None else [(fixed, None), (first, terms.columns)])
+        for rows in blocks if first is None else ():
+            backward_through([(basis.columns(rows), terms.columns[rows])])
+    return terms.value
+
+
+def backward_through(outputs: list[tuple[Tensor, Tensor | None]]) -> None:
+    """Differentiates outputs with their gradients, but for those that depend on nothing that is learned (a frozen kernel)."""
+    learned = [(output, gradient) for output, gradient in outputs if output.requires_grad]
+    if learned:
+        torch.autograd.backward([output for output, _ in learned], [gradient for _, gradient in learned])
+
+
+class _Terms(NamedTuple):
+    value: float
+    columns: Tensor
+    square: Tensor
+    noise: float
+
+
+def _gradient_terms(problem: SubsetProblem, columns: Tensor, square: Tensor, trace: Tensor) -> _Terms | None:
+    """The objective, and its derivatives in the inducing inputs' columns and square and in the noise."""
+    Y, s2, H, n = problem.targets, problem.noise, problem.num_outputs, problem.num_data
+    kept, C = independent_cholesky(square)
+    if not len(kept):
+        return None
+    whole = len(kept) == len(square)
+    L = torch.linalg.solve_triangular(C, (columns if whole else columns[:, kept]).mT, upper=False).mT
+    gram = L.mT @ L
+    if not bool(gram.isfinite().all()):
+        return None
+    identity = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
+    R, info = torch.linalg.cholesky_ex(gram + s2 * identity)
+    if int(info):
+        return None
+    whitened = torch.linalg.solve_triangular(R, L.mT @ Y, upper=False)
+    residual = trace - gram.diagonal().sum()
+    value = problem.value_from(R, whitened, residual)
+    B_inverse = torch.cholesky_inverse(R)
+    weights = torch.linalg.solve_triangular(R.mT, whitened, upper=True)
+    a = (Y - L @ weights) / s2
+    C_inverse = torch.linalg.solve_triangular(C, identity, upper=False)
+    inner = (H * B_inverse - problem.trace_weight * identity) @ C_inverse
+    projected = weights.mT @ C_inverse
+    for_columns = (L @ inner).addmm_(a, projected, alpha=-1)
+    for_square = -0.5 * C_inverse.mT @ (gram @ inner - weights @ projected)
+    d_noise = 0.5 * (
+        H * ((n - len(gram)) / s2 + B_inverse.diagonal().sum()) - a.square().sum() - problem.trace_weight * residual.clamp(min=0.0) / s2
+    )
+    if not whole:
+        for_columns = torch.zeros_like(columns).index_copy_(1, kept, for_columns)
+        padded = torch.zeros_like(square)
+        padded[kept[:, None], kept] = for_square
+        for_square = padded
+    return _Terms(float(value), for_columns, for_square, float(d_noise))
+
+
+def _blocks(n: int, m: int) -> Iterator[Tensor]:
+    yield from torch.arange(n).split(max(1, _CHUNK // max(1, m)))

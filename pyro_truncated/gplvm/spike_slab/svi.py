@@ -1,0 +1,341 @@
+"""Stochastic training: natural-gradient steps for the inducing variables, Adam for everything else; the loss for ``SVI``."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from pyro.infer import ELBO
+from torch import Tensor
+
+from pyro_truncated.distributed import world
+from pyro_truncated.distributed.shards import draw_alike, portion_of, sums_of
+from pyro_truncated.distributed.world import agree, failing_together
+from pyro_truncated.gplvm.spike_slab.fitting import NEARLY_ON, settle_switches, switch_moves
+from pyro_truncated.gplvm.spike_slab.inducing_posterior import InducingPosterior
+from pyro_truncated.gplvm.spike_slab.model import SpikeSlabMRD, Views
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import takes_arrays
+from pyro_truncated.utils.counts import check_count
+from pyro_truncated.utils.devices import device_of
+
+# Parameters with a row per data point.
+_LOCAL = ("loc", "scale")
+
+
+@dataclasses.dataclass(frozen=True)
+class Minibatch:
+    """Data points of a minibatch.
+
+    Attributes:
+        positions: where those of this process lie among the latents of all.
+        rows: where they lie among its data.
+        scale: number of all data points per one in the minibatch.
+        share: of this process in what belongs to no data point.
+        total: sums over processes.
+    """
+
+    positions: Tensor | slice
+    rows: Tensor | slice
+    scale: float
+    share: float = 1.0
+    total: Callable[[Sequence[Tensor]], list[Tensor]] = list
+
+
+def is_part(views: Sequence[Tensor]) -> bool:
+    """Whether other processes have the rest of the data."""
+    portion = portion_of(views)
+    return portion is not None and portion.is_part
+
+
+def drawn(model: Any, views: Sequence[Tensor], size: int, generator: torch.Generator | None) -> Minibatch:
+    """A random minibatch, the same for any number of processes."""
+    portion = portion_of(views)
+    index = torch.randperm(model.num_data, generator=generator, device=device_of(generator))[:size].to(model.loc.device)
+    scale = model.num_data / len(index)
+    if portion is None or not portion.is_part:
+        return Minibatch(index, index, scale)
+    own = index[(index >= portion.first) & (index < portion.first + portion.size)]
+    return Minibatch(own, own - portion.first, scale, 1 / world.size(), sums_of(views[0]))
+
+
+def add_gradients(model: torch.nn.Module, batch: Minibatch) -> None:
+    """Sums the gradients of all parameters but those of data points, in one message."""
+    if batch.total is list:
+        return
+    shared = [p for name, p in model.named_parameters() if p.requires_grad and name.removesuffix("_unconstrained") not in _LOCAL]
+    has_one = torch.tensor([p.grad is not None for p in shared], dtype=torch.float64)
+    has_one, *gradients = batch.total([has_one, *(torch.zeros_like(p) if p.grad is None else p.grad for p in shared)])
+    for parameter, gradient, is_known in zip(shared, gradients, has_one.bool().tolist(), strict=True):
+        # Where there is none, the optimiser takes no step.
+        parameter.grad = gradient if is_known else None
+
+
+@torch.no_grad()
+def latents_of_owners(model: torch.nn.Module, views: Sequence[Tensor]) -> None:
+    """Gives every process the latents of all data points, each from the process that has its data."""
+    portion = portion_of(views)
+    assert portion is not None
+    for name, parameter in model.named_parameters():
+        if name.removesuffix("_unconstrained") in _LOCAL:
+            parameter.copy_(torch.cat(world.gather(parameter[portion.first : portion.first + portion.size].detach().clone())))
+
+
+_INDUCING = (".mean", ".scale_tril")
+_TURNS = 20
+# Adam's steps are about as long as its learning rate, in latents of unit variance and logarithms.
+_FASTEST = 10.0
+
+
+@names_arguments
+@takes_arrays
+def natural_step(model: SpikeSlabMRD, y: Views, index: Tensor | slice = slice(None), rate: float = 1.0) -> None:
+    r"""Moves the posteriors of the inducing variables along the natural gradient, estimated from some data points.
+
+    With :math:`\Lambda = S^{-1}` and :math:`\eta = \Lambda m` of the whitened inducing variables,
+    :math:`\Lambda \leftarrow (1 - \rho) \Lambda + \rho (I + \beta \bar\Psi_2)` and
+    :math:`\eta \leftarrow (1 - \rho) \eta + \rho (\beta\Psi_1^\top Y)`, sums scaled up to all data and, with missing outputs, the
+    difference between an output's :math:`\Psi_2` and their mean taken to the right. With all data and :math:`\rho = 1` this is the optimum
+    if nothing is missing.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> natural_step(explicit_copy(model, y), y)
+
+    Args:
+        model: a model with ``collapsed=False``.
+        y: all data.
+        index: the data points to use.
+        rate: :math:`\rho`, above 0 and at most 1.
+
+    Raises:
+        ValueError: if the model is collapsed or the rate is out of range.
+
+    Reference:
+        Hensman, Fusi and Lawrence, "Gaussian processes for big data" (2013).
+    """
+    if model.collapsed:
+        raise ValueError("the inducing variables of a collapsed model are at their optimum already; use collapsed=False")
+    if not 0 < rate <= 1:
+        raise ValueError(f"rate must lie in (0, 1]; got {rate}")
+    views = model.check_data(y)
+    _natural_step(model, Minibatch(index, index, model.num_data / len(views[0][index])), views, rate)
+
+
+@torch.no_grad()
+def _natural_step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float) -> None:
+    for c, (view, outputs) in enumerate(zip(model.views, views, strict=True)):
+        posterior, data = view.explicit(), outputs[batch.rows]
+        with torch.enable_grad():
+            mean, covariance = (v.detach().requires_grad_() for v in (posterior.mean, posterior.covariance))
+            moved = InducingPosterior(posterior.cholesky.detach(), mean, covariance)
+            expected = 0.0 * (mean.sum() + covariance.sum())
+            if len(data):
+                expected = expected + batch.scale * view.log_likelihood(model.inputs(c, batch.positions), data, moved).sum()
+            by_mean, by_covariance = batch.total(torch.autograd.grad(expected, (mean, covariance)))
+        # Twice the curvature of the expected log likelihood of one output: the precision that the data add.
+        gain = -(by_covariance + by_covariance.mT) / view.num_functions
+        precision = torch.cholesky_inverse(view.scale_tril.double())
+        eta = precision @ posterior.mean
+        precision = (1 - rate) * precision + rate * (torch.eye(len(gain), dtype=gain.dtype, device=gain.device) + gain)
+        eta = (1 - rate) * eta + rate * (by_mean + gain @ posterior.mean)
+        factor = torch.linalg.cholesky(precision)
+        view.mean = torch.cholesky_solve(eta, factor).to(view.mean).contiguous()
+        view.scale_tril = torch.linalg.cholesky(torch.cholesky_inverse(factor)).to(view.scale_tril)
+
+
+@names_arguments
+@takes_arrays
+def fit_minibatches(
+    model: SpikeSlabMRD,
+    y: Views,
+    steps: int,
+    *,
+    batch_size: int = 256,
+    learning_rate: float = 0.02,
+    rate: float = 0.3,
+    switches_from: float = 0.3,
+    generator: torch.Generator | None = None,
+    callback: Callable[[int, float], None] | None = None,
+) -> list[float]:
+    """Trains a model on minibatches, from where it is: for data of any size.
+
+    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`), all of which have the model of all data,
+    initialised alike: gradients of what belongs to no data point are summed, each process moves the latents of its own data points, and in
+    the end all have all latents.
+
+    Every step draws data points without replacement, takes a natural-gradient step for the inducing variables and an Adam step for all
+    other parameters, whose rate falls to a tenth over the last half. Switches are held on for a share of the steps.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> bounds = fit_minibatches(explicit_copy(model, y), y, steps=3, batch_size=10)
+
+    Args:
+        model: a model with ``collapsed=False``, initialised.
+        y: its data.
+        steps: number of steps.
+        batch_size: data points per step.
+        learning_rate: of Adam.
+        rate: of the natural gradient, at the start; it falls likewise.
+        switches_from: share of the steps after which the switches are free.
+        generator: source of randomness of the minibatches.
+        callback: called with the number of each step and its estimate of the bound.
+
+    Returns:
+        The estimates of the bound.
+
+    Raises:
+        ValueError: if the model is collapsed, or a number is out of range.
+    """
+    steps, batch_size = check_count("steps", steps, least=0), check_count("batch_size", batch_size)
+    if not 0 < learning_rate <= _FASTEST:
+        raise ValueError(f"learning_rate must be a positive number of at most {_FASTEST:g}; got {learning_rate!r}")
+    views = model.check_data(y, takes_shards=True)
+    model.check_batch(batch_size)
+    free_from, estimates = int(switches_from * steps), []
+    with failing_together() if is_part(views) else nullcontext():
+        if is_part(views):
+            model.load_state_dict(agree(model.state_dict()))
+            draw_alike(generator)
+        parameters = [p for name, p in model.named_parameters() if p.requires_grad and not any(part in name for part in _INDUCING)]
+        optimizer = torch.optim.Adam(parameters, lr=learning_rate)
+        for step in range(steps):
+            decay = 0.1 ** max(0.0, 2 * step / steps - 1)
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate * decay
+            batch = drawn(model, views, batch_size, generator)
+            if step == free_from > 0:
+                with torch.no_grad():
+                    model.logits = torch.full_like(model.logits, NEARLY_ON)
+            with model.holding(1.0) if step < free_from else nullcontext():
+                estimates.append(_step(model, batch, views, rate * decay, optimizer))
+            if callback is not None:
+                callback(step, estimates[-1])
+        if is_part(views):
+            latents_of_owners(model, views)
+    return estimates
+
+
+def _step(model: SpikeSlabMRD, batch: Minibatch, views: list[Tensor], rate: float, optimizer: torch.optim.Optimizer) -> float:
+    _natural_step(model, batch, views, rate)
+    model.zero_grad()
+    bound = model.bound_of([data[batch.rows] for data in views], model.latents(batch.positions), batch.scale, batch.share)
+    (-bound / model.num_data).backward()
+    add_gradients(model, batch)
+    optimizer.step()
+    return float(batch.total([bound.detach()])[0])
+
+
+@names_arguments
+@takes_arrays
+def explicit_copy(model: SpikeSlabMRD, y: Views) -> SpikeSlabMRD:
+    """A collapsed model with its inducing variables made explicit, at their optimum: to go on with minibatches.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> result = pyro_truncated.gplvm.fit(model, y, steps=5, warm_up=5, rounds=1)
+        >>> copy = explicit_copy(model, y)  # fit_minibatches trains it
+    """
+    duplicate = copy.deepcopy(model)
+    duplicate.collapsed = False
+    for view in duplicate.views:
+        view.make_explicit()
+    # Local bounds of labels follow the inducing variables, and those follow them: a few turns.
+    for _ in range(1 if all(view.likelihood is None for view in duplicate.views) else _TURNS):
+        natural_step(duplicate, y)
+    return duplicate
+
+
+class Analytic_ELBO(ELBO):
+    r"""Minus the closed-form bound of a model that has one, such as :class:`~pyro_truncated.gplvm.SpikeSlabGPLVM`, as loss for ``SVI``.
+
+    Model and guide must be the methods ``model`` and ``guide`` of one object with a method ``bound``, which takes the same arguments.
+    A stock :class:`~pyro.infer.Trace_ELBO` estimates the same number by sampling.
+
+    Gradients switch dimensions off before anything has been learned that they would be good for. Training steps on a
+    :class:`~pyro_truncated.gplvm.SpikeSlabMRD` therefore hold its switches: on for the first ``warm_up`` steps since the model was made or
+    initialised, then at their optimum in closed form (see :func:`~pyro_truncated.gplvm.settle_switches`), which is found every ``every``
+    steps. If the model is collapsed, each is also tried on and off with the inducing variables adapted
+    (:func:`~pyro_truncated.gplvm.switch_moves`): a bound without gradient for each switch.
+
+    Example:
+        >>> y = torch.randn(20, 2) @ torch.randn(2, 5)
+        >>> model = SpikeSlabGPLVM(20, 5, num_latents=3)
+        >>> initialize(model, y)
+        >>> svi = SVI(model.model, model.guide, Adam({"lr": 0.01}), Analytic_ELBO(warm_up=2))
+        >>> losses = [svi.step(y) for _ in range(3)]
+
+    Args:
+        warm_up: number of steps with all switches on; 0 for a model whose switches are to stay where they are at first.
+        every: steps between updates of the switches; ``None`` leaves them to the gradient from the first step on.
+    """
+
+    @names_arguments
+    def __init__(self, *, warm_up: int = 1000, every: int | None = 25) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.warm_up = check_count("warm_up", warm_up, least=0)
+        self.every = None if every is None else check_count("every", every)
+
+    def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Minus the bound.
+
+        Raises:
+            TypeError: if model and guide are not the methods of one object with a bound.
+        """
+        owner = _owner(model, guide)
+        # Within the module's context reading a parameter announces it to SVI.
+        with owner._pyro_context:
+            loss: Tensor = -owner.bound(*args, **kwargs)
+        return loss
+
+    def loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound as a number."""
+        return float(self.differentiable_loss(model, guide, *args, **kwargs).detach())
+
+    def _get_trace(self, model: Any, guide: Any, args: Any, kwargs: Any) -> Any:
+        raise NotImplementedError("Analytic_ELBO draws nothing; use Trace_ELBO for traces")
+
+    def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
+        """Minus the bound as a number, at the switches that this training step holds; adds its gradient to the parameters'."""
+        with self._switches(_owner(model, guide), *args, **kwargs):
+            loss = self.differentiable_loss(model, guide, *args, **kwargs)
+        loss.backward()
+        return float(loss.detach())
+
+    def _switches(self, owner: Any, y: Any, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager[None]:
+        """The next training step of a model with switches: a context that holds them."""
+        if self.every is None or not isinstance(owner, SpikeSlabMRD):
+            return contextlib.nullcontext()
+        with owner._pyro_context:
+            # Read, so that Pyro's store has it though no gradient reaches it.
+            _ = owner.logits
+        step = int(owner.num_steps)
+        owner.num_steps += 1
+        if step < self.warm_up:
+            return owner.holding(1.0)
+        if step == self.warm_up > 0:
+            with torch.no_grad():
+                owner.logits = torch.full_like(owner.logits, NEARLY_ON)
+        if (step - self.warm_up) % self.every == 0:
+            if owner.collapsed:
+                switch_moves(owner, y)
+            settle_switches(owner, y)
+        return owner.holding(owner.probability.detach())
+
+
+def _owner(model: Any, guide: Any) -> Any:
+    owner: Any = getattr(guide, "__self__", guide)
+    if owner is not getattr(model, "__self__", model) or not hasattr(owner, "bound"):
+        raise TypeError("Analytic_ELBO needs the methods `model` and `guide` of one model that has a method `bound`; see SpikeSlabGPLVM")
+    return owner

@@ -1,0 +1,572 @@
+"""Compiled CPU kernels for linear spike-and-slab likelihoods: small Cholesky factors per state, over its active latents only.
+
+Independent slabs take one factor. Correlated ones take two: they are written as ``mean + R c``, with a unit lower triangular ``R`` and
+independent ``c`` of variances ``D``. Such factors take no square roots, and divide by nothing but what tells slabs apart. All is done to
+whole rows, of so many entries as fill registers. As in :mod:`pyro_truncated.ops.compiled.quadratic`, everything is float64 and sums do not
+depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import prange
+from torch import Tensor
+
+from pyro_truncated.ops.compiled.compilation import njit
+from pyro_truncated.ops.compiled.lanes import add_row, add_square, clear_row, gather_above, gather_square, square_of
+from pyro_truncated.ops.compiled.threads import parallel_kernel
+from pyro_truncated.ops.compiled.walk import (
+    MAX_BLOCKS,
+    active_latents,
+    as_array,
+    as_words,
+    count_blocks,
+    ever_active,
+    least_weight,
+    most_active,
+    padded,
+)
+
+
+def gram_of(scaled: Tensor, observed: Tensor | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The dictionary by latents, which entries are observed (no rows if all are), and the Gram matrix (empty if it differs by row)."""
+    scaled = scaled.detach().double()
+    if observed is None:
+        return as_array(scaled.mT), np.empty((0, scaled.shape[0]), np.bool_), as_array(scaled.mT @ scaled)
+    return as_array(scaled.mT), observed.contiguous().numpy(), np.empty((0, 0))
+
+
+@njit(cache=True, nogil=True, fastmath={"reassoc", "contract"})
+def _dot(one, other, size):
+    total = 0.0
+    for j in range(size):
+        total += one[j] * other[j]
+    return total
+
+
+@njit(cache=True, nogil=True)
+def gram_of_row(scaled, observed, used, num_used, near, table):
+    """Writes the Gram matrix over the observed entries into ``table``, for the latents in use only."""
+    for a in range(num_used):
+        row, source = near[a], scaled[used[a]]
+        for d in range(len(observed)):
+            row[d] = source[d] if observed[d] else 0.0
+        for b in range(a + 1):
+            product = _dot(row, near[b], len(observed))
+            table[used[a], used[b]] = product
+            table[used[b], used[a]] = product
+
+
+@njit(cache=True, nogil=True)
+def invert(factor, count):
+    """Replaces a lower triangular matrix by its inverse."""
+    for b in range(count):
+        factor[b, b] = 1.0 / factor[b, b]
+        for a in range(b + 1, count):
+            total = 0.0
+            for j in range(b, a):
+                total += factor[a, j] * factor[j, b]
+            factor[a, b] = -total / factor[a, a]
+
+
+_LARGE = 1e150
+
+
+def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Log density up to a term that does not depend on the state, float64 ``(N, C)``.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        linear: products of the data with the dictionary over the noise variance, ``(N, H)``.
+        scaled: dictionary over the noise deviation, ``(D, H)``.
+        observed: which entries are observed ``(N, D)``, or ``None`` for all.
+        mean: means of the slabs, ``(H,)``.
+        deviation: standard deviations of the slabs, ``(H,)``.
+    """
+    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
+    _log_prob(as_words(words), as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation), out.numpy())
+    return out
+
+
+def moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    deviation: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    num_data, num_latents = linear.shape
+    active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
+    first = torch.zeros_like(active)
+    num_blocks = num_data if per_datum else count_blocks(num_data, num_latents**2)
+    second = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
+    parameters = as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(deviation)
+    _moments(as_words(words), as_array(weights), *parameters, active.numpy(), first.numpy(), second.numpy())
+    second = second if per_datum else second.sum(0)
+    return active, first, second + second.tril(-1).mT
+
+
+@njit(cache=True, nogil=True)
+def _factorize(linear, table, mean, deviation, active, count, factor, solution):
+    """Collapses the slabs of the active latents, written as ``mean + deviation * e`` with standard normal ``e``.
+
+    Leaves in ``factor`` the Cholesky factor ``L`` of ``M = I + T G T`` (``T = diag(deviation)``), the posterior precision of ``e``, and in
+    ``solution`` the vector ``x`` with ``L x = T (a - G mean)``. Returns the log density up to terms that do not depend on the state.
+    """
+    energy = 0.0
+    for a in range(count):
+        h = active[a]
+        field = linear[h]
+        for b in range(count):
+            field -= table[h, active[b]] * mean[active[b]]
+        energy += 0.5 * mean[h] * (linear[h] + field)
+        solution[a] = deviation[h] * field
+    pivots = 1.0
+    for a in range(count):
+        h = active[a]
+        row = factor[a]
+        for b in range(a):
+            other = factor[b]
+            entry = deviation[h] * table[h, active[b]] * deviation[active[b]]
+            for j in range(b):
+                entry -= row[j] * other[j]
+            row[b] = entry / other[b]
+        pivot = 1.0 + deviation[h] * table[h, h] * deviation[h]
+        x = solution[a]
+        for j in range(a):
+            pivot -= row[j] * row[j]
+            x -= row[j] * solution[j]
+        # The precision exceeds the identity, so a pivot below one is a rounding error.
+        row[a] = np.sqrt(max(pivot, 1.0))
+        solution[a] = x / row[a]
+        energy += 0.5 * solution[a] * solution[a]
+        # One logarithm for many pivots; none is below one, so the product can only overflow.
+        pivots *= row[a]
+        if pivots > _LARGE:
+            energy -= np.log(pivots)
+            pivots = 1.0
+    return energy - np.log(pivots)
+
+
+@parallel_kernel(cost=16)
+def _log_prob(words, linear, scaled, observed, gram, mean, deviation, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = min(num_data, MAX_BLOCKS)
+    has_missing = observed.shape[0] > 0
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
+        own = np.empty((num_latents, num_latents)) if has_missing else gram
+        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if has_missing:
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            for c in range(num_candidates):
+                count = active_latents(words, row, c, active)
+                out[n, c] = _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
+
+
+@njit(cache=True, nogil=True)
+def _add_moments(weight, mean, deviation, active, count, factor, solution, first, table):
+    """Adds a state's weighted first and (lower triangle) second moments of the slabs; ``factor`` and ``solution`` are overwritten."""
+    invert(factor, count)
+    for a in range(count):
+        # Row a of the transposed inverse starts at a, so what is overwritten is not needed any more.
+        total = 0.0
+        for j in range(a, count):
+            total += factor[j, a] * solution[j]
+        solution[a] = mean[active[a]] + deviation[active[a]] * total
+    for a in range(count):
+        h = active[a]
+        first[h] += weight * solution[a]
+        for b in range(a + 1):
+            covariance = 0.0
+            for j in range(a, count):
+                covariance += factor[j, a] * factor[j, b]
+            covariance *= deviation[h] * deviation[active[b]]
+            table[h, active[b]] += weight * (covariance + solution[a] * solution[b])
+
+
+@parallel_kernel(cost=16)
+def _moments(words, weights, linear, scaled, observed, gram, mean, deviation, total, first, second):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = second.shape[0]
+    has_missing = observed.shape[0] > 0
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        factor, solution = np.empty((num_latents, num_latents)), np.empty(num_latents)
+        own = np.empty((num_latents, num_latents)) if has_missing else gram
+        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if has_missing:
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
+            for c in range(num_candidates):
+                weight = weights[n, c]
+                # Infinite weights and NaN go on.
+                if abs(weight) <= least:
+                    continue
+                count = active_latents(words, row, c, active)
+                _factorize(linear[n], own, mean, deviation, active, count, factor, solution)
+                for a in range(count):
+                    total[n, active[a]] += weight
+                _add_moments(weight, mean, deviation, active, count, factor, solution, first[n], second[block])
+
+
+_TINY = 1e-14
+# Rows of the matrix of vectors.
+_VARIANCES, _PRECISIONS, FIELD, SLABS = 0, 1, 2, 3
+NUM_VECTORS = 4
+
+
+@njit(cache=True, nogil=True)
+def size_of(most):
+    """Entries of the rows for states with at most so many active latents, and a column beyond them."""
+    return padded(most + 1)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def _factorize_prior(covariance, active, count, size, prior, lower, vectors):
+    """Leaves of the active latents' covariance ``R'`` above the diagonal of ``prior``, ``R`` below that of ``lower``, ``D`` in vectors."""
+    gather_above(covariance, active, count, size, prior)
+    for a in range(count):
+        clear_row(lower, a, 0, size)
+    for p in range(count):
+        pivot = max(prior[p, p], _TINY * covariance[active[p], active[p]])
+        inverse = 1.0 / pivot
+        vectors[_VARIANCES, p], vectors[_PRECISIONS, p] = pivot, inverse
+        for a in range(p + 1, count):
+            add_row(-prior[p, a] * inverse, prior, p, prior, a, p, size)
+        for a in range(p + 1, count):
+            factor = prior[p, a] * inverse
+            prior[p, a], lower[a, p] = factor, factor
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def collapse(linear, table, mean, covariance, active, count, prior, joint, lower, vectors):
+    """Writes the slabs of the active latents as ``mean + R c``, given the data.
+
+    Leaves in ``prior`` and ``vectors`` the ``R'`` and ``D`` of their covariance, in ``joint`` what is not below the diagonal of the
+    precision ``M = D^-1 + R' G R`` of ``c`` given the data, with ``R' (a - G mean)`` as a column beyond it, and in ``vectors``
+    ``a - G mean``. Returns ``mean (a - G mean / 2)``.
+    """
+    size = size_of(count)
+    gather_square(table, active, count, size, joint)
+    _factorize_prior(covariance, active, count, size, prior, lower, vectors)
+    clear_row(vectors, FIELD, count, size)
+    for a in range(count):
+        vectors[FIELD, a] = linear[active[a]]
+    for a in range(count):
+        add_row(-mean[active[a]], joint, a, vectors, FIELD, 0, size)
+    energy = 0.0
+    for a in range(count):
+        field = vectors[FIELD, a]
+        energy += 0.5 * mean[active[a]] * (linear[active[a]] + field)
+        joint[a, count] = field
+    for a in range(1, count):
+        for p in range(a):
+            add_row(prior[p, a], joint, a, joint, p, 0, size)
+    for a in range(count):
+        # An entry of a row is changed by those after it only.
+        for p in range(a + 1, count):
+            add_row(joint[a, p], lower, p, joint, a, a, padded(p))
+        joint[a, a] += vectors[_PRECISIONS, a]
+    return energy
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def eliminate(joint, count, size, vectors):
+    """Eliminates what is below the pivots of ``M``, in rows of so many entries; returns the rest of the log density."""
+    energy, product = 0.0, 1.0
+    for p in range(count):
+        # The precision exceeds that of the prior, so a pivot below it is a rounding error.
+        pivot, x = max(joint[p, p], vectors[_PRECISIONS, p]), joint[p, count]
+        joint[p, p], inverse = pivot, 1.0 / pivot
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, joint, p, joint, a, p, size)
+        energy += 0.5 * x * x * inverse
+        # One logarithm for many pivots; no factor is below one, so the product can only overflow.
+        product *= pivot * vectors[_VARIANCES, p]
+        if product > _LARGE:
+            energy -= 0.5 * np.log(product)
+            product = 1.0
+    return energy - 0.5 * np.log(product)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def posterior_roots(mean, active, prior, joint, count, size, vectors):
+    """Posterior of the slabs after :func:`collapse`: their mean in ``vectors``, and their covariance ``T' F^-1 T``.
+
+    Columns of ``joint`` from ``size`` on become those of ``T = E^-1 R'`` with the factor ``E`` of ``M``, whose pivots ``F`` stay where they
+    are.
+    """
+    clear_row(vectors, SLABS, count, size)
+    for p in range(count):
+        clear_row(joint, p, size, 2 * size)
+        joint[p, size + p] = 1.0
+        for a in range(p + 1, count):
+            joint[p, size + a] = prior[p, a]
+        vectors[SLABS, p] = mean[active[p]]
+    eliminate(joint, count, 2 * size, vectors)
+    for p in range(count):
+        add_row(joint[p, count] / joint[p, p], joint, p, vectors, SLABS, 0, size, size)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def posterior(mean, active, prior, joint, count, size, vectors, covariance):
+    """As :func:`posterior_roots`, with the lower triangle of the covariance."""
+    posterior_roots(mean, active, prior, joint, count, size, vectors)
+    for p in range(count):
+        clear_row(covariance, p, 0, size)
+    for p in range(count):
+        add_square(1.0 / joint[p, p], joint, p, size, count, covariance)
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def gradients(prior, joint, count, size, vectors, spare, products):
+    """Gradients of the log density after :func:`posterior`, in the means and, twice that, in the covariances.
+
+    With ``Q = E^-1 D^-1 R^-1`` and the pivots ``F`` of ``M`` they are ``r = Q' F^-1 E^-1 R' (a - G mean)``, which the field in ``vectors``
+    becomes, and ``r r' + Q' F^-1 Q - R'^-1 D^-1 R^-1``, whose lower triangle is left in ``products``. In terms of the posterior's moments
+    and ``G`` they would be small differences of large numbers where there is little noise.
+    """
+    for a in range(count):
+        clear_row(spare, a, 0, size)
+        clear_row(products, a, 0, size)
+        spare[a, a] = 1.0
+    clear_row(vectors, FIELD, 0, size)
+    # The inverses are lower triangular: rows end at their diagonal.
+    for p in range(count):
+        for a in range(p + 1, count):
+            add_row(-prior[p, a], spare, p, spare, a, 0, padded(p + 1))
+        inverse = vectors[_PRECISIONS, p]
+        add_square(-inverse, spare, p, 0, p + 1, products)
+        for a in range(p + 1):
+            spare[p, a] *= inverse
+    for p in range(count):
+        inverse = 1.0 / joint[p, p]
+        for a in range(p + 1, count):
+            add_row(-joint[p, a] * inverse, spare, p, spare, a, 0, padded(p + 1))
+        add_square(inverse, spare, p, 0, p + 1, products)
+        add_row(joint[p, count] * inverse, spare, p, vectors, FIELD, 0, padded(p + 1))
+    for a in range(count):
+        add_row(vectors[FIELD, a], vectors, FIELD, products, a, 0, padded(a + 1))
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def transpose_roots(joint, count, size, roots):
+    """The columns of ``T' F^-1/2``, whose outer products add up to the posterior's covariance."""
+    for p in range(count):
+        scale = 1.0 / np.sqrt(joint[p, p])
+        for a in range(count):
+            roots[a, p] = scale * joint[p, size + a]
+
+
+@njit(cache=True, nogil=True, forceinline=True, error_model="numpy")
+def log_prior(mean, covariance, active, count, size, roots, vectors, rows):
+    """Expected log density, up to a constant, of slabs with the posterior of these roots under another prior; ``rows`` are scratch.
+
+    With the factor ``R D R'`` of that prior it takes the squares of ``R^-1`` times the roots, and times how far the means are apart.
+    """
+    gather_above(covariance, active, count, size, rows)
+    for a in range(count):
+        clear_row(rows, a, size + count, 2 * size)
+        for p in range(count):
+            rows[a, size + p] = roots[a, p]
+        rows[a, size + count] = vectors[SLABS, a] - mean[active[a]]
+    energy, product = 0.0, 1.0
+    for p in range(count):
+        pivot = max(rows[p, p], _TINY * covariance[active[p], active[p]])
+        inverse = 1.0 / pivot
+        energy -= 0.5 * inverse * square_of(rows, p, size, size + count + 1)
+        product *= pivot
+        if not 1.0 / _LARGE < product < _LARGE:
+            energy -= 0.5 * np.log(product)
+            product = 1.0
+        for a in range(p + 1, count):
+            add_row(-rows[p, a] * inverse, rows, p, rows, a, p, 2 * size)
+    return energy - 0.5 * np.log(product)
+
+
+# Numbers in a cache line.
+_LINE = 8
+
+
+def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
+    """As :func:`log_prob`, with the covariance of the slabs, ``(H, H)``."""
+    out = linear.new_empty(linear.shape[0], words.shape[1], dtype=torch.float64)
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    _correlated_log_prob(packed, *parameters, *_scratch(packed, len(linear), 0), out.numpy())
+    return out
+
+
+def correlated_moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    num_data, num_latents = linear.shape
+    active = linear.new_zeros(num_data, num_latents, dtype=torch.float64)
+    first = torch.zeros_like(active)
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    scratch = _scratch(packed, num_data, 2 * num_latents**2)
+    num_blocks = len(scratch[0])
+    second = linear.new_zeros(num_data if per_datum else num_blocks, num_latents, num_latents, dtype=torch.float64)
+    curvature = linear.new_zeros(num_blocks, num_latents, num_latents, dtype=torch.float64)
+    slope = linear.new_zeros(num_blocks, num_latents, dtype=torch.float64)
+    outputs = active.numpy(), first.numpy(), second.numpy(), slope.numpy(), curvature.numpy()
+    _correlated_moments(packed, as_array(weights), *parameters, *scratch, *outputs)
+    second, curvature = second if per_datum else second.sum(0), curvature.sum(0)
+    return active, first, second + second.tril(-1).mT, slope.sum(0), curvature + curvature.tril(-1).mT
+
+
+def expected_log_prior(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    means: Tensor,
+    covariances: Tensor,
+) -> Tensor:
+    """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
+    packed, parameters = as_words(words), (as_array(linear), *gram_of(scaled, observed), as_array(mean), as_array(covariance))
+    scratch, others = _scratch(packed, len(linear), len(means)), (as_array(means), as_array(covariances))
+    out = linear.new_zeros(len(scratch[0]), len(means), dtype=torch.float64)
+    _expected_log_prior(packed, as_array(weights), *parameters, *others, *scratch, out.numpy())
+    return out.sum(0)
+
+
+def _scratch(words: np.ndarray, num_data: int, accumulator_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Matrices and vectors that a state's active latents fit in, for each block: counting references to a kernel's own takes long.
+
+    The wider the states, the fewer blocks, see :func:`.count_blocks`.
+    """
+    most = most_active(words)
+    size = size_of(most)
+    num_blocks = count_blocks(num_data, accumulator_size, 8 * most * size)
+    return _aligned((num_blocks, 4, most, 2 * size)), _aligned((num_blocks, NUM_VECTORS, size))
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray:
+    """Zeros from the beginning of a cache line on: registers that lie across two lines take twice as long to read."""
+    size = math.prod(shape)
+    numbers = np.zeros(size + _LINE)
+    start = -(numbers.ctypes.data // numbers.itemsize) % _LINE
+    return numbers[start : start + size].reshape(shape)
+
+
+@parallel_kernel(cost=24)
+def _correlated_log_prob(words, linear, scaled, observed, gram, mean, covariance, matrices, vectors, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = len(matrices)
+    has_missing = observed.shape[0] > 0
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        prior, joint, spare, work = matrices[block, 0], matrices[block, 1], matrices[block, 2], vectors[block]
+        own = np.empty((num_latents, num_latents)) if has_missing else gram
+        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if has_missing:
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            for c in range(num_candidates):
+                count = active_latents(words, row, c, active)
+                energy = collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                out[n, c] = energy + eliminate(joint, count, size_of(count), work)
+
+
+@parallel_kernel(cost=48)
+def _correlated_moments(
+    words, weights, linear, scaled, observed, gram, mean, covariance, matrices, vectors, total, first, second, slope, curvature
+):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks, is_apart = len(matrices), len(second) > len(matrices)
+    has_missing = observed.shape[0] > 0
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        prior, joint, spare, spread = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
+        work = vectors[block]
+        own = np.empty((num_latents, num_latents)) if has_missing else gram
+        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row, place = n if num_rows > 1 else 0, n if is_apart else np.int64(block)
+            if has_missing:
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
+            for c in range(num_candidates):
+                weight = weights[n, c]
+                if abs(weight) <= least:
+                    continue
+                count = active_latents(words, row, c, active)
+                size = size_of(count)
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, spare, work)
+                posterior(mean, active, prior, joint, count, size, work, spread)
+                for a in range(count):
+                    h, value = active[a], work[SLABS, a]
+                    total[n, h] += weight
+                    first[n, h] += weight * value
+                    for b in range(a + 1):
+                        second[place, h, active[b]] += weight * (spread[a, b] + value * work[SLABS, b])
+                gradients(prior, joint, count, size, work, spare, spread)
+                for a in range(count):
+                    h = active[a]
+                    slope[block, h] += weight * work[FIELD, a]
+                    for b in range(a + 1):
+                        curvature[block, h, active[b]] += weight * spread[a, b]
+
+
+@parallel_kernel(cost=64)
+def _expected_log_prior(words, weights, linear, scaled, observed, gram, mean, covariance, means, covariances, matrices, vectors, out):
+    num_rows, num_candidates, num_words = words.shape
+    num_data, num_latents = linear.shape
+    num_blocks = len(matrices)
+    has_missing = observed.shape[0] > 0
+    for block in prange(num_blocks):
+        active = np.empty(64 * num_words, np.int64)
+        union = np.empty((1, 1, num_words), np.int64)
+        prior, joint, roots, rows = matrices[block, 0], matrices[block, 1], matrices[block, 2], matrices[block, 3]
+        work = vectors[block]
+        own = np.empty((num_latents, num_latents)) if has_missing else gram
+        near = np.empty((num_latents if has_missing else 0, scaled.shape[1]))
+        for n in range(num_data * block // num_blocks, num_data * (block + 1) // num_blocks):
+            row = n if num_rows > 1 else 0
+            if has_missing:
+                gram_of_row(scaled, observed[n], active, ever_active(words, row, union, active), near, own)
+            least = least_weight(weights[n])
+            for c in range(num_candidates):
+                weight = weights[n, c]
+                if abs(weight) <= least:
+                    continue
+                count = active_latents(words, row, c, active)
+                size = size_of(count)
+                collapse(linear[n], own, mean, covariance, active, count, prior, joint, rows, work)
+                posterior_roots(mean, active, prior, joint, count, size, work)
+                transpose_roots(joint, count, size, roots)
+                for t in range(len(means)):
+                    out[block, t] += weight * log_prior(means[t], covariances[t], active, count, size, roots, work, rows)

@@ -1,0 +1,379 @@
+r"""Linear superposition of latents with spike-and-slab prior, for packed states: the slabs are integrated out exactly.
+
+The model of a data point given its binary indicators :math:`b` is
+
+.. math:: y \sim \mathcal N(W (b \odot z), \Lambda^{-1}), \qquad z \sim \mathcal N(\mu, \Psi),
+
+where slabs are independent, :math:`\Psi = \mathrm{diag}(\tau^2)`, or correlated. Entries of ``y`` that are NaN are missing and contribute
+nothing. On the CPU a state with :math:`k` active latents costs :math:`O(k^3)`, whatever the number of dimensions; everything is taken in
+float64.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.backend import backend, gradient, remember_context
+from pyro_truncated.ops.quadratic import pair_energy
+from pyro_truncated.ops.words import check_likelihood, check_weights
+from pyro_truncated.utils.budget import rows_per_block
+from pyro_truncated.utils.constraints import without_missing
+
+
+def slab_terms(value: Tensor, weight: Tensor, precision: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Products of data and dictionary ``(N, H)``, the dictionary over the noise deviation, and what is observed (``None``: everything)."""
+    rows, is_observed = without_missing(value)
+    rows, weight, precision = rows.detach(), weight.detach().double(), precision.detach().double()
+    return (rows * precision) @ weight, weight * precision.sqrt().unsqueeze(-1), is_observed
+
+
+def log_density_of_noise(value: Tensor, precision: Tensor) -> Tensor:
+    """Log densities ``(N, 1)`` of the observed entries under the state in which nothing is active."""
+    rows, is_observed = without_missing(value)
+    precision = precision.double()
+    normalizers = 0.5 * (precision.log() - math.log(2 * math.pi))
+    normalizer = normalizers.sum() if is_observed is None else is_observed.double() @ normalizers
+    return (normalizer - 0.5 * rows.square() @ precision).unsqueeze(-1)
+
+
+def linear_energy(words: Tensor, linear: Tensor, num_data: int, num_latents: int) -> Tensor:
+    """Values ``(N, C)`` of a linear function of the states with coefficients ``linear (N, H)``, such as prior logits.
+
+    Raises:
+        ValueError: if the coefficients have another shape.
+    """
+    if linear.shape != (num_data, num_latents):
+        raise ValueError(f"linear must have shape (N, H) = {(num_data, num_latents)}; got {tuple(linear.shape)}")
+    return pair_energy(words, linear.double(), linear.new_zeros(num_latents, num_latents))
+
+
+def data_gradients(
+    value: Tensor, weight: Tensor, precision: Tensor, grad: Tensor, first: Tensor, second: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients in data, dictionary and precisions, from the moments of the coefficients.
+
+    Args:
+        value: data ``(N, D)``; NaN where missing.
+        weight: dictionary ``(D, H)``.
+        precision: inverse noise variances ``(D,)``.
+        grad: gradients in the log densities of the states, ``(N, C)``.
+        first: sums of the first moments weighted with them, ``(N, H)``.
+        second: second moments ``(H, H)``, or ``(D, H, H)`` over the data points at which each dimension is observed.
+    """
+    is_observed = ~value.isnan()
+    products = weight @ second if second.dim() == 2 else (second @ weight.unsqueeze(-1)).squeeze(-1)
+    value, total = value.nan_to_num(0.0), grad.double().sum(1, keepdim=True) * is_observed
+    prediction = first @ weight.mT * is_observed
+    square_error = (total * value.square() - 2 * value * prediction).sum(0) + (products * weight).sum(1)
+    return (
+        precision * (prediction - total * value),
+        precision.unsqueeze(-1) * (value.mT @ first - products),
+        0.5 * (total.sum(0) / precision - square_error),
+    )
+
+
+def spike_slab_log_prob(
+    words: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    slab_mean: Tensor,
+    slab_deviation: Tensor,
+    linear: Tensor | None = None,
+) -> Tensor:
+    r"""Log density :math:`\log p(y_n \mid b)` with the slabs integrated out, under packed indicators.
+
+    .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\; \Lambda^{-1} + W\,\mathrm{diag}(b \odot \tau^2)\,W^\top\bigr).
+
+    On the CPU a state with :math:`k` active latents costs :math:`O(k^3)`, whatever the number of dimensions; everything is taken in
+    float64. Differentiable once in all arguments but the words.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_deviation: :math:`\tau`, ``(H,)``.
+        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
+
+    Returns:
+        Log densities ``(N, C)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(words, value, weight, precision, slab_mean, slab_deviation, correlated=False)
+    out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_deviation)  # type: ignore[no-untyped-call]
+    return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
+
+
+def spike_slab_moments(
+    words: Tensor,
+    weights: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    slab_mean: Tensor,
+    slab_deviation: Tensor,
+    per_datum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Weighted posterior moments of the indicators and of the coefficients :math:`s = b \odot z`.
+
+    With the exact posterior :math:`\mathcal N(\kappa_b, \Lambda_b)` of the active slabs under state :math:`b` and weights :math:`w_{nc}`:
+    :math:`\sum_c w_{nc}\, b`, :math:`\sum_c w_{nc}\, \kappa_b` and :math:`\sum_{(n)c} w_{nc} (\Lambda_b + \kappa_b \kappa_b^\top)`, where
+    the entries of latents that are off are zero.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        weights: weights of the states, ``(N, C)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: inverse noise variances, ``(D,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_deviation: :math:`\tau`, ``(H,)``.
+        per_datum: whether to keep the second moments of the data points apart.
+
+    Returns:
+        Sums of the indicators ``(N, H)``, first moments ``(N, H)`` and second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``;
+        all float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_weights(words, weights)
+    _check(words, value, weight, precision, slab_mean, slab_deviation, correlated=False)
+    terms = slab_terms(value, weight, precision)
+    return backend("slabs", words).moments(words, weights, *terms, slab_mean, slab_deviation, per_datum)  # type: ignore[no-any-return]
+
+
+def spike_slab_moments_by_dimension(
+    words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_deviation: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Like :func:`spike_slab_moments`, with second moments ``(D, H, H)`` over the data points at which each dimension is observed.
+
+    Returns:
+        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(D, H, H)``, and the diagonal ``(H,)`` of those over
+        all data points; all float64.
+    """
+
+    def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Those of a block."""
+        *found, pairs = spike_slab_moments(words, weights, value, weight, precision, slab_mean, slab_deviation, per_datum=True)
+        return *found, pairs, pairs.diagonal(dim1=-2, dim2=-1).sum(0)
+
+    H = weight.shape[1]
+    active, first, second, squares = _sum_by_dimension(moments, words, weights, value, H, 16 * H**2)
+    return active, first, second, squares
+
+
+def correlated_slab_log_prob(
+    words: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    slab_mean: Tensor,
+    slab_covariance: Tensor,
+    linear: Tensor | None = None,
+) -> Tensor:
+    r"""Log density :math:`\log p(y_n \mid b)` with the slabs integrated out, under packed indicators.
+
+    .. math:: \log p(y \mid b) = \log \mathcal N\bigl(y;\; W (b \odot \mu),\; \Lambda^{-1} + W (b b^\top \odot \Psi) W^\top\bigr).
+
+    Differentiable once in all arguments but the words; the gradient in the covariance is symmetric.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: inverse noise variances, the diagonal of :math:`\Lambda`, ``(D,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_covariance: :math:`\Psi`, ``(H, H)``, positive definite.
+        linear: coefficients ``(N, H)`` of a linear function of the state to add, such as prior logits.
+
+    Returns:
+        Log densities ``(N, C)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    out: Tensor = _LogProb.apply(words, value, weight, precision, slab_mean, slab_covariance)  # type: ignore[no-untyped-call]
+    return out if linear is None else out + linear_energy(words, linear, len(value), weight.shape[1])
+
+
+def correlated_slab_moments(
+    words: Tensor,
+    weights: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    slab_mean: Tensor,
+    slab_covariance: Tensor,
+    per_datum: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    r"""Weighted posterior moments of indicators and coefficients as in :func:`spike_slab_moments`, and the gradients in the slabs' prior.
+
+    With the posterior :math:`\mathcal N(\mu_b + d, C)` of the active slabs under state :math:`b`, and :math:`\Psi_b` their prior
+    covariance, the gradients of :math:`\log p(y \mid b)` are, with zeros for latents that are off,
+
+    .. math:: \frac{\partial}{\partial \mu_b} = \Psi_b^{-1} d, \qquad
+        2 \frac{\partial}{\partial \Psi_b} = \Psi_b^{-1} (C + d d^\top - \Psi_b) \Psi_b^{-1}.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        weights: weights of the states, ``(N, C)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: inverse noise variances, ``(D,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_covariance: :math:`\Psi`, ``(H, H)``.
+        per_datum: whether to keep the second moments of the data points apart.
+
+    Returns:
+        Sums of the indicators ``(N, H)``, first moments ``(N, H)``, second moments ``(H, H)``, or ``(N, H, H)`` with ``per_datum``, and
+        the sums over states and data of the two gradients, ``(H,)`` and ``(H, H)``; all float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_weights(words, weights)
+    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    terms = slab_terms(value, weight, precision)
+    return backend("slabs", words).correlated_moments(words, weights, *terms, slab_mean, slab_covariance, per_datum)  # type: ignore[no-any-return]
+
+
+def correlated_slab_moments_by_dimension(
+    words: Tensor, weights: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, slab_covariance: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Like :func:`correlated_slab_moments`, with second moments ``(D, H, H)`` over the data points at which each dimension is observed."""
+
+    def moments(words: Tensor, weights: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+        """Those of a block."""
+        return correlated_slab_moments(words, weights, value, weight, precision, slab_mean, slab_covariance, per_datum=True)
+
+    H = weight.shape[1]
+    active, first, second, slope, curvature = _sum_by_dimension(moments, words, weights, value, H, 32 * H**2)
+    return active, first, second, slope, curvature
+
+
+def expected_log_slab_prior(
+    words: Tensor,
+    weights: Tensor,
+    value: Tensor,
+    weight: Tensor,
+    precision: Tensor,
+    slab_mean: Tensor,
+    slab_covariance: Tensor,
+    means: Tensor,
+    covariances: Tensor,
+) -> Tensor:
+    r"""Expected log density :math:`\sum_{nc} w_{nc} \langle \log \mathcal N(z_b; m_b, P_b) \rangle` of the active slabs under other priors.
+
+    The expectation is that of the posterior of the slabs under the first five parameters, as in :func:`correlated_slab_moments`. Constants
+    are left out.
+
+    Args:
+        words: packed states, ``(N, C, W)``.
+        weights: weights of the states, ``(N, C)``.
+        value: observations, ``(N, D)``; NaN where missing.
+        weight: dictionary :math:`W`, ``(D, H)``.
+        precision: inverse noise variances, ``(D,)``.
+        slab_mean: :math:`\mu`, ``(H,)``.
+        slab_covariance: :math:`\Psi`, ``(H, H)``.
+        means: other means :math:`m`, ``(T, H)``.
+        covariances: other covariances :math:`P`, ``(T, H, H)``, positive definite.
+
+    Returns:
+        ``(T,)`` in float64.
+
+    Raises:
+        ValueError: if the shapes do not fit.
+    """
+    check_weights(words, weights)
+    _check(words, value, weight, precision, slab_mean, slab_covariance, correlated=True)
+    if covariances.shape != (*means.shape, weight.shape[1]) or means.shape[1:] != weight.shape[1:]:
+        raise ValueError(f"means (T, H) and covariances (T, H, H) do not fit; got {tuple(means.shape)} and {tuple(covariances.shape)}")
+    terms = slab_terms(value, weight, precision)
+    kernels = backend("slabs", words)
+    return kernels.expected_log_prior(words, weights, *terms, slab_mean, slab_covariance, means, covariances)  # type: ignore[no-any-return]
+
+
+class _LogProb(torch.autograd.Function):
+    """The last input is the slabs' deviations ``(H,)`` or their covariance ``(H, H)``."""
+
+    @staticmethod
+    def forward(ctx: Any, words: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(words, *inputs)
+        remember_context(ctx)
+        value, weight, precision, slab_mean, spread = inputs
+        kernels, terms = backend("slabs", words), slab_terms(value, weight, precision)
+        log_prob = kernels.log_prob if spread.dim() == 1 else kernels.correlated_log_prob
+        energy: Tensor = log_prob(words, *terms, slab_mean, spread)
+        return energy + log_density_of_noise(value, precision)
+
+    @staticmethod
+    @gradient
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Fisher's identity: the gradient of the collapsed density is the posterior mean of that of the joint density with the slabs.
+        words, *inputs = ctx.saved_tensors
+        parameters = [tensor.double() for tensor in inputs]
+        value, weight, precision, mean, spread = parameters
+        has_gaps = bool(value.isnan().any())
+        if spread.dim() == 2:
+            moments = correlated_slab_moments_by_dimension if has_gaps else correlated_slab_moments
+            _, first, second, slope, curvature = moments(words, grad, *parameters)
+            curvature = 0.5 * curvature
+        else:
+            if has_gaps:
+                active, first, second, squares = spike_slab_moments_by_dimension(words, grad, *parameters)
+            else:
+                active, first, second = spike_slab_moments(words, grad, *parameters)
+                squares = second.diagonal()
+            sum_active, sum_first = active.sum(0), first.sum(0)
+            deviations = squares - 2 * mean * sum_first + mean.square() * sum_active
+            slope = (sum_first - mean * sum_active) / spread.square()
+            curvature = (deviations - spread.square() * sum_active) / spread**3
+        gradients = *data_gradients(value, weight, precision, grad, first, second), slope, curvature
+        return None, *(gradient.to(given.dtype) for gradient, given in zip(gradients, inputs, strict=True))
+
+
+def _sum_by_dimension(
+    moments: Callable[..., tuple[Tensor, ...]], words: Tensor, weights: Tensor, value: Tensor, num_latents: int, bytes_each: int
+) -> tuple[Tensor, ...]:
+    """Moments of blocks of rows, with the second ones ``(D, H, H)`` over the data points at which each dimension is observed.
+
+    Args:
+        moments: sums of the indicators, first moments and second moments of each data point of a block, and sums over the block.
+        words: packed states, ``(N, C, W)``.
+        weights: weights of the states, ``(N, C)``.
+        value: observations, ``(N, D)``.
+        num_latents: ``H``.
+        bytes_each: what a data point takes.
+    """
+    size, sums = rows_per_block(bytes_each), []
+    active, first = [], []
+    second = value.new_zeros(value.shape[1], num_latents**2, dtype=torch.float64)
+    for rows in zip(words.split(size), weights.split(size), value.split(size), strict=True):
+        on, mean, pairs, *others = moments(*rows)
+        active.append(on)
+        first.append(mean)
+        second.addmm_((~rows[2].isnan()).double().mT, pairs.flatten(1))
+        sums.append(others)
+    totals = [functools.reduce(torch.add, parts) for parts in zip(*sums, strict=True)]
+    return torch.cat(active), torch.cat(first), second.unflatten(1, (num_latents, num_latents)), *totals
+
+
+def _check(words: Tensor, value: Tensor, weight: Tensor, precision: Tensor, slab_mean: Tensor, spread: Tensor, *, correlated: bool) -> None:
+    check_likelihood(words, value, weight, precision)
+    H = weight.shape[1]
+    if slab_mean.shape != (H,) or spread.shape != ((H, H) if correlated else (H,)):
+        shapes = f"{tuple(slab_mean.shape)} and {tuple(spread.shape)}"
+        needed = f"means (H,) and covariance (H, H) with H = {H}" if correlated else f"means and deviations of shape (H,) = {(H,)}"
+        raise ValueError(f"slabs must have {needed}; got {shapes}")

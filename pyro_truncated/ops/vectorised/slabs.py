@@ -1,0 +1,172 @@
+"""Spike-and-slab likelihoods in plain torch, for any device: batched Cholesky factors over the active latents of every state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pyro_truncated.ops.checks import cholesky
+from pyro_truncated.ops.unpacked import collapse, collapse_correlated
+from pyro_truncated.ops.vectorised.active_latents import ActiveLatents, blocks_of_active, gram_of
+
+_INDEPENDENT_MATRICES = 12
+
+
+def log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, deviation: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
+    parameters = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    out = linear.new_empty(words.shape[:2], dtype=torch.float64)
+    for block in blocks_of_active(words, scaled.shape[1], _INDEPENDENT_MATRICES):
+        block.put_(out, _collapsed(block, *parameters)[0])
+    return out
+
+
+def moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    deviation: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.spike_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    num_data, num_latents = linear.shape
+    gram, linear, mean, deviation = gram_of(scaled, observed), linear.double(), mean.double(), deviation.double()
+    active, first = linear.new_zeros(num_data, num_latents), linear.new_zeros(num_data, num_latents)
+    second = linear.new_zeros(num_data if per_datum else 1, num_latents**2)
+    for block in blocks_of_active(words, num_latents, _INDEPENDENT_MATRICES, is_final=True):
+        _, factor, solution = _collapsed(block, gram, linear, mean, deviation)
+        weight, index = block.of_states(weights).double().unsqueeze(-1), block.latents
+        spread = block.is_taken * deviation[index]
+        value = block.is_taken * (mean[index] + deviation[index] * solution)
+        covariance = spread.unsqueeze(-1) * torch.cholesky_inverse(factor) * spread.unsqueeze(-2)
+        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(first, weight * value)
+        block.add_pairs_(second, weight.unsqueeze(-1) * (covariance + value.unsqueeze(-1) * value.unsqueeze(-2)), num_latents)
+    second = second.unflatten(1, (num_latents, num_latents))
+    return active, first, second if per_datum else second[0]
+
+
+def _collapsed(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.unpacked.collapse`, of the active latents alone."""
+    index = block.latents
+    return collapse(block.is_taken, block.rows(linear), block.pairs(gram), mean[index], deviation[index])
+
+
+_CORRELATED_MATRICES = 20
+
+
+class _Collapsed(NamedTuple):
+    r"""What comes of integrating out the slabs :math:`z = \mu + T e` of the active latents alone.
+
+    Attributes:
+        energy: the log density up to terms that do not depend on the state, ``(N, c)``.
+        root: lower Cholesky factor :math:`T` of the prior covariance, ``(N, c, K, K)``; in places that are not taken that of the identity.
+        inverse: posterior covariance of :math:`e`, ``(N, c, K, K)``.
+        solution: its posterior mean, ``(N, c, K)``.
+        above: posterior mean of the slabs above the prior's, ``(N, c, K)``.
+        spread: posterior covariance of the slabs, ``(N, c, K, K)``.
+    """
+
+    energy: Tensor
+    root: Tensor
+    inverse: Tensor
+    solution: Tensor
+    above: Tensor
+    spread: Tensor
+
+
+def correlated_log_prob(words: Tensor, linear: Tensor, scaled: Tensor, observed: Tensor | None, mean: Tensor, covariance: Tensor) -> Tensor:
+    """See :func:`pyro_truncated.ops.compiled.slabs.log_prob`."""
+    gram, linear = gram_of(scaled, observed), linear.double()
+    out = linear.new_empty(words.shape[:2])
+    for block in blocks_of_active(words, scaled.shape[1], _CORRELATED_MATRICES):
+        block.put_(out, _integrated(block, gram, linear, mean, covariance)[1][0])
+    return out
+
+
+def correlated_moments(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    per_datum: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """See :func:`pyro_truncated.ops.correlated_slab_moments`; the other arguments are those of :func:`log_prob`."""
+    num_data, num_latents = linear.shape
+    gram, linear = gram_of(scaled, observed), linear.double()
+    active, first, slope = (linear.new_zeros(number, num_latents) for number in (num_data, num_data, num_data))
+    second, curvature = (linear.new_zeros(number, num_latents**2) for number in (num_data if per_datum else 1, 1))
+    for block in blocks_of_active(words, num_latents, _CORRELATED_MATRICES, is_final=True):
+        weight, slabs = block.of_states(weights).double().unsqueeze(-1), _posterior(block, gram, linear, mean, covariance)
+        value = block.is_taken * mean.double()[block.latents] + slabs.above
+        ascent, bend = _gradient(slabs)
+        block.add_rows_(active, weight * block.is_taken)
+        block.add_rows_(first, weight * value)
+        block.add_rows_(slope, weight * ascent)
+        block.add_pairs_(second, weight.unsqueeze(-1) * (slabs.spread + _outer(value)), num_latents)
+        block.add_pairs_(curvature, weight.unsqueeze(-1) * bend, num_latents)
+    second, curvature = (matrix.unflatten(1, (num_latents, num_latents)) for matrix in (second, curvature))
+    return active, first, second if per_datum else second[0], slope.sum(0), curvature[0]
+
+
+def expected_log_prior(
+    words: Tensor,
+    weights: Tensor,
+    linear: Tensor,
+    scaled: Tensor,
+    observed: Tensor | None,
+    mean: Tensor,
+    covariance: Tensor,
+    means: Tensor,
+    covariances: Tensor,
+) -> Tensor:
+    """See :func:`pyro_truncated.ops.expected_log_slab_prior`; the other arguments are those of :func:`log_prob`."""
+    gram, linear = gram_of(scaled, observed), linear.double()
+    total = linear.new_zeros(len(means))
+    for block in blocks_of_active(words, linear.shape[1], _CORRELATED_MATRICES, is_final=True):
+        slabs = _posterior(block, gram, linear, mean, covariance)
+        for t, (other, prior) in enumerate(zip(means.double(), covariances.double(), strict=True)):
+            deviation = block.is_taken * (mean - other)[block.latents] + slabs.above
+            factor, info = torch.linalg.cholesky_ex(_of_active(block, prior))
+            trace = torch.cholesky_solve(slabs.spread + _outer(deviation), factor).diagonal(dim1=-2, dim2=-1).sum(-1)
+            energy = -factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * trace
+            total[t] += (block.of_states(weights).double() * torch.where(info == 0, energy, torch.nan)).sum()
+    return total
+
+
+def _integrated(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """The root of the prior covariance, and what :func:`pyro_truncated.ops.unpacked.collapse_correlated` returns."""
+    root = cholesky(_of_active(block, covariance.double()))
+    return root, collapse_correlated(block.is_taken, block.rows(linear), block.pairs(gram), mean.double()[block.latents], root)
+
+
+def _posterior(block: ActiveLatents, gram: Tensor, linear: Tensor, mean: Tensor, covariance: Tensor) -> _Collapsed:
+    root, (energy, factor, solution) = _integrated(block, gram, linear, mean, covariance)
+    scale, inverse = block.is_taken.unsqueeze(-1) * root, torch.cholesky_inverse(factor)
+    above = (scale @ solution.unsqueeze(-1)).squeeze(-1)
+    return _Collapsed(energy, root, inverse, solution, above, scale @ inverse @ scale.mT)
+
+
+def _gradient(slabs: _Collapsed) -> tuple[Tensor, Tensor]:
+    r"""Gradients in means and, twice that, in covariances: :math:`r = T^{-\top} e` and :math:`r r^\top + T^{-\top} (M^{-1} - I) T^{-1}`."""
+    identity = torch.eye(slabs.root.shape[-1], dtype=slabs.root.dtype, device=slabs.root.device)
+    inverse = torch.linalg.solve_triangular(slabs.root, identity.expand_as(slabs.root), upper=False)
+    ascent = (inverse.mT @ slabs.solution.unsqueeze(-1)).squeeze(-1)
+    return ascent, _outer(ascent) + inverse.mT @ (slabs.inverse - identity) @ inverse
+
+
+def _of_active(block: ActiveLatents, covariance: Tensor) -> Tensor:
+    """The covariance of the active latents, and the identity in places that are not taken."""
+    return _outer(block.is_taken) * block.pairs(covariance.unsqueeze(0)) + torch.diag_embed(1 - block.is_taken)
+
+
+def _outer(vector: Tensor) -> Tensor:
+    return vector.unsqueeze(-1) * vector.unsqueeze(-2)

@@ -1,0 +1,105 @@
+"""What a user sees in a terminal: progress bars, notes of what the library has chosen, what objects say of themselves."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import sys
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+
+class ProgressBar(tqdm):  # type: ignore[misc]
+    """A bar of tqdm's with locks of this process alone.
+
+    Those of tqdm are shared with forked children: of a run that is killed while it holds one, all its relatives would wait for ever, even
+    where no bar is shown.
+    """
+
+    # The thread that looks after slow bars would hold the lock in what is forked meanwhile; with ``miniters=1`` nobody needs it.
+    monitor_interval = 0
+
+    total: float | None
+    n: float
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        """Closes the bar, full unless an error ended it: what was planned is the most, and training may rest before."""
+        if kind is None and self.total is not None:
+            self.total = self.n
+        super().__exit__(kind, error, trace)
+
+
+def progress_bar(progress: bool | None, **options: Any) -> ProgressBar:
+    """A bar on standard error.
+
+    Args:
+        progress: whether to show it; default: if standard error is a terminal.
+        **options: of tqdm.
+    """
+    return ProgressBar(disable=None if progress is None else not progress, miniters=1, **options)
+
+
+def _renew_lock() -> None:
+    ProgressBar.set_lock(threading.RLock())
+
+
+_renew_lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
+_logger = logging.getLogger("pyro_truncated")
+
+
+@functools.cache
+def note_once(message: str) -> None:
+    """Logs a line at level INFO to the logger ``pyro_truncated``; where nobody has configured logging, writes it to standard error.
+
+    Each line appears once per process.
+    """
+    if _logger.hasHandlers():
+        _logger.info(message)
+    elif _logger.isEnabledFor(logging.INFO) or _logger.level == logging.NOTSET:
+        print(f"pyro_truncated: {message}", file=sys.stderr)
+
+
+class Described:
+    """An object whose ``repr`` is the call that makes its like: its positional arguments, and others that are not at their default.
+
+    Only arguments that the object keeps under their own names are shown.
+    """
+
+    def __repr__(self) -> str:
+        shown = [
+            f"{name}={_text(getattr(self, name))}"
+            for name, parameter in inspect.signature(type(self)).parameters.items()
+            if name in vars(self) and (parameter.kind is parameter.POSITIONAL_OR_KEYWORD or not _is_default(getattr(self, name), parameter))
+        ]
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+def _is_default(value: Any, parameter: inspect.Parameter) -> bool:
+    return value is parameter.default or (isinstance(value, (bool, int, float, str)) and value == parameter.default)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
+        return type(value).__name__
+    if isinstance(value, Tensor):
+        return f"<tensor {tuple(value.shape)}>"
+    if isinstance(value, torch.Generator):
+        return "<generator>"
+    if inspect.isroutine(value):
+        return str(value.__qualname__)
+    return repr(value)
+
+
+def power_of_ten(number: int) -> str:
+    """A count as it is, or its order of magnitude if it is huge."""
+    return str(number) if number < 10**7 else f"about 10^{len(str(number)) - 1}"

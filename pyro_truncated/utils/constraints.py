@@ -1,0 +1,215 @@
+"""Constraints that stock ones leave open: finite numbers, observations with missing entries; rows of them that a plate selects.
+
+Infinity is no real number, and sums with it are NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributions import biject_to, constraints, transform_to
+from torch.utils.checkpoint import checkpoint
+
+from pyro_truncated.utils.arguments import names_arguments
+from pyro_truncated.utils.arrays import as_tensors
+from pyro_truncated.utils.budget import current_budget
+from pyro_truncated.utils.devices import known_of, note_of
+
+
+class _Finite(constraints.Constraint):
+    """Finite numbers."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are finite."""
+        # Two passes; torch's ``isfinite`` takes four.
+        found: Tensor = value.abs() < torch.inf
+        return found
+
+    def __repr__(self) -> str:
+        return "finite"
+
+
+class _PositiveFinite(_Finite):
+    """Positive finite numbers."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are positive and finite."""
+        found: Tensor = (value > 0) & super().check(value)
+        return found
+
+    def __repr__(self) -> str:
+        return "positive and finite"
+
+
+class _NonNegativeFinite(_Finite):
+    """Finite numbers that are not negative."""
+
+    def check(self, value: Any) -> Tensor:
+        """Whether entries are finite and not negative."""
+        found: Tensor = (value >= 0) & super().check(value)
+        return found
+
+    def __repr__(self) -> str:
+        return "finite and not negative"
+
+
+finite, positive_finite, nonnegative_finite = _Finite(), _PositiveFinite(), _NonNegativeFinite()
+
+
+# Sums of squares of larger numbers are infinite in float64.
+LARGEST = 1e150
+
+
+def in_double(name: str, values: Any) -> Tensor:
+    """A tensor or an array in float64, of which sums of squares are finite, too.
+
+    Raises:
+        TypeError: naming the argument, if it is neither.
+        ValueError: naming the argument, if one is not, or they are complex.
+    """
+    values = as_tensors(values)
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{name} must be a tensor or an array; got {type(values).__name__}")
+    if values.is_complex():
+        raise ValueError(f"{name} must be real; got {values.dtype}")
+    found = values.double()
+    if not bool((found.abs() <= LARGEST).all()):
+        raise ValueError(f"{name} must be finite, of magnitude {LARGEST:g} at most; got NaN, infinity or more")
+    return found
+
+
+def check_entries(constraint: constraints.Constraint, **tensors: Tensor) -> None:
+    """Refuses tensors of which an entry is outside of a constraint.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    for name, tensor in tensors.items():
+        if tensor.is_complex() or tensor.dtype == torch.bool or not bool(constraint.check(tensor).all()):
+            raise ValueError(f"{name} must be {constraint!r}; got {tensor.dtype} of shape {tuple(tensor.shape)} with other entries")
+
+
+class or_missing(constraints.Constraint):
+    """Values that are finite and satisfy ``base``, or are NaN, which marks a missing entry.
+
+    Example:
+        >>> or_missing(dist.constraints.positive).check(torch.tensor([1.0, float("nan"), -1.0]))
+        tensor([ True,  True, False])
+
+    Args:
+        base: constraint on the entries that are not missing.
+    """
+
+    @names_arguments
+    def __init__(self, base: constraints.Constraint) -> None:
+        self.base_constraint = base
+        super().__init__()
+
+    def __repr__(self) -> str:
+        return f"{self.base_constraint} or missing (NaN)"
+
+    @property
+    def is_discrete(self) -> bool:  # type: ignore[override]
+        """Whether the base constraint is discrete."""
+        return bool(self.base_constraint.is_discrete)
+
+    @property
+    def event_dim(self) -> int:  # type: ignore[override]
+        """Event dimension of the base constraint."""
+        return int(self.base_constraint.event_dim)
+
+    def check(self, value: Tensor) -> Tensor:
+        """True where the entry is valid or missing."""
+        valid: Tensor = self.base_constraint.check(value)
+        # Infinity is a real number to torch.
+        return (valid & value.isfinite()) | value.isnan()
+
+
+# A value that is not observed is not missing either: it is inferred where the base constraint says.
+biject_to.register(or_missing, lambda constraint: biject_to(constraint.base_constraint))
+transform_to.register(or_missing, lambda constraint: transform_to(constraint.base_constraint))
+
+
+def without_missing(value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Values in float64 with zeros in the place of missing entries, and which entries are observed; ``None`` if all of them are."""
+    if not has_missing(value):
+        return value.double(), None
+    is_missing = value.isnan()
+    return value.double().masked_fill(is_missing, 0.0), ~is_missing
+
+
+def has_missing(value: Tensor) -> bool:
+    """Whether entries are missing."""
+    return known_of(value, "has missing entries", lambda: value.isnan().any())
+
+
+def missing_where(value: Tensor, other: Tensor) -> Tensor:
+    """Values that were computed from others; on a device they count as having missing entries if the others have."""
+    if not value.is_cpu:
+        note_of(value, "has missing entries", has_missing(other))
+    return value
+
+
+def in_blocks(
+    function: Callable[[Tensor, Tensor], Tensor], states: Tensor, value: Tensor, batch_shape: torch.Size, numbers_each: int | None = None
+) -> Tensor:
+    """Evaluates ``function(states, value) -> batch_shape`` on slices of the largest batch dimension, under a memory budget.
+
+    Intermediate results of a slice are recomputed for its gradient instead of being kept.
+
+    Args:
+        function: elementwise in the batch.
+        states: states ``(*batch, H)``.
+        value: observations ``(*batch, D)``.
+        batch_shape: the shape both broadcast to.
+        numbers_each: how many numbers the function needs at a time for one element of the batch; default ``max(H, D)``.
+
+    Returns:
+        The values of the function, ``batch_shape``.
+    """
+    numbers_each = max(states.shape[-1], value.shape[-1]) if numbers_each is None else numbers_each
+    num_blocks = -(-8 * batch_shape.numel() * numbers_each // current_budget())
+    if num_blocks <= 1 or not batch_shape:
+        return function(states, value)
+    states = states.expand(batch_shape + states.shape[-1:])
+    value = value.expand(batch_shape + value.shape[-1:])
+    dim = max(range(len(batch_shape)), key=lambda i: batch_shape[i])
+    num_blocks = min(num_blocks, batch_shape[dim])
+    pieces = zip(states.tensor_split(num_blocks, dim), value.tensor_split(num_blocks, dim), strict=True)
+    results = [checkpoint(function, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
+    return torch.cat(results, dim)
+
+
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+
+
+def selected_rows(y: Tensor | None, index: Tensor | None) -> Tensor | None:
+    """The data points that a plate selects: ``y[index]``, or ``y`` itself where these are all of them in order; see :func:`signed`.
+
+    The data themselves need not be copied, and what is known of them (that nothing is missing, for example) need not be found out again,
+    for which a device would have to be waited for.
+
+    Example:
+        >>> def model(y, batch_size=None):
+        ...     with pyro.plate("data", len(y), batch_size) as index:
+        ...         pyro.sample("y", dist.Normal(0.0, 1.0).expand([3]).to_event(1), obs=selected_rows(y, index))
+        >>> pyro.poutine.trace(model).get_trace(torch.zeros(5, 3), 2).nodes["y"]["value"].shape
+        torch.Size([2, 3])
+
+    Args:
+        y: all data points, in rows; without data there are no rows.
+        index: positions of the selected ones; ``None`` of a plate without a size.
+    """
+    if y is None or index is None:
+        return y if y is None else signed(y)
+    if index.is_cpu and len(index) == len(y) and torch.equal(index, torch.arange(len(y), device="cpu")):
+        return signed(y)
+    return signed(missing_where(y[index.to(y.device, non_blocking=True)], y))
+
+
+def signed(y: Tensor) -> Tensor:
+    """The data, or a copy in signed integers of unsigned ones with more than eight bits, with which torch does not compute."""
+    return y.long() if y.dtype in _UNSIGNED else y

@@ -1,0 +1,99 @@
+"""Where modules, states and random numbers live, and what is remembered of data there.
+
+To look at data on a device again would be to wait for the device.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+def device_of(generator: torch.Generator | None) -> torch.device:
+    """The device that a generator draws on, and no other; for ``None``, torch's global one, the CPU, whatever the default device is.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> torch.randperm(3, generator=generator, device=device_of(generator)).device
+        device(type='cpu')
+    """
+    return torch.device("cpu") if generator is None else generator.device
+
+
+# States of generators are on the CPU, whatever they draw on.
+_GENERATOR = "generator"
+
+
+def device_of_module(module: Any) -> torch.device:
+    """Where the first parameter of a module lives, or its first buffer; of what has neither the CPU."""
+    if not isinstance(module, torch.nn.Module):
+        return torch.device("cpu")
+    return next((tensor.device for tensor in itertools.chain(module.parameters(), module.buffers())), torch.device("cpu"))
+
+
+def brought(state: Any, device: torch.device) -> Any:
+    """A state of tensors, lists, tuples and dictionaries on a device, but for what is named ``generator``."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    if isinstance(state, Mapping):
+        return {name: value if name == _GENERATOR else brought(value, device) for name, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(brought(value, device) for value in state)
+    return state
+
+
+# By tensor (that of the memory, for views), which view of it, and what is asked. A changed tensor is another.
+_facts: Any = WeakIdKeyDictionary()
+
+
+def known_of(value: Tensor, question: str, find_out: Callable[[], Tensor]) -> bool:
+    """The answer to a question about the entries of a tensor.
+
+    On the CPU, where memory may be shared with arrays that change unseen, it is found out whenever it is asked.
+
+    Args:
+        value: the tensor.
+        question: names what is asked.
+        find_out: gives the answer as a Boolean scalar.
+    """
+    if not _is_remembered(value):
+        return bool(find_out())
+    answers, key = _answers(value), _key(value, question)
+    if key not in answers:
+        answers[key] = bool(find_out())
+    return answers[key]
+
+
+def is_noted(value: Tensor, question: str) -> bool:
+    """Whether it is remembered that the answer to a question about a tensor is yes."""
+    return _is_remembered(value) and _answers(value).get(_key(value, question), False)
+
+
+def note_of(value: Tensor, question: str, answer: bool) -> None:
+    """Remembers the answer to a question about a tensor, where answers are remembered."""
+    if _is_remembered(value):
+        _answers(value)[_key(value, question)] = answer
+
+
+def _is_remembered(value: Tensor) -> bool:
+    # Whether an inference tensor has been changed since cannot be told.
+    return not value.is_cpu and not value.is_inference()
+
+
+def _answers(value: Tensor) -> dict[Any, bool]:
+    owner = value if value._base is None else value._base
+    version, answers = _facts.get(owner, (None, {}))
+    if version != value._version:
+        answers = {}
+        _facts[owner] = value._version, answers
+    known: dict[Any, bool] = answers
+    return known
+
+
+def _key(value: Tensor, question: str) -> Any:
+    return question, value.dtype, value.shape, value.stride(), value.storage_offset()

@@ -1,0 +1,422 @@
+"""Names of parameters: Pyro keeps all of them in one store, by name, whichever module they belong to."""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import functools
+import inspect
+import itertools
+import logging
+import re
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pyro
+import torch
+from pyro.infer.autoguide import AutoGuide
+from pyro.nn import PyroModule
+from pyro.nn.module import _Context
+from pyro.params.param_store import param_with_module_name
+from pyro.poutine.messenger import Messenger
+from pyro.poutine.runtime import am_i_wrapped
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Parameter(NamedTuple):
+    """A parameter of a module, as Pyro's store knows it."""
+
+    name: str
+    holder: torch.nn.Module
+    tensor: Tensor
+
+
+def modules_of(*programs: Any) -> list[torch.nn.Module]:
+    """The modules that Pyro programs consist of: themselves, under handlers, of bound methods, in closures, models of guides."""
+    found: dict[int, torch.nn.Module] = {}
+    pending = list(programs)
+    while pending:
+        program = pending.pop(0)
+        if isinstance(program, torch.nn.Module):
+            if id(program) not in found:
+                found[id(program)] = program
+                pending += [part._model[0] for part in program.modules() if isinstance(part, AutoGuide) and part._model is not None]
+        elif isinstance(program, functools.partial):
+            pending += [program.func, *program.args]
+        elif inspect.ismethod(program):
+            pending.append(program.__self__)
+        elif inspect.isfunction(program):
+            pending += [value for value in _variables(program) if _is_module(value)]
+    return list(found.values())
+
+
+def _variables(function: Any) -> Iterator[Any]:
+    """What a function reads from around it (``inspect.getclosurevars`` would take names of attributes for those of globals)."""
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # of a variable that has no value yet
+            yield cell.cell_contents
+    names = {instruction.argval for instruction in dis.get_instructions(function) if instruction.opname == "LOAD_GLOBAL"}
+    yield from (function.__globals__[name] for name in sorted(names & function.__globals__.keys()))
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value.__self__ if inspect.ismethod(value) else value, torch.nn.Module)
+
+
+def parameters_of(module: torch.nn.Module) -> Iterator[Parameter]:
+    """The parameters of a module under the names that Pyro's store gives them."""
+    for part in module.modules():
+        if not isinstance(part, PyroModule):
+            continue
+        for name, tensor in part._parameters.items():
+            own = name.removesuffix("_unconstrained")
+            if tensor is not None:
+                yield Parameter(_join(part._pyro_name, own if own in part._pyro_params else name), part, tensor)
+        for name, child in part._modules.items():
+            if child is not None and not isinstance(child, PyroModule):
+                for path, tensor in child.named_parameters():
+                    yield Parameter(param_with_module_name(_join(part._pyro_name, name), path), child, tensor)
+
+
+def is_managed(parameter: Parameter) -> bool:
+    """Whether a parameter is a ``PyroParam``, not one of torch's."""
+    return isinstance(parameter.holder, PyroModule) and parameter.name.rpartition(".")[2] in parameter.holder._pyro_params
+
+
+def _join(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+@contextmanager
+def empty_store() -> Iterator[None]:
+    """Within it Pyro's parameter store is empty; afterwards it is what it was.
+
+    Kernels register their parameters by names such as ``"variance"``, which a model may use as well. Pyro's own ``scope()`` serves between
+    runs, not inside of one: it takes from unconstrained parameters the mark by which :class:`~pyro.infer.SVI` recognises those that the
+    step it is recording has read.
+    """
+    store = pyro.get_param_store()
+    held = store._params, store._param_to_name, store._constraints
+    store._params, store._param_to_name, store._constraints = {}, {}, {}
+    try:
+        yield
+    finally:
+        store._params, store._param_to_name, store._constraints = held
+
+
+# The modules in whose hands a tensor of the store has been seen. They may be gone: then it has been another module's all the same.
+_holders: Any = WeakIdKeyDictionary()
+# How often torch.load changes a tensor in place while it makes it.
+_VERSION_OF_READ = 1
+
+
+def replaced_parameters(*programs: Any) -> Iterator[tuple[Parameter, Tensor]]:
+    """Parameters for which Pyro's store holds another tensor than their module does, and that tensor."""
+    store = pyro.get_param_store()._params
+    for module in modules_of(*programs):
+        for parameter in parameters_of(module):
+            stored = store.get(parameter.name)
+            if stored is not None and stored is not parameter.tensor:
+                yield parameter, stored
+
+
+def refuse_shadowed(*programs: Any, training: bool = False) -> None:
+    """Checks that programs have their parameters for themselves.
+
+    Pyro looks a parameter up in its store first, by name, and puts what it finds in the place of the module's own. Where that was the
+    tensor of another module, a model forgets how it was initialised and goes on from the other's parameters, and changes them. Parameters
+    that were read from a file or set by hand are meant to replace those of a module, and do. Where numbers are equal nothing is lost by
+    looking (``training=False``), but the two would be trained as one.
+
+    Raises:
+        ValueError: naming the parameters, and what to do.
+    """
+    if pyro.settings.get("module_local_params"):
+        return
+    shadowed = [parameter.name for parameter, stored in replaced_parameters(*programs) if _is_shadowed(parameter, stored, training)]
+    if training:
+        shadowed += [name for module in modules_of(*programs) for name in _shared(module)]
+    if shadowed:
+        raise ValueError(_complaint(shadowed))
+    for module in modules_of(*programs):
+        for parameter in parameters_of(module):
+            hold(parameter, training)
+
+
+class ShadowWatch(Messenger):
+    """Refuses shadowed parameters when a program asks for them: where functions name them, and those that a guide makes as it first runs.
+
+    Args:
+        guide: what runs under it for the first time, if that is known.
+    """
+
+    def __init__(self, guide: Any = None) -> None:
+        super().__init__()
+        self._prefix = f"{guide._pyro_name}." if isinstance(guide, AutoGuide) else None
+
+    def _pyro_param(self, msg: Any) -> None:
+        if len(msg["args"]) < 2:
+            return
+        name, own = msg["args"][:2]
+        stored = pyro.get_param_store()._params.get(name)
+        if stored is None or stored is own:
+            return
+        is_made_anew = self._prefix is not None and name.startswith(self._prefix) and _was_used(stored)
+        if is_made_anew or (isinstance(own, torch.nn.Parameter) and _is_used_and_differs(own, stored)):
+            raise ValueError(_complaint([name]))
+
+
+def hold(parameter: Parameter, training: bool) -> None:
+    """Remembers in whose hands a parameter is, and the tensor of the store that will take its place."""
+    stored = pyro.get_param_store()._params.get(parameter.name, parameter.tensor)
+    tensors = [parameter.tensor, stored] if training or _may_go_on(parameter, stored) else [parameter.tensor]
+    for tensor in tensors:
+        _holders.setdefault(tensor, weakref.WeakSet()).add(parameter.holder)
+
+
+def was_held(stored: Tensor) -> bool:
+    """Whether a tensor of the store has been some module's."""
+    return stored in _holders
+
+
+def _is_shadowed(parameter: Parameter, stored: Tensor, training: bool) -> bool:
+    return _is_used_and_differs(parameter.tensor, stored) or (training and _was_used(stored) and not _may_go_on(parameter, stored))
+
+
+def _may_go_on(parameter: Parameter, stored: Tensor) -> bool:
+    """Whether a module whose numbers are those of the store may be trained on from there, with the store's tensor.
+
+    The numbers of what has been trained can only be the same in a copy, which is made to go on from there. Pyro puts parameters that it
+    manages in place of the module's own; others would be left behind and not be trained at all.
+    """
+    return is_managed(parameter) and (stored._version > 0 or not _is_held_by_others(parameter, stored))
+
+
+def _is_used_and_differs(own: Tensor, stored: Tensor) -> bool:
+    is_same = own.shape == stored.shape and torch.equal(own.detach().to(stored), stored.detach())
+    return not is_same and _was_used(stored)
+
+
+def _was_used(stored: Tensor) -> bool:
+    """Whether a tensor of the store has been some module's, or an optimiser has changed it since it was made or read from a file."""
+    return stored in _holders or (isinstance(stored, torch.nn.Parameter) and stored._version > _VERSION_OF_READ)
+
+
+def _shared(module: torch.nn.Module) -> list[str]:
+    """Parameters that were found in the store when they were made, or first used, where another module had left them."""
+    store, is_guide = pyro.get_param_store()._params, isinstance(module, AutoGuide)
+    own = [parameter for parameter in parameters_of(module) if store.get(parameter.name) is parameter.tensor]
+    return [
+        parameter.name
+        for parameter in own
+        if parameter.holder not in _holders.get(parameter.tensor, (parameter.holder,))
+        and (is_guide or (is_managed(parameter) and _is_held_by_others(parameter, parameter.tensor)))
+    ]
+
+
+def _is_held_by_others(parameter: Parameter, stored: Tensor) -> bool:
+    return any(holder is not parameter.holder for holder in _holders.get(stored, ()))
+
+
+def _complaint(names: Iterable[str]) -> str:
+    return (
+        f"Pyro's parameter store holds other parameters {sorted(names)} than the model or the guide: those of another one, made earlier, "
+        "that calls its parameters the same. Pyro keeps parameters by name, so it would put those in the place of these, and train both as "
+        "one. If the earlier one is no longer needed, call pyro.clear_param_store() before making model and guide. Else give each names of "
+        'its own, by PyroModule.__init__(self, name="...") or, for an automatic guide, by a class of its own ("class Second(AutoNormal): '
+        'pass"), or run each under "with pyro.get_param_store().scope(state):".'
+    )
+
+
+class TakesPrefixed(torch.nn.Module):
+    """A module that loads its state from what wrapped it, such as ``DistributedDataParallel``, whose names begin with ``module.``."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch does; a prefix that all names have in common, such as ``module.``, is taken off.
+
+        Raises:
+            RuntimeError: if names do not fit; naming the prefix, if those of this module are a part of them.
+        """
+        return super().load_state_dict(without_prefix(state_dict, self), strict, assign)
+
+
+def without_prefix(state_dict: Mapping[str, Any], module: torch.nn.Module) -> Mapping[str, Any]:
+    """The state by the names of a module.
+
+    Raises:
+        RuntimeError: if it is of something that the module was only a part of.
+    """
+    own = _first_names(module)
+    if not isinstance(state_dict, Mapping) or any(_first(name) in own for name in state_dict):
+        return state_dict
+    prefixes = sorted({prefix for name in state_dict for prefix in _prefixes(name) if _first(name.removeprefix(prefix)) in own}, key=len)
+    common = next((prefix for prefix in prefixes if all(name.startswith(prefix) for name in state_dict)), None)
+    if common is not None:
+        return {name.removeprefix(common): value for name, value in state_dict.items()}
+    if prefixes:
+        found = repr(prefixes[0])
+        raise RuntimeError(
+            f"the state is of something that this {type(module).__name__} was a part of: its names begin with {found} there. Load it where "
+            f"it was saved, or pass {{name.removeprefix({found}): value for name, value in state.items() if name.startswith({found})}}"
+        )
+    return state_dict
+
+
+def _first_names(module: torch.nn.Module) -> set[str]:
+    names = (name for name, _ in (*module.named_children(), *module.named_parameters(), *module.named_buffers()))
+    return {"_extra_state", *map(_first, names)}
+
+
+def _first(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[:end]) + "." for end in range(1, len(parts)))
+
+
+_logger = logging.getLogger("pyro_truncated")
+# How many modules of a class have been made: the next one's name.
+_counts: defaultdict[str, Iterator[int]] = defaultdict(lambda: itertools.count(1))
+
+
+class UniqueModule(TakesPrefixed, PyroModule):
+    """A ``PyroModule`` whose parameters have names of their own in Pyro's store: two of a class do not share them.
+
+    The first ``BinarySparseCoding`` of a process keeps its ``weight`` as ``BinarySparseCoding.weight``, the second as
+    ``BinarySparseCoding_2.weight``. As part of another ``PyroModule`` it is named by that, as always. Neither ``state_dict()`` nor the
+    names of sample sites (of parameters with a prior) know of it. Copies and unpickled modules have names of their own, too.
+
+    Parameters that have been read into the store (``pyro.get_param_store().load``) under the name of a module of this class, and belong to
+    no module yet, are taken over by the next one that is used for the first time, as Pyro does where names agree.
+
+    Example:
+        >>> class Causes(UniqueModule):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.weight = pyro.nn.PyroParam(torch.randn(2, 3))
+        >>> first, second = Causes(), Causes()
+        >>> torch.equal(first.weight, second.weight)
+        False
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._unique_name = self._pyro_name = _next_name(type(self))
+        self._pyro_context = _UniqueContext(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        # A copy that shares its parts (copy.copy) shares the context, too, and is left as it is.
+        if self._pyro_name == self._unique_name and not isinstance(self._pyro_context, _UniqueContext):
+            _rename(self, _next_name(type(self)), _UniqueContext(self))
+
+
+class _UniqueContext(_Context):
+    """The context of a :class:`UniqueModule`: within it sample sites are called as if the module had no name."""
+
+    def __init__(self, module: UniqueModule) -> None:
+        super().__init__()
+        self._module = weakref.ref(module)
+        self._sites: _WithoutPrefix | None = None
+
+    def __enter__(self) -> None:
+        module = self._module()
+        if not self.active and module is not None:
+            if not self.used:
+                _settle(module)
+            # Nobody hears of names outside of all handlers.
+            self._sites = _WithoutPrefix(f"{module._unique_name}.") if am_i_wrapped() else None
+        super().__enter__()
+        if self.active == 1 and self._sites is not None:
+            self._sites.__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        if self.active == 1 and self._sites is not None:
+            self._sites.__exit__(*exception)
+        super().__exit__(*exception)
+
+    def __reduce__(self) -> Any:
+        return _Context, ()
+
+
+class _WithoutPrefix(Messenger):
+    """Takes a prefix from the names of sample sites."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def _pyro_sample(self, msg: Any) -> None:
+        msg["name"] = msg["name"].removeprefix(self._prefix)
+
+
+def _next_name(kind: type) -> str:
+    index = next(_counts[kind.__name__])
+    return kind.__name__ if index == 1 else f"{kind.__name__}_{index}"
+
+
+def _rename(module: UniqueModule, name: str, context: _Context) -> None:
+    old = module._unique_name
+    for part in module.modules():
+        if isinstance(part, PyroModule) and (part is module or part._pyro_name.startswith(f"{old}.")):
+            part._pyro_name = name + part._pyro_name.removeprefix(old)
+            part._pyro_context = context
+    module._unique_name = name
+
+
+def _settle(module: UniqueModule) -> None:
+    """Before the first use: takes the name of parameters that were read into the store and that this module can take over."""
+    store, own = pyro.get_param_store()._params, module._unique_name
+    parameters = list(parameters_of(module))
+    shapes = {parameter.name: parameter.tensor.shape for parameter in parameters}
+    if store.keys().isdisjoint(shapes):
+        for name, keys in _families(type(module).__name__, store).items():
+            if all(not was_held(store[key]) and shapes.get(own + key.removeprefix(name)) == store[key].shape for key in keys):
+                _logger.warning("%s takes over the parameters that were read into Pyro's store under the name %s", own, name)
+                _rename(module, name, module._pyro_context)
+                break
+    for parameter in parameters_of(module):
+        hold(parameter, training=False)
+
+
+def _families(kind: str, store: Iterable[str]) -> dict[str, list[str]]:
+    """Names in the store by the name of the module of a class that they belong to."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for key in store:
+        if match := re.match(rf"{re.escape(kind)}(_\d+)?(?=\.)", key):
+            found[match[0]].append(key)
+    return found
+
+
+def relative_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
+    """A dictionary by names of parameters, with those of :class:`UniqueModule` counted within the programs instead of the process."""
+    return {_renamed(name, _ranked_names(*programs)): value for name, value in named.items()}
+
+
+def absolute_names(named: Mapping[str, Any], *programs: Any) -> dict[str, Any]:
+    """The inverse of :func:`relative_names`, for programs that may have been made in another process."""
+    names = {relative: absolute for absolute, relative in _ranked_names(*programs).items()}
+    return {_renamed(name, names): value for name, value in named.items()}
+
+
+def _ranked_names(*programs: Any) -> dict[str, str]:
+    ranks: dict[str, str] = {}
+    counts: Counter[str] = Counter()
+    for module in modules_of(*programs):
+        for part in module.modules():
+            if isinstance(part, UniqueModule) and part._pyro_name == part._unique_name and part._pyro_name not in ranks:
+                kind = type(part).__name__
+                counts[kind] += 1
+                ranks[part._pyro_name] = f"{kind}:{counts[kind]}"
+    return ranks
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    module, dot, rest = name.partition(".")
+    return f"{names.get(module, module)}{dot}{rest}"

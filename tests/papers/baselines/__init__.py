@@ -1,0 +1,1 @@
+"""Published ways to choose inducing inputs, for comparison."""
