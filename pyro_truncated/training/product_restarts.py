@@ -10,7 +10,7 @@ import torch
 
 from pyro_truncated.training.model_parameters import copies, disturb, draw_start, draws_starts, forgetting_guides, put_back
 from pyro_truncated.training.model_runs import Run, Settings
-from pyro_truncated.utils.progress import ProgressBar
+from pyro_truncated.utils.console import ProgressBar
 
 # The most restarts where nobody says how many, and the number of steps of which a mean is compared.
 _MAX_RESTARTS = 8
