@@ -172,6 +172,14 @@ def _signal_rows(results: list[dict[str, Any]]) -> Iterator[str]:
         yield f"| {model} | {kernel} | {noise} | {start} | {len(runs)} | {cells[0]} | {cells[1]} | {spread} | {bound:.1f} | {seconds:.1f} |\n"
 
 
+def is_curved(r: dict[str, Any]) -> bool:
+    """Whether the first view has two dimensions on and the second view one of these."""
+    if r["model"] != "SSMRD" or r["kernel"] != "rbf":
+        return False
+    first, second = ({q for q, probability in enumerate(row) if probability > 0.5} for row in r["gamma"])
+    return len(first) == 2 and len(second) == 1 and second < first
+
+
 def _cost(results: list[dict[str, Any]]) -> str:
     rows = []
     for r in results:
