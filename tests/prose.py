@@ -33,6 +33,7 @@ BARE_NUMBER = re.compile(r"(?<![\w.)\]\\])\.\d")
 NO_PROSE = (
     re.compile(r"^(`{3,}|:{3,}).*?^\1", re.MULTILINE | re.DOTALL),
     re.compile(r"\$\$.*?\$\$", re.DOTALL),
+    re.compile(r"^ *=+(?: +=+)+\n.*?^ *=+(?: +=+)+$", re.MULTILINE | re.DOTALL),
     re.compile(r"^\s*(?:\||#|>>>|\.\.\. ).*$", re.MULTILINE),
     re.compile(r"^\s*\.\. .*\n(?:\s*\n|\s{3,}.*\n)*", re.MULTILINE),
     re.compile(r"(?<=::\n)\n(?:[ ]{4}.*\n|\s*\n)+", re.MULTILINE),
