@@ -53,9 +53,7 @@ class Portion:
 
 
 class Shard(Tensor):
-    """A tensor of data that knows which of all rows it holds.
-
-    Results computed from it are plain tensors.
+    """A tensor of data that knows its rows; results are plain tensors.
 
     Example:
         >>> y: Shard = shard(torch.randn(10, 4))
@@ -96,8 +94,8 @@ class Shard(Tensor):
 def shard(array: Any, *, split: bool = True) -> Shard:
     """Returns this process's rows of the data as a :class:`Shard`.
 
-    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays
-    and tensors nothing is copied, so that only rows which are used are ever read.
+    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays and
+    tensors nothing is copied, so that only rows which are used are ever read.
 
     Example:
         >>> import numpy as np
@@ -107,8 +105,8 @@ def shard(array: Any, *, split: bool = True) -> Shard:
         torch.Size([10, 4])
 
     Args:
-        array: data with a row per data point: an array, a memory map, a tensor, or anything else with a length and
-            slices. Of arrays of xarray, zarr or HDF5 only the slice is read.
+        array: data with a row per data point: an array, a memory map, a tensor, or anything else with a length and slices. Of arrays of
+            xarray, zarr or HDF5 only the slice is read.
         split: ``False`` if every process has been given its own rows only, in the order of the processes.
 
     Returns:
@@ -206,9 +204,7 @@ def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
 
 
 def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """Returns a function that sums results over the shards of these data.
-
-    It does nothing to results of whole data.
+    """Returns a function that sums results over shards, if there are any.
 
     Example:
         >>> y = torch.arange(6.0).reshape(3, 2)
@@ -271,9 +267,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
 
 
 def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
-    """Returns data points in random order, at most a given number.
-
-    They are the same on every process.
+    """Returns random data points in random order, the same on every process.
 
     Args:
         y: data, or a shard of them.

@@ -62,17 +62,16 @@ class ClosedForm(Described, PyroOptim):
     Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the
     free energy never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
 
-    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data
-      points (Neal & Hinton 1998). The old contribution is recomputed from the stored populations. The free energy of
-      all data visited so far never decreases. A model with ``expected_statistics()`` counts data points that have not
-      been visited by these statistics. Then the free energy of visited and expected data together never decreases,
-      while that of the visited ones may. Without this method the first minibatch replaces all that a model knew. Not
-      for models whose statistics depend on the parameters, and not while a temperature changes.
+    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points (Neal & Hinton
+      1998). The old contribution is recomputed from the stored populations. The free energy of all data visited so far never decreases. A
+      model with ``expected_statistics()`` counts data points that have not been visited by these statistics. Then the free energy of
+      visited and expected data together never decreases, while that of the visited ones may. Without this method the first minibatch
+      replaces all that a model knew. Not for models whose statistics depend on the parameters, and not while a temperature changes.
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
-    Several processes (see :func:`pyro_truncated.distributed.shard`) add up the changes of the statistics, and all
-    stream the sums. That is one message per step, whose size does not depend on the number of data.
+    Several processes (see :func:`pyro_truncated.distributed.shard`) add up the changes of the statistics, and all stream the sums. That is
+    one message per step, whose size does not depend on the number of data.
 
     The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
 
@@ -85,8 +84,8 @@ class ClosedForm(Described, PyroOptim):
         True
 
     Args:
-        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute
-            ``statistics_depend_on_parameters = True`` says that incremental streaming is not exact for it.
+        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute ``statistics_depend_on_parameters
+            = True`` says that incremental streaming is not exact for it.
         minibatch: ``"incremental"`` or ``"online"``; default: incremental where it is exact.
         step_size: :math:`\rho_t` as a function of the step ``t = 0, 1, ...``; default :math:`(t + 2)^{-0.6}`.
 
@@ -173,8 +172,7 @@ class ClosedForm(Described, PyroOptim):
             old: statistics of the part of it given by :meth:`previous`, as of last time.
             indices: the batch's data points, ``None`` for all.
             num_data: number of data points in all, of this process.
-            scale: data points that each one of the batch stands for in online streaming; default: all divided by the
-                batch.
+            scale: data points that each one of the batch stands for in online streaming; default: all divided by the batch.
             is_part: whether other processes collect those of other data points, which are added.
 
         Raises:
@@ -245,10 +243,7 @@ class ClosedForm(Described, PyroOptim):
             del _drivers[self.model]
 
     def get_state(self) -> dict[str, Any]:
-        """Returns the state for a checkpoint, loadable with ``weights_only=True``.
-
-        It holds streamed statistics, data points visited and the number of steps.
-        """
+        """Returns statistics, visited data points and steps, for a checkpoint."""
         names = ("statistics", "visited", "expected", "num_steps")
         return copy.deepcopy({name: getattr(self, name) for name in names})
 

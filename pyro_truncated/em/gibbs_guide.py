@@ -56,9 +56,9 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """The interface that :class:`~pyro_truncated.GibbsEM` needs of a model.
+    """A model of ``y (N, D)`` for :class:`~pyro_truncated.GibbsEM`.
 
-    Its data are ``y (N, D)``. It also has ``num_latents`` and ``unit``.
+    It also has ``num_latents`` and ``unit``.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
@@ -99,13 +99,11 @@ class GibbsModel(Protocol):
 
 
 class GibbsGuide(PyroModule):
-    """Posterior draws of a few selected latents per data point.
-
-    They are kept from step to step.
+    """Posterior draws of selected latents per data point, kept between steps.
 
     Chains continue where they stopped. Coefficients of latents that lose their selection become zero. Train it with
-    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws, chosen
-    at random for each data point. So it works in :class:`~pyro.infer.Predictive`.
+    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws, chosen at random for each
+    data point. So it works in :class:`~pyro.infer.Predictive`.
 
     Example:
         >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
@@ -121,9 +119,8 @@ class GibbsGuide(PyroModule):
     Attributes:
         selected: selected latents of all data points, ``(N, K)``; present after the first step, as what follows.
         coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
-        probabilities: posterior probabilities that the latents are active, ``(N, H)`` in float64: means of exact
-            conditional probabilities over the sweeps. Zero for latents that were not selected. Random numbers before
-            a data point's first step.
+        probabilities: posterior probabilities that the latents are active, ``(N, H)`` in float64: means of exact conditional probabilities
+            over the sweeps. Zero for latents that were not selected. Random numbers before a data point's first step.
         unit: the unit that the coefficients were drawn in, see the model's; zero before a data point's first step.
 
         ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
@@ -196,8 +193,7 @@ class GibbsGuide(PyroModule):
             The draws.
 
         Raises:
-            ValueError: if the guide belongs to other data, or a part of the data has another number of draws or
-                latents.
+            ValueError: if the guide belongs to other data, or a part of the data has another number of draws or latents.
         """
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
@@ -222,10 +218,7 @@ class GibbsGuide(PyroModule):
         self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances)
 
     def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
-        """Returns a guide for unseen data ``(N, D)`` under the present model.
-
-        ``kwargs`` are those of :meth:`update_`.
-        """
+        """Returns a guide for unseen data ``(N, D)``; ``kwargs`` as for :meth:`update_`."""
         guide = GibbsGuide(self.model)
         for _ in range(steps):
             guide.update_(search, y, is_new=True, **kwargs)

@@ -34,26 +34,25 @@ class SearchBatch:
 
     Attributes:
         population: current populations, log joints up to date.
-        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. An attribute
-            ``flip_gains`` maps a state of each data point ``(N, num_words)`` to the gain of each single flip, ``(N,
-            L)``. It gives ``None`` where scoring the flips is as cheap. An attribute ``with_moments`` maps states to
-            their log joints and the :class:`.Moments` of the observations in many of them, or ``None`` if unknown.
+        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. An attribute ``flip_gains`` maps a
+            state of each data point ``(N, num_words)`` to the gain of each single flip, ``(N, L)``. It gives ``None`` where scoring the
+            flips is as cheap. An attribute ``with_moments`` maps states to their log joints and the :class:`.Moments` of the observations
+            in many of them, or ``None`` if unknown.
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
         is_new: whether these are new data, of which a search that learns from data shall not learn.
         first_position: position of the first data point among all data, where those of other processes come before it.
-        random: the seeds of this search. With :attr:`positions` they make draws for a data point independent of the
-            batch. Without it, seeds come from the search's own generator or torch's global one.
-        mean_active: mean probability that a latent is active, ``(L,)``, over all data points searched at a time, also
-            those in other blocks and processes, for searches that take it.
+        random: the seeds of this search. With :attr:`positions` they make draws for a data point independent of the batch. Without it,
+            seeds come from the search's own generator or torch's global one.
+        mean_active: mean probability that a latent is active, ``(L,)``, over all data points searched at a time, also those in other
+            blocks and processes, for searches that take it.
         is_spread: whether other processes search other data points at the same time.
-        is_met: whether a search that learns from data has met all that are searched at a time. Then it learns no more
-            from this block.
+        is_met: whether a search that learns from data has met all that are searched at a time. Then it learns no more from this block.
         is_linear: whether the latents are binary causes, independent a priori, whose sum is observed under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
-        moments: moments of the observations in the populations' first states, for searches that take them. Where the
-            means do not fit the memory budget, they are of some data points only.
+        moments: moments of the observations in the populations' first states, for searches that take them. Where the means do not fit the
+            memory budget, they are of some data points only.
     """
 
     population: Population
@@ -78,10 +77,7 @@ class SearchBatch:
         return self.first_position + indices.to(device).long()
 
     def draws(self, generator: torch.Generator | None) -> dict[str, Any]:
-        """Returns the arguments ``rows`` and ``generator`` of random operators.
-
-        A search may have a generator of its own.
-        """
+        """Returns the arguments ``rows`` and ``generator`` of random operators."""
         return {"rows": self.positions, "generator": self.source(generator)}
 
     def source(self, generator: torch.Generator | None) -> ops.Source:
@@ -89,10 +85,7 @@ class SearchBatch:
         return generator if self.random is None else self.random.branch(generator)
 
     def activity(self) -> Tensor:
-        """Returns the mean probability that a latent is active, ``(L,)``.
-
-        It is :attr:`mean_active`, by default that of this batch.
-        """
+        """Returns :attr:`mean_active` ``(L,)``, by default that of this batch."""
         return self.population.marginals().mean(0) if self.mean_active is None else self.mean_active
 
     @property
@@ -126,10 +119,8 @@ class Stateful:
     def state_dict(self) -> dict[str, Any]:
         """Returns what was learned of data, and the generator's state.
 
-        Checkpoints save it.
-
-        It holds tensors, numbers, strings, lists and dictionaries. Subclasses that learn more add to it. States of
-        generators are named ``generator``, and are as on the CPU.
+        It holds tensors, numbers, strings, lists and dictionaries. Subclasses that learn more add to it. States of generators are named
+        ``generator``, and are as on the CPU.
         """
         generator: torch.Generator | None = getattr(self, "generator", None)
         return {} if generator is None else {"generator": generator.get_state()}
@@ -144,9 +135,9 @@ class Stateful:
 class Search(Described, Stateful, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
-    Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has
-    :meth:`forget`, :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities. A search that wraps
-    another one passes on its requests (:attr:`takes_activity`, :attr:`takes_moments`, :attr:`learns`).
+    Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,
+    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities. A search that wraps another one passes on its requests
+    (:attr:`takes_activity`, :attr:`takes_moments`, :attr:`learns`).
 
     Example:
         >>> class Neighbours(Search):
@@ -174,10 +165,7 @@ class Search(Described, Stateful, abc.ABC):
         return False
 
     def most_proposed(self, num_states: int) -> int:
-        """Returns roughly how many states it proposes per data point.
-
-        The size of blocks on a device follows from it.
-        """
+        """Returns roughly how many states it proposes per data point."""
         return max(_FEW_PROPOSED, 4 * num_states)
 
     def check_space(self, space: StateSpace) -> None:
@@ -188,32 +176,21 @@ class Search(Described, Stateful, abc.ABC):
         """
 
     def meet(self, batch: SearchBatch) -> None:
-        """Learns from shards of data, once for all searched at a time.
-
-        All processes call it, also those without such data.
+        """Learns from shards of data, once for all; every process calls it.
 
         Searches that learn from whole data do so where they propose.
         """
 
     @abc.abstractmethod
     def propose(self, batch: SearchBatch) -> Population:
-        """Returns candidate states with their log joints, ``(N, C)``.
-
-        Repetitions are allowed.
-        """
+        """Returns candidates with log joints, ``(N, C)``; repetitions are allowed."""
 
     def step(self, batch: SearchBatch) -> Population:
-        """Returns improved populations: the best of old states and proposals.
-
-        So no free energy ever falls.
-        """
+        """Returns the best of old states and proposals: free energies never fall."""
         return batch.population.merge(self.propose(batch))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """Returns the populations after some steps.
-
-        Populations that hold the whole space stay as they are.
-        """
+        """Returns the populations after some steps; whole spaces stay unchanged."""
         for _ in range(0 if batch.population.is_complete else steps):
             batch = dataclasses.replace(batch, population=self.step(batch))
         return batch.population

@@ -26,12 +26,12 @@ class NeighbourSearch(Search):
 
     It is for mixtures of many components.
 
-    The one latent is the component of a data point. Every component keeps a list of its nearest others. The distance of component ``c``
-    to ``c'`` is how much worse the second explains the data that the first explains best,
+    The one latent is the component of a data point. Every component keeps a list of its nearest others. The distance of ``c``
+    to ``c'`` is the mean loss of log joint,
 
     .. math:: d_{cc'} = \bigl\langle \log p(c, y_n) - \log p(c', y_n) \bigr\rangle_{n:\, c = \arg\max},
 
-    averaged over all scores, with half the weight for every search since. Candidates and
+    over data that ``c`` explains best. Earlier searches count half. Candidates and
     cost do not depend on the number of components. Neighbours of neighbours become neighbours, so the lists are good
     after a few passes. From random components that takes many more passes than from likely ones, see ``init`` below.
 

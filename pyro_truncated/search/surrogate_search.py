@@ -38,36 +38,33 @@ class SurrogateSearch(Search):
 
     It is for models whose scores are expensive.
 
-    A run of the model on a state shows more than its log joint: means and variances of the observations. Where they
-    are known, means are regressed on all scored states as a quadratic function shared by all data
-    (:class:`.ExpectedObservations`). An approximate likelihood follows for each data point. What log joints lack of
-    it is regressed on linear effects and pairwise interactions (:class:`.LogJointRegression`).
+    A run of the model on a state shows more than its log joint: means and variances of the observations. Where they are known, means are
+    regressed on all scored states as a quadratic function shared by all data (:class:`.ExpectedObservations`). An approximate likelihood
+    follows for each data point. What log joints lack of it is regressed on linear effects and pairwise interactions
+    (:class:`.LogJointRegression`).
 
-    For each child effects are drawn from their posterior (Thompson sampling). Their deviation is at least the error per
-    flip of the last children, and at most the change of a flip. A state climbs to an optimum of the sum, whose
-    second order is updated on the way. The best unscored state within two flips of that optimum is then scored. Half
-    of the climbs start from states of the population, drawn by their weights, and half from the best state of another
-    data point.
+    For each child effects are drawn from their posterior (Thompson sampling). Their deviation is at least the error per flip of the last
+    children, and at most the change of a flip. A state climbs to an optimum of the sum, whose second order is updated on the way. The best
+    unscored state within two flips of that optimum is then scored. Half of the climbs start from states of the population, drawn by their
+    weights, and half from the best state of another data point.
 
-    Log joints alone are regressed in three cases: the moments are not known, there are more than 64 latents, or the
-    approximate likelihoods were wrong for most states. The last happens with heavy tails (also ``Laplace``),
-    ``Multinomial``, ``OneHotCategorical``, ``Bernoulli`` near 0 or 1, and variances that differ much from state to
-    state. Linear effects then depend on the observation and the data point, interactions are shared, and climbs start
-    from states of the population.
+    Log joints alone are regressed in three cases: the moments are not known, there are more than 64 latents, or the approximate
+    likelihoods were wrong for most states. The last happens with heavy tails (also ``Laplace``), ``Multinomial``, ``OneHotCategorical``,
+    ``Bernoulli`` near 0 or 1, and variances that differ much from state to state. Linear effects then depend on the observation and the
+    data point, interactions are shared, and climbs start from states of the population.
 
-    The first child takes the means of the effects. The others deviate by half to twice their posterior deviation,
-    because a quadratic function is not the whole truth. The deviation doubles in data points for which two steps have
-    found no better state. No state is scored twice, and flips known to be bad are not tried again.
+    The first child takes the means of the effects. The others deviate by half to twice their posterior deviation, because a quadratic
+    function is not the whole truth. The deviation doubles in data points for which two steps have found no better state. No state is
+    scored twice, and flips known to be bad are not tried again.
 
-    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no
-    conditional. Inside the plate all observations must be known, neither masked nor scaled, and have means and
-    variances. A ``pyro.factor`` has none.
+    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no conditional. Inside the plate
+    all observations must be known, neither masked nor scaled, and have means and variances. A ``pyro.factor`` has none.
 
-    States scored under other parameters are forgotten, but the regressions stay, so that training steps learn from
-    each other. Earlier means count half from one batch of data to the next, as parameters may have changed.
+    States scored under other parameters are forgotten, but the regressions stay, so that training steps learn from each other. Earlier
+    means count half from one batch of data to the next, as parameters may have changed.
 
-    The search's own work grows with the third power of the latents and more: about 6 microseconds a score with 20
-    latents, 60 with 40, 450 with 64. It pays where a score takes longer. For binary latents.
+    The search's own work grows with the third power of the latents and more: about 6 microseconds a score with 20 latents, 60 with 40, 450
+    with 64. It pays where a score takes longer. For binary latents.
 
     Example:
         >>> y = linear_bars(40, 4, mean_active=2.0).data
@@ -76,9 +73,9 @@ class SurrogateSearch(Search):
 
     Args:
         children: number of states proposed in a step.
-        memory: number of scored states per data point that are regressed on (at least a population): the best half,
-            and of the others the latest. All states scored under the same parameters are kept all the same, so that
-            none is scored twice: up to ``children`` more per data point with every step.
+        memory: number of scored states per data point that are regressed on (at least a population): the best half, and of the others the
+            latest. All states scored under the same parameters are kept all the same, so that none is scored twice: up to ``children``
+            more per data point with every step.
         rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
@@ -89,8 +86,8 @@ class SurrogateSearch(Search):
         NotImplementedError: when searching, for data that are shared out to several processes.
 
     Reference:
-        Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018, for Thompson sampling
-        from a quadratic regression. Here many problems that share most of it are solved at a time.
+        Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018, for Thompson sampling from a quadratic
+        regression. Here many problems that share most of it are solved at a time.
     """
 
     @names_arguments
@@ -186,10 +183,7 @@ class SurrogateSearch(Search):
             self.expected = ExpectedObservations.of(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
-        """Returns principal components of inputs and a one, ``(n, Q)``.
-
-        They are those of the first batch until other inputs come.
-        """
+        """Returns the first inputs' principal components and a one, ``(n, Q)``."""
         inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
         if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._is_of_new_data and not batch.is_new):
             self.regressions, self.expected, self._is_of_new_data, self._is_misled = {}, None, batch.is_new, False
@@ -200,10 +194,7 @@ class SurrogateSearch(Search):
         return self._is_of_new_data or not batch.is_new
 
     def _learned(self, name: str, trials: Trials, batch: SearchBatch) -> LogJointRegression:
-        """Returns the regression of log joints, updated by these trials.
-
-        It is not updated by new data.
-        """
+        """Returns the regression of log joints, updated by training trials."""
         sizes, known = (trials.states.shape[-1], trials.features.shape[1]), self.regressions.get(name)
         if known is None or known.effects.linear.shape != sizes:
             known = LogJointRegression(*sizes, trials.states.device)
@@ -246,10 +237,7 @@ class SurrogateSearch(Search):
         return trials.best[(uniform.double() * len(trials.best)).long(), 0]
 
     def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
-        """Returns the best unscored states near optima reached from a start.
-
-        The optima are those of likelihoods plus other functions.
-        """
+        """Returns the best unscored states near optima reached from a start."""
         assert self._scored is not None
         found, number = [], max(1, _BLOCK // self.children)
         for first in range(0, len(start), number):
@@ -300,8 +288,7 @@ def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Ten
 
     It is a root mean square over log joints ``(n, C)``.
 
-    Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost
-    anything.
+    Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
     most = dataclasses.replace(trials, explained=None).change_of_flip() or 0.0
     said = likelihoods(children) - likelihoods(trials.best)

@@ -87,12 +87,11 @@ def diagnose(
     """Prints a verdict on a converted posterior, and can write a page.
 
     The truncation is judged by the groups ``truncated_posterior`` and ``training``. The former holds the results of
-    :func:`~pyro_truncated.diagnostics.check_truncation`, if ``to_arviz`` was given them. Predictions are judged by
-    leave-one-out cross-validation on the marginal likelihood, its transforms, and predictive p-values. Checks whose
-    group is missing are left out.
+    :func:`~pyro_truncated.diagnostics.check_truncation`, if ``to_arviz`` was given them. Predictions are judged by leave-one-out
+    cross-validation on the marginal likelihood, its transforms, and predictive p-values. Checks whose group is missing are left out.
 
-    Guides of other kinds are judged by the importance weights of their draws alone. A Pareto index above 0.7 says
-    that the draws do not follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
+    Guides of other kinds are judged by the importance weights of their draws alone. A Pareto index above 0.7 says that the draws do not
+    follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
