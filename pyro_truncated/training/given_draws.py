@@ -1,4 +1,7 @@
-"""The free energy given draws of other guides: for models that Pyro's enumerating ELBO cannot run on many states at once."""
+"""The free energy given draws of other guides.
+
+It is for models that Pyro's ELBO cannot run on many states at once.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from pyro_truncated.program.sites import log_density, sample_nodes
 
 
 def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
-    r"""The free energy of a guide with a truncated part, of one draw :math:`z` of its other parts, differentiable in all parameters.
+    r"""Returns the differentiable free energy of a guide with other parts.
+
+    It is that of one draw :math:`z` of the other parts.
 
     .. math:: \sum_n \log \sum_{s \in K_n} p(s, y_n, z_n \mid z) + \log p(z) - \log q(z), \qquad z \sim q
 
-    with :math:`z_n` the draws inside the data plates and :math:`z` those outside: what the enumerating ELBO computes for the same draws,
-    with the states scored the way the guide scores them.
+    with :math:`z_n` the draws inside the data plates and :math:`z` those outside. The enumerating ELBO computes the same for these
+    draws; here the guide's own scores are used.
 
     Args:
         part: the truncated part.

@@ -1,4 +1,4 @@
-"""A model with its guide and the SVI that trains them, as learn takes them."""
+"""A model with its guide and SVI, as learn trains them."""
 
 from __future__ import annotations
 
@@ -84,18 +84,24 @@ class Settings:
         return guide
 
     def slowing(self, steps: int, last: float = LAST_RATE) -> Settings:
-        """The same with a learning rate that falls to a tenth, or to another part of it, in so many steps."""
+        """Returns settings with a decaying learning rate.
+
+        It falls to a tenth or another part in so many steps.
+        """
         return dataclasses.replace(self, lrd=last ** (1 / steps))
 
     def halved(self, space: StateSpace) -> Settings:
-        """The same with half the states, enough to tell starts apart, unless all there are fit into a population."""
+        """Returns settings with half the states, enough to compare restarts.
+
+        Populations that hold all states stay whole.
+        """
         return self if space.size <= self.num_states else dataclasses.replace(self, num_states=max(1, self.num_states // 2))
 
 
 class Run:
-    """A model with its guide, and the SVI that trains them in the way that the model allows.
+    """A model with guide and SVI, trained as the model allows.
 
-    A start has a temperature, and no parameters yet that chains of a Gibbs sampler would have to come to before these change.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet.
     """
 
     def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
@@ -129,24 +135,27 @@ class Run:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a step is a pass over the data in parts, see :class:`~pyro_truncated.training.passes.Parts`."""
+        """Whether a step is a pass over parts of the data.
+
+        See :class:`~pyro_truncated.training.passes.Parts`.
+        """
         return self._parts is not None
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """What has been learned of continuous latents beside the truncated ones, by name."""
+        """Returns learned states of continuous latents by name."""
         has_others = self.truncated is not None and self.guide is not self.truncated
         return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
 
     @torch.no_grad()
     def see(self, y: Tensor) -> None:
-        """Lets the guide see the data that it is for, as its first step would."""
+        """Sets the guide up on its data, as its first step would."""
         with spare_random_numbers(), poutine.block():
             self.guide(y)
 
     @torch.no_grad()
     def take_over(self, beside: dict[str, Tensor], y: Tensor) -> None:
-        """Begins with what another run has learned of continuous latents, but for those of other data points."""
+        """Takes another run's continuous latents, except those of data points."""
         if beside:
             self.see(y)
             for name, value in self.beside.items():
@@ -163,7 +172,7 @@ class Run:
             return self.truncated.log_joint_of(y, values=values)
 
     def step(self, y: Tensor) -> float:
-        """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
+        """Takes a training step; returns the free energy before it."""
         self.relocations.before_step()
         loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
         value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
@@ -171,20 +180,22 @@ class Run:
         return value
 
     def fit_decoder(self, y: Tensor) -> None:
-        """Fits a network that decodes states to those of the populations, unit by unit, if it is trained in parts, between two steps."""
+        """Refits a network trained in parts to the states of the populations."""
         if self._parts is not None:
             assert self.truncated is not None
             self._parts.give()
             fit_decoder(self._svi.model, y, self.truncated)
 
     def slow_down(self, steps: int) -> None:
-        """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
+        """Lets the learning rate fall to a tenth in so many steps."""
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
                 group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
 
     def look_closely(self) -> bool:
-        """Searches more thoroughly from now on, if nobody asked for the evolution there is, and says so: that misses less, and costs more.
+        """Searches more thoroughly from now on, and says whether it does.
+
+        It does not where you have named the search.
 
         By full conditionals, or, of more than 64 binary latents, of which these hit few that matter, by combined flips.
         """
@@ -196,10 +207,11 @@ class Run:
         return is_evolving
 
     def find_states(self, y: Tensor) -> None:
-        """Searches under the model as it is: from the first states of data that nobody has looked at it would learn what is wrong.
+        """Searches without training, so that bad first states teach nothing.
 
-        There are ten rounds, or, of data points with a posterior each, as many as raise the free energy; where the search is ours, by
-        combined flips of binary latents: under a model that has learned they come as far as full conditionals, at a tenth of the cost.
+        There are ten rounds. If data points have a posterior each, rounds end when the free energy rises no more. Binary latents are
+        searched by combined flips unless you named a search: under a trained model they reach as far as full conditionals at a tenth of
+        the cost.
         """
         if self.truncated is not None and self.guide is self.truncated:
             before, reached = self._elbo.search, -math.inf
@@ -217,7 +229,7 @@ class Run:
             self._elbo.search = before
 
     def end(self) -> None:
-        """Leaves the model to whoever trains it next, and the guide with what has been found."""
+        """Releases the model for other training, and keeps the guide's results."""
         if self._parts is not None:
             self._parts.give()
         if self._driver is not None:
@@ -225,7 +237,7 @@ class Run:
 
 
 def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
-    """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
+    """Returns a model's guide, its truncated part, and the state space."""
     truncated = settings.guide_for(model, y)
     layout = truncated.layout
     if not has_others_beside(model, layout):
@@ -252,7 +264,10 @@ def layout_of(model: Any, y: Tensor, settings: Settings) -> Layout:
 
 
 def num_posteriors(layout: Layout, y: Tensor) -> float:
-    """Posteriors that rows of data have: one each, or fewer where they share latents; one of all data if these are not in a plate."""
+    """Returns how many posteriors the rows of data have.
+
+    Rows may share latents; without a plate all data have one posterior.
+    """
     return total_rows(y) * min(1.0, layout.num_data / len(y))
 
 
@@ -274,7 +289,7 @@ def default_search(model: Any, space: StateSpace, num_states: int) -> Search:
 
 @torch.no_grad()
 def offer(run: Run, y: Tensor, states: Tensor) -> None:
-    """Merges states, which may repeat each other, into the populations of a guide that has just been made."""
+    """Merges states, repetitions allowed, into a new guide's populations."""
     guide = run.truncated
     if guide is None:
         return

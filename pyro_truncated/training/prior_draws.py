@@ -1,4 +1,4 @@
-"""Where guides of continuous latents begin: at draws from the prior, of vectors and shares, too."""
+"""Initialisation of guides of continuous latents at prior draws."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _EQUAL = 0.5
 
 
 def prior_draw(site: dict[str, Any]) -> Tensor:
-    """A draw of a latent from its prior, for the ``init_loc_fn`` of Pyro's guides.
+    """Draws a latent from its prior, for ``init_loc_fn`` of Pyro's guides.
 
-    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors; its ``init_to_sample`` may
-    begin at the end of the support, which is infinitely far away in a guide's coordinates.
+    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors. Its ``init_to_sample``
+    may begin at the end of the support, which is infinitely far away in a guide's coordinates.
 
     Args:
         site: the latent's node in a trace of the model.
 
     Returns:
-        The draw, of the shape of the latent, for simplices the mean of it and equal shares; a feasible point where the draw, or what it
-        is in unconstrained coordinates, is not finite.
+        The draw, of the shape of the latent. For simplices it is the mean of the draw and equal shares. A feasible point replaces draws
+        that are not finite in unconstrained coordinates.
     """
     fn = site["fn"]
     drawn: Tensor = init_to_sample(site)

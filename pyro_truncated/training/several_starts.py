@@ -1,4 +1,4 @@
-"""Annealed starts until two agree: the best of them, and whether it was reached twice."""
+"""Restarts with annealing until two agree, and the best of them."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class SeveralStarts:
         self._tried = -math.inf
 
     def _has_few_rows(self) -> bool:
-        """Whether two starts agree easily in a bad optimum, and another one costs little."""
+        """Whether restarts easily agree on a poor optimum, and are cheap."""
         if isinstance(self._model, GibbsModel):
             return False
         space = layout_of(self._model, self._y, self._settings).space
@@ -85,7 +85,10 @@ class SeveralStarts:
         return self._are_by_gradients and total_rows(self._y) < _FEW_ROWS_PER_LATENT * space.num_latents
 
     def make(self, bar: ProgressBar) -> None:
-        """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""
+        """Makes restarts until two independent ones agree.
+
+        Those that begin at another's end return to it too often.
+        """
         number = 0
         while number < self._most():
             bar.set_description_str(f"start {number + 1}")
@@ -108,7 +111,7 @@ class SeveralStarts:
         return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
 
     def _linear_code(self, decoded: Tensor) -> Tensor:
-        """The states ``(N, H)`` that a linear model of several starts explains what a network decodes by."""
+        """Returns states ``(N, H)`` of a linear model of the decoded values."""
         linear = LinearCauses(decoded.shape[1], layout_of(self._model, self._y, self._settings).space.num_latents).to(decoded.device)
         falling = cooling(_TEMPERATURE_OF_CODES, self._plan.steps)
         plan = Plan(None, self._plan.steps, falling, _TOLERANCE_OF_CODES, self._plan.generator, are_compared=True)
@@ -119,7 +122,10 @@ class SeveralStarts:
         return likeliest_states(linear, decoded, settings, found.best)
 
     def complete(self) -> None:
-        """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
+        """Adds latents of other restarts to the best, after the comparison.
+
+        It is for causes with closed-form M-steps.
+        """
         if len(self._found) > 1 and can_complete(self._model):
             self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
@@ -159,14 +165,17 @@ class SeveralStarts:
         return self._have_agreed() and not self._gains_by_spare_latents()
 
     def _gains_by_spare_latents(self) -> bool:
-        """Whether the best start is mended by its own spare latents, which are not tried while others still add to it."""
+        """Whether the best gains by its own redundant latents.
+
+        They are not tried while other restarts still add to it.
+        """
         if self._assembly is None or not self._assembly.use_spare_latents():
             return False
         self.best = max(self.best, self._assembly.best, key=lambda one: one.reached.free_energy)
         return True
 
     def _have_agreed(self) -> bool:
-        """Whether two starts have reached the same free energy, by the same latents, and none has reached more.
+        """Whether two restarts reached the best free energy by the same latents.
 
         Of networks that have found the same latents none need have reached just what the other has: their weights differ everywhere.
         """
@@ -181,7 +190,10 @@ class SeveralStarts:
         return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
 
     def _of_one_code(self, gap: float = math.inf) -> list[Start]:
-        """The starts of networks that have found the latents of the best one, and no free energy lower by more than that."""
+        """Returns network restarts with the latents of the best one.
+
+        Their free energies must not be lower by more than the gap.
+        """
         best, *others = self._found
         return [
             other
@@ -193,7 +205,10 @@ class SeveralStarts:
         ]
 
     def _are_equal(self, must_be_alike: bool = False) -> bool:
-        """Whether two starts that began apart have reached the same free energy, with that of the same data points, and none more."""
+        """Whether two independent restarts have equal free energies everywhere.
+
+        They must be those of the same data points, and none may be higher.
+        """
         if not self._apart:
             return False
         best, *others = sorted(self._apart, key=lambda one: one.free_energy, reverse=True)
@@ -203,7 +218,10 @@ class SeveralStarts:
         return is_met and self.best.reached.free_energy <= best.free_energy + lead
 
     def _begin(self, number: int) -> None:
-        """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""
+        """Initialises a restart if the model does not.
+
+        It begins near the model's parameters, or near the end of the best.
+        """
         self._near = None
         if self._first is None or number == 0:
             return
@@ -220,7 +238,10 @@ class SeveralStarts:
         self._disturb(self._first if self._near is None else self._near.parameters)
 
     def _can_begin_near_best(self) -> bool:
-        """Networks do if they can begin with its states, once for each best one, and from the fourth start on."""
+        """Whether a network can begin with the best restart's states.
+
+        It may once for each best one, from the fourth restart on.
+        """
         if not self._is_network:
             return bool(self._first) and self._assembly is None
         is_better = self.best.reached.free_energy > self._tried + self._plan.tolerance
@@ -231,7 +252,10 @@ class SeveralStarts:
         disturb(self._model, self._y, self.best.parameters, self._plan.generator)
 
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
-        """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
+        """Returns the exchange between restarts, if latents are exchangeable.
+
+        Random parameters show whether they are.
+        """
         self._disturb(first)
         state = {**self.best.parameters, **copies(self._model, self._y)}
         recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance, state)
@@ -265,7 +289,10 @@ class SeveralStarts:
 
 
 def _first_place(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """Where the first start of a model begins that draws none: where it is, or where it goes with these data."""
+    """Returns the first initialisation of a model that draws none.
+
+    It is where the model is, or where ``initialize`` goes with these data.
+    """
     if hasattr(model, "initialize"):
         model.initialize(y)
     return copies(model, y)
