@@ -37,8 +37,7 @@ NO_PROSE = (
     re.compile(r"^\s*(?:\||#|>>>|\.\.\. ).*$", re.MULTILINE),
     re.compile(r"^\s*\.\. .*\n(?:\s*\n|\s{3,}.*\n)*", re.MULTILINE),
     re.compile(r"(?<=::\n)\n(?:[ ]{4}.*\n|\s*\n)+", re.MULTILINE),
-    re.compile(r"<[^>\n]+>"),
-    re.compile(r"!\[[^\]]*\]\([^)]*\)"),
+    re.compile(r"<[^>\n]+>|!\[[^\]]*\]\([^)]*\)"),
 )
 # Links and roles stand for their text; what is quoted as code or as a formula counts as one word.
 ONE_WORD = (
@@ -53,7 +52,7 @@ SENTENCE = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=[A-Z`\"(])")
 def prose(text: str) -> str:
     """Returns a text without code, tables, headings and formulas."""
     for pattern in NO_PROSE:
-        text = pattern.sub(" ", text)
+        text = pattern.sub(lambda found: "\n\n" if "\n" in found[0] else " ", text)
     for pattern, new in ONE_WORD:
         text = pattern.sub(new, text)
     return text

@@ -100,7 +100,7 @@ class _Shrinking:
         return losses_and_stand_ins(self.run.truncated.population(), self.run.scorer(self._y), _DEPTH)
 
     def to(self, number: int) -> None:
-        """Prunes to a number of latents, a third of the surplus at a time."""
+        """Prunes to so many latents, a third of the surplus each time."""
         while (surplus := self.model.num_latents - number) > 0:
             self._lose(least_missed(*self.losses(), max(1, surplus // 3)))
 

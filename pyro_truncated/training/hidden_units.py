@@ -60,9 +60,10 @@ class FittedUnits:
     .. math:: \min_\theta \min_{V, b} \sum_m w_m \|V h_\theta(s_m) + b - t_m\|^2
         + \sigma^2 (\|V\|^2 / v_V + \sum_i \|\theta_i\|^2 / v_i)
 
-    with the noise :math:`\sigma^2` and the prior variance :math:`v`, the mean squares of the initial weights. Without the prior, few states under many units lead to large weights that cancel each other, and the next step of an optimiser destroys
-    them. The offset :math:`b` has no prior, as data may lie far from zero. The inner minimum is in closed form. The gradient of the
-    outer one is that of the parameters :math:`\theta` alone (variable projection).
+    with the noise :math:`\sigma^2` and the prior variance :math:`v`, the mean squares of the initial weights. Without the prior, few states
+    under many units lead to large weights that cancel each other, and the next step of an optimiser destroys them. The offset :math:`b` has
+    no prior, as data may lie far from zero. The inner minimum is in closed form. The gradient of the outer one is that of the parameters
+    :math:`\theta` alone (variable projection).
 
     Args:
         decoder: the network, changed in place.

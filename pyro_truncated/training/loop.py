@@ -141,8 +141,8 @@ def fit(
 
     Raises:
         TypeError: if ``svi`` is not Pyro's SVI, or ``callbacks`` is no sequence of functions.
-        ValueError: if a number is out of range, the checkpoint is damaged or of another run (the message names what differs), or a
-            callback does not return the same names at every step.
+        ValueError: if a number is out of range, the checkpoint is damaged or of another run, or callbacks change the names that they
+            return. The message says what differs.
         OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
         RuntimeError: if another run is writing checkpoints there.
         OtherProcessError: if another process of the run has failed.
