@@ -13,15 +13,14 @@ from torch import Tensor
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
+# Share of extreme differences on each side that does not count: a search misses few states, by much.
 _UNUSUAL = 0.01
-# By how many tolerances free energies of data points differ where two runs have found something else.
+# Tolerances by which data points differ between different optima.
 _UNLIKE = 3.0
 _STANDARD_ERRORS = 3.0
-# Starts of which the best may lead by chance: two that miss something else each may well be as good as each other.
+# Restarts from which on the best may lead by chance.
 _FEWEST = 3
-# So few values say nothing of how they hang together. Of more of them a cubic takes out what they rise by, and how they bend: that is no
-# noise, but its residuals from a line would hang together as such do. Correlations beyond the last are hardly told from a rise.
+# Values too few for a correlation; degree of the trend; largest correlation told from a trend.
 _FEW, _DEGREE, _MOST_CORRELATED = 9, 3, 0.8
 
 
@@ -134,7 +133,7 @@ def _difference(one: Reached, other: Reached) -> float:
     if one.each is None or other.each is None:
         return whole
     differences = one.each - other.each
-    # What does not belong to any data point counts in full.
+    # Terms of no data point count in full.
     return whole + float(_usual(differences).mean() - differences.mean())
 
 

@@ -15,7 +15,7 @@ from pyro_truncated.training.changed_roles import changed_roles
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
 
-# How many latents that explain data badly a spare one is tried beside.
+# Most badly fitting latents beside which a redundant one is tried.
 _MOST_TRIED = 3
 
 

@@ -48,7 +48,7 @@ class BesideOthers:
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        # Where labels leave nothing to enumerate, that is no mistake.
+        # Labels may leave nothing to enumerate.
         self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
         self._known: tuple[Any, list[AutoTruncated]] | None = None
 

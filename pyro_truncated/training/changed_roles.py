@@ -12,9 +12,9 @@ from torch import Tensor
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import Exchangeable
 
-# What is on together in less than a fifth of the data points that chance would have it in, ten at least, is taken to exclude each other.
+# Latents are exclusive below this share of the coincidences expected by chance, if these are ten or more.
 _TOGETHER, _FEWEST = 0.2, 10
-# The most sets of latents, and changes, that are looked at, and the changes that are proposed.
+# Most sets of latents and changes that are tried; most changes proposed.
 _MOST_SEEN, _MOST = 1000, 3
 
 
@@ -59,7 +59,7 @@ def _changes(lacking: Tensor, number: int, base: int) -> Iterator[tuple[float, l
         fit = [value for value in others if bool((lacking[chosen, value] > 0).all())]
         for stay in itertools.combinations(fit, len(others) - len(chosen)):
             pairs = [lacking[one, two] for one, two in itertools.combinations((*stay, *chosen), 2) if two >= number]
-            # A latent that excludes nothing, as there is nothing else, shows nothing.
+            # A single latent excludes nothing.
             if pairs:
                 yield float(sum(pairs)), [value for value in others if value not in stay], [latent - number for latent in chosen]
 

@@ -14,7 +14,7 @@ from pyro_truncated.training.refusals import names_alone, refuse_other_models, r
 from pyro_truncated.training.run_state import loose_parameters, modules_of_run, remembered, set_state, state_of
 from pyro_truncated.utils.unique_names import absolute_names
 
-# Raised whenever a file of before could not be read into a run of today: modules, buffers or parts have other names.
+# Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
 LAYOUT = 4
 _FORMAT = "pyro_truncated checkpoint"
 _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", "counts", "search", "generators"}
@@ -136,7 +136,7 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
             f"layout {LAYOUT}, in which modules and buffers have other names. Finish the run with the version that began it, or remove the "
             "file to start over"
         )
-    # Of runs of several processes it also says where the rows of data points are.
+    # On several processes it also names the files of rows.
     if content.keys() - {"rows"} != _PARTS:
         raise ValueError(f"{path} is not a checkpoint written by save_checkpoint: it holds {sorted(content)}, not {sorted(_PARTS)}")
     return {**content, **{key: absolute_names(content[key], svi.model, svi.guide) for key in ("params", "optim")}}

@@ -9,7 +9,7 @@ from torch.nn.functional import normalize
 
 # The correlation above which two models have found the same latent.
 SHARED = 0.9
-# The standard deviation of probabilities that do not differ: less than that of a latent which one of a million data points has.
+# Standard deviation below which probabilities are constant.
 ROUNDING = 1e-4
 
 

@@ -17,9 +17,9 @@ from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start
 
-# Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
+# Gain that an exchange of latents needs, relative to the tolerance.
 _GAIN = 0.1
-# The part of the latents of one of two starts that the other one may have missed, if both have found the same: what differs is exchanged.
+# Share of unmatched latents up to which two restarts have found the same.
 MOST_MISSED = 0.1
 
 

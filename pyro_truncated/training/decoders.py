@@ -19,9 +19,9 @@ from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_u
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
-# What means may differ from what a network decodes, moved and scaled, by rounding.
+# Rounding error of scaled and shifted outputs.
 _EQUAL = 1e-4
-# Data points that have a state, by their posteriors, below which it does not count.
+# Expected data points of a state below which it does not count.
 _RARE = 1e-3
 
 
@@ -96,7 +96,7 @@ def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Ta
     number = values.new_zeros(len(words)).index_add_(0, place, weights.flatten())
     often = number.topk(min(len(number), len(population))).indices
     often = often[number[often] > _RARE]
-    # All others come last. State by state: values of all of them would be many times the data.
+    # By states: all values at once would be many times the data.
     place = place.new_full((len(words),), len(often)).index_copy_(0, often, torch.arange(len(often), device=often.device))[place]
     place, words, number = place.view(weights.shape), words[often], number[often]
     center = values.mean(0)

@@ -46,7 +46,7 @@ class EMStep:
         if store.is_part:
             _refuse_local_steps(closed_form.model)
         with poutine.block(), memory_budget(scorer.memory_budget):
-            # Somebody else scored or searched: what will be subtracted is not what is in the sums.
+            # Another caller scored or searched: the sums do not hold the old contribution.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
             chosen = _chosen(batch)
             previous = closed_form.previous(store.take(batch.indices if chosen is batch.chosen else chosen), chosen)

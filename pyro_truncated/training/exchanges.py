@@ -76,7 +76,7 @@ def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: floa
         state: parameters, and medians of continuous latents beside, in which latents differ.
     """
     if isinstance(model, ConditionalModel):
-        return []  # what it draws given the states is known for no other states
+        return []  # its draws given the states hold for these states only
     guide = settings.guide_for(model, y)
     learned = Medians(model, y, guide)
     groups = exchangeable_latents(learned, state)

@@ -24,7 +24,7 @@ from pyro_truncated.utils.own_store import empty_store
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
 _SETTLING = 3
-# So many latents may make up for one that is spare: sums of causes stand for what two or ten data points happen to have of them.
+# Most latents that may substitute for a redundant one.
 _DEPTH = 8
 
 
@@ -50,7 +50,7 @@ def grown_start(
     """
     with empty_store():
         is_many = are_many(model, y, settings)
-        # It has run, and in the names of its parameters the larger one has others.
+        # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         larger = model.with_latents(torch.arange(model.num_latents).repeat(1 if is_many else _GROWTH)).initialize(y, generator)
         shrinking = _Shrinking(larger, y, settings, temperature)
@@ -123,9 +123,9 @@ class _Shrinking:
         kept = torch.ones(self.model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
         states = states_of(self.run)[..., kept]
         self.model = self.model.with_latents(kept)
-        if len(kept) > 1:  # one that is left alone has what it had beside another one
+        if len(kept) > 1:  # a single latent keeps its parameters
             self.num_parameters = _num_parameters_of_one(self.model, self._y)
-        # In the names of the parameters of this one, a module of Pyro's own has those of the larger one.
+        # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         before, self.run = self.run, Run(self.model, self._y, self._settings)
         self.run.take_over(before.beside, self._y)
@@ -147,7 +147,7 @@ def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) 
     put_back(model, y, found.parameters)
     parameters = copies(model.with_latents(place), y)
     for name, value in parameters.items():
-        # Sizes differ along axes of latents; along two of them lies what is of pairs, such as covariances, and is left as it is.
+        # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
         if len(axes) == 1:
             index = spare.to(value.device)

@@ -9,18 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Steps of L-BFGS for all weights at first, and after each new unit: it begins near an optimum. Evaluations for each step at most, and
-# steps whose gradients are remembered.
+# L-BFGS: first steps, steps after each new unit, evaluations per step, history.
 _FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
-# Evaluations of all fits together, and their states times weights: of 160 states and 16 units 4000 take 3 CPU seconds, of 450 and 64 seven.
+# Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
 _MOST, _MOST_WORK = 4000, 1e10
 # Candidates for a unit.
 _CANDIDATES = 256
-# The part of the square error that a new unit has to take away: of 25 numbers that is .01 nats.
+# Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
 _LITTLE = 1e-3
-# The least mean square of weights, and of what a unit adds to the others for a single state.
+# Least mean square of weights, and of a unit's part that is new, for a single state.
 _LEAST = 1e-4
-# What keeps equal units apart where there is no noise, as a part of what units are.
+# Relative ridge for equal units without noise.
 _RIDGE = 1e-12
 
 
@@ -141,7 +140,7 @@ class FittedUnits:
         left, basis = self._weighted - others @ self._solved(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
-            # All units at once are other candidates.
+            # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
             gains = _gains(self._design()[:, : self._hidden.out_features], basis, left)
@@ -218,7 +217,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
     units.fit(_FITTING)
     units.put_last_layer()
-    # The noise and the sizes of weights are now those of a network that fits.
+    # Noise and weight sizes now belong to a network that fits.
     units = FittedUnits(decoder, targets)
     lowest, failed = units.fit(_REFITTING), 0
     while failed < decoder.last.in_features and units.evaluations < min(_MOST, _MOST_WORK / work):

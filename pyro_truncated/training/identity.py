@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from pyro_truncated.distributed.fingerprint import fingerprint
 from pyro_truncated.distributed.shards import Shard
 
-# Arguments of constructors that do not say what a run computes, or that are described elsewhere.
+# Constructor arguments that do not change results, or that are described elsewhere.
 _LEFT_OUT = {"self", "name", "model", "guide", "search", "init", "generator", "memory_budget", "max_plate_nesting"}
 _DEPTH = 6
 _CHUNK = 2**24

@@ -38,28 +38,28 @@ from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.counts import check_count
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
-# Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
-# found 5 to 50 of them on 1000 data points, on 2000 to 6000 88 to 100.
+# Data points of a restart: at least, and for each latent (or value of a single one). Of 100 latents,
+# restarts found 5 to 50 on 1000 data points, and 88 to 100 on 2000 to 6000.
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
-# Starts of mixtures, and for each number that these hold: of fewer data they find optima that all data do not have.
+# Data points of a mixture's restart: at least, and for each parameter. Fewer data have other optima.
 _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
-# States per data point. Of 200 components 16 lost .0001 nats of free energy, eight .0007, four .006.
+# States per data point. Of 200 components 16 states lost 0.0001 nats, eight 0.0007, four 0.006.
 _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
-# Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
+# Relative to the restart's last five steps: the gain of five steps that ends an informed training.
 _LITTLE = 0.5
-# That of other closed-form M-steps: where five steps raise the free energy per data point by so little, and nothing moves.
+# Gain of five steps in nats per data point that ends other closed-form training.
 _LITTLE_OF_ALL = 0.001
-# Steps on all data. Draws of continuous latents make gradients noisy: a hundred down to a tenth of the rate end .004 to .12 nats lower.
+# Steps on all data. Continuous latents make gradients noisy: 100 steps ended 0.004 to 0.12 nats lower.
 _STEPS, _STEPS_BESIDE, _LAST_RATE_BESIDE = 100, 200, 0.01
-# What models have learned to draw given the states has to follow them: faster ones left it behind, and no two starts agreed.
+# Learning rate with a conditional guide, which must follow the model: at larger rates no restarts agreed.
 _RATE, _RATE_OF_CONDITIONALS = 0.1, 0.02
-# The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
-# again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
+# First temperature and tolerance. Mixture components that a high temperature makes equal do not separate.
+# Gibbs chains and gradients lose most components at the high temperature, and recover too slowly.
 _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
 _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 _DEFAULTS_NEAR_THE_END = 1.0, 0.05
-# Free energies of all data together that are the same: those of starts with one posterior, and one optimum, were up to .15 nats apart.
+# Tolerance for all data together: with one posterior, restarts in one optimum differed by up to 0.15 nats.
 _NEAR_OF_ALL = 0.5
 
 
@@ -234,7 +234,7 @@ def _little(model: Any, run: Run, noise: float) -> float:
     """Returns the gain of five steps below which training ends early."""
     if starts_near_the_end(model):
         return noise * _LITTLE
-    # Draws make the free energy noisy, of chains and of continuous latents beside.
+    # Gibbs chains and continuous latents make the free energy noisy.
     return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
 
 

@@ -15,9 +15,9 @@ from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.generators import device_of
 
-# The smallest noise, in units of the data, and probability; what the M-step is regularised by, as a part of how often latents are on.
+# Least noise in units of the data, least probability, and relative ridge of the M-step.
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
-# The least part of a data point that a latent starts with.
+# Least share of a data point in an initial element.
 _LEAST_PART = 0.1
 
 

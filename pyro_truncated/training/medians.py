@@ -13,7 +13,7 @@ from pyro_truncated.program.sites import log_density
 from pyro_truncated.training.model_parameters import copies, parameters_of, put_back
 
 _MEDIAN = "median of "
-# What the state of an AutoNormal calls the medians of its latents, in coordinates without constraints.
+# Prefix of unconstrained medians in the state of an AutoNormal.
 _LOC = "locs.{}_unconstrained"
 
 

@@ -20,9 +20,9 @@ from pyro_truncated.utils.generators import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 from pyro_truncated.utils.rows import signed
 
-# Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
+# Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2
-# What Pyro has in the names of parameters that ``pyro.module`` registers.
+# Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
 
 
@@ -123,12 +123,12 @@ def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -
     clipped ones would not.
     """
     store = pyro.get_param_store()
-    # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
+    # Optimisers get a plain module's own parameter names, not those of the store.
     key = next(key for key in store if normalize_param_name(key) == name)
     value: Any = store[key]
     free = _unconstrained(value)
     clipping = {"clip_norm": math.inf} if is_in_parts else {}
-    # Others move on logarithmic scales or alike, which know no units.
+    # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
     return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd, **clipping}
 

@@ -43,11 +43,11 @@ from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# The most rounds in which states are looked for, and the rise of the free energy per data point below which there is no more of them.
+# Most search rounds; the gain per data point in nats that ends them.
 _LOOKING, _HARDLY_MORE = 10, 0.01
 LAST_RATE = 0.1
-# Parents of evolution under models of one's own, whose scores are most of what a step costs: their 30 children led as far as the 56 of the
-# usual eight; those of four parents once to a worse optimum.
+# Parents of evolution under user-defined models, whose scores dominate the cost. Their 30 children
+# reached as much as the 56 of eight parents; four parents once ended in a worse optimum.
 _PARENTS = 6
 
 
@@ -120,7 +120,7 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        # A search of somebody's own may remember what it has seen of the data points, each by its place among all.
+        # A user's search may remember data points by their position among all.
         is_divisible = self._is_search_ours or isinstance(settings.search, (EvolutionarySearch, ExhaustiveSearch))
         self._parts = parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model)) if is_divisible else None
         self._steps_each = 1 if self._parts is None else self._parts.number
@@ -215,7 +215,7 @@ class Run:
         """
         if self.truncated is not None and self.guide is self.truncated:
             before, reached = self._elbo.search, -math.inf
-            # In a single posterior a round may well find nothing by chance.
+            # In a single posterior a round may find nothing by chance.
             are_apart = num_posteriors(self.truncated.layout, y) == total_rows(y)
             least = _HARDLY_MORE if are_apart else -math.inf
             if self.look_closely() and are_apart and self.truncated.space.is_binary:
@@ -243,9 +243,9 @@ def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -
     if not has_others_beside(model, layout):
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
-    # Guides of earlier calls keep what they have learned, and this one begins anew.
+    # Earlier guides keep their parameters; this one begins anew.
     guide._pyro_name = _free_name(type(guide).__name__)
-    # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
+    # A draw from the prior: restarts from one point, such as zero, agreed without need.
     guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
     truncated = settings.guide_of(model)
     guide.append(truncated)

@@ -9,15 +9,15 @@ from torch import Tensor
 
 from pyro_truncated.utils.generators import device_of
 
-# Passes in which states follow effects, unless the square error falls by less than that part in one.
+# Alternations of states and effects; the relative gain in squared error that ends them.
 _PASSES, _AT_REST = 30, 1e-4
-# The part of the square error that a latent drawn anew has to take away, and how often each is drawn in vain before the search ends.
+# Relative gain that a redrawn latent needs; vain redraws of each latent before the search ends.
 _LITTLE, _DRAWS = 2e-3, 5
-# Principal components of what the other latents leave, of which a random direction tells where a latent drawn anew is on.
+# Principal components of the residual, in whose span a redrawn latent gets its direction.
 _COMPONENTS = 4
-# A normal prior of effects, in data points; and data points for each effect without which nothing is learned of them.
+# Prior of effects in data points; least data points per effect.
 _RIDGE, _FEWEST_FOR_EFFECT = 0.3, 4
-# Products of effects, values, latents and data points in a pass, at most.
+# Largest product of effects, values, latents and data points in a pass.
 _MOST_WORK = 1e9
 
 

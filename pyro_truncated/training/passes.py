@@ -21,9 +21,9 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Rows of a part, and the most parts: of very many data a step for so many of them is enough, and each has a guide of its own.
+# Rows of a part; most parts, each of which has a guide.
 _ROWS, _MOST = 150, 32
-# What the same log joints differ by from rounding.
+# Rounding error of equal log joints.
 _EQUAL = 1e-3
 
 
@@ -128,7 +128,7 @@ def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, guide_of: Callable
     made.populations.seed = ops.mixed(guide.populations.seed, first)
     try:
         made.setup(rows)
-    except Exception:  # whatever a program says that takes all rows, but not some of them
+    except Exception:  # any error of a program that takes all rows only
         return None
     is_alike = made.layout.num_data == len(rows) and made.space.cardinalities == guide.space.cardinalities
     return made if is_alike and made.num_states == guide.num_states else None

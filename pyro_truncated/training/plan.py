@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-# The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
-# expected to gain, a best one that no other comes near may be an accident.
+# Largest lead of the best restart in tolerances, for any number of restarts.
 _FARTHEST = 4
-# Free energies of two networks of the same latents that are the same, for each number of a data point: a noise larger by a fiftieth.
-# Of bars, all found, two were .006 apart at most; of random networks up to .08, and the better of them 1.5 nats below the truth.
+# Nats per observed number by which agreeing networks may differ: a noise larger by a fiftieth.
+# Two networks that found all bars differed by 0.006 at most, random networks by up to 0.08.
 _GAP_OF_A_NUMBER = 0.02
 
 

@@ -9,8 +9,8 @@ from pyro.infer.autoguide import init_to_feasible, init_to_sample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-# How much of the draw of shares is replaced by equal ones: components whose share is drawn as nearly nothing stay without data. With a
-# tenth one of five mixtures of three clusters lost one in silence, with half none of eleven.
+# Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
+# five mixtures of three clusters lost a cluster silently, at a half none of eleven.
 _EQUAL = 0.5
 
 

@@ -17,29 +17,28 @@ from pyro_truncated.training.exchangeable import Exchangeable
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
-# Search steps that fill populations, and those that adapt them to parameters which have changed a little.
+# Search steps that fill populations, and that adapt them to slightly changed parameters.
 _FILLING, _ADAPTING = 8, 2
-# Correlations above which latents explain the same; those of parts of one code are small, those of latents that replace each other large.
+# Correlations of latents that explain the same: small within one code, large for substitutes.
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Latents whose parameters differ by less than a fifth of their size are the same.
+# Relative difference of parameters below which latents are equal.
 _SAME = 0.2
-# The correlation below which a latent has no counterpart at all.
+# Correlation below which a latent is unmatched.
 _COUNTERPART = 0.5
-# The part of the latents up to which models have found nearly the same: of others every latent would be tried.
+# Share of differing latents up to which solutions are nearly equal.
 _MOST_DIFFERENT = 0.25
-# The part of the data points that have a latent which have another one, too, if it is on only beside that.
+# Co-activation above which a latent counts as a difference code.
 _BESIDE = 0.9
-# The same of a latent whose vector points away from that of the other one, as differences from it do: the cosine is below that. Of a cause
-# that is much weaker than the other one their difference alone shows enough in many data points.
+# Lower co-activation threshold for latents whose elements are anti-correlated, and the cosine for it.
 _OFTEN_BESIDE, _AWAY = 0.4, -0.5
-# How many such latents are looked at.
+# Most such latents that are tried.
 _MOST_BESIDE = 10
-# The part of the data points above which a latent may be on where its cause is missing.
+# Activity above which a latent may be the complement of its cause.
 _MOSTLY = 0.5
-# How many such latents are looked at, and in what part of the data points that it is off for one may differ from another that is the same.
+# Most such latents that are tried; relative difference of inactive data points of equal ones.
 _MOST_TURNED, _DIFFERENT = 10, 0.2
 
-# Noise on the parameters of a latent that begins near another one, in units of their root mean square.
+# Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _APART = 0.3
 
 
@@ -157,7 +156,7 @@ class Recombination:
         best, start = member, self.latents.latents.start
         for other, here in self._only_beside(member):
             words, states = best.population.words, best.population.states()
-            # What was both of them is the second one alone.
+            # States with both latents have the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
             others = best.population.space.pack(states)
             for parameters in self.latents.sums(best.parameters, here, other):
@@ -273,7 +272,7 @@ class Recombination:
         if others is not None:
             population = population.merge(Population(self._guide.space, others, scorer.score(others)))
         if bool((population.log_joint.amax(-1) == -torch.inf).any()):
-            # What either of them explains the two together may not.
+            # Two latents may explain together what neither does.
             return Member(parameters, population, beyond)
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)

@@ -12,9 +12,9 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.moves import Moves, moves_of
 from pyro_truncated.states.population import Population
 
-# The part of the data points that have a latent above which another one is said to stand in for it.
+# Share of a latent's data points above which another one is its substitute.
 _OFTEN = 0.1
-# States whose differences are counted at a time.
+# States compared at a time.
 _AT_A_TIME = 2**16
 
 
@@ -61,7 +61,7 @@ def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int
     may_rise = torch.arange(len(row), device=words.device)
     for _ in range(depth):
         best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], moves_of(space, words.device))
-        # What one more latent does not raise no other one will.
+        # A row that no single latent raises is final.
         rises = best > reached[may_rise]
         may_rise = may_rise[rises]
         reached[may_rise], states[may_rise] = best[rises], improved[rises]

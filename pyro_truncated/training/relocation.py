@@ -10,7 +10,7 @@ from torch import Tensor
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.counts import check_count
 
-# Steps after which EM has settled well enough to see where components are missing.
+# Steps after which missing components show.
 _SETTLED = 10
 
 

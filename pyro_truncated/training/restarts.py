@@ -99,7 +99,7 @@ def fit_restarts(
         with store.scope() as state:
             path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
-        # The parameters themselves, not copies: modules and optimisers go on with them.
+        # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
     reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
     # A run that ended in NaN has reached nothing.

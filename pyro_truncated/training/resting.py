@@ -13,19 +13,19 @@ from pyro_truncated.training.model_kinds import is_mixture
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
-# Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
+# Steps of closed-form EM, and the gain in nats per data point that means convergence.
 _RESTING, _AT_REST = 5, 0.01
-# The same for models that start near the end, as a part of what all steps have raised it by.
+# The same for informed initialisation, relative to the total gain.
 _NEARLY_AT_REST = 0.003
-# The same for starts of mixtures.
+# The same for restarts of mixtures.
 _MIXTURES_AT_REST = 0.005
-# The part of the training on all data at the end in which an evolutionary search nobody asked for gives way to full conditionals.
+# The default evolutionary search becomes full conditionals in the last of so many parts of the training.
 _LOOKS_CLOSELY = 10
-# By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
+# By gradients: steps of a mean, its gain that means convergence, and the limit in multiples of the steps.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
-# The same of networks, whose weights go on changing for long once their latents are found.
+# The same for networks, whose weights change long after their latents are found.
 _NEARLY_ON_TOP = 0.1
-# Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
+# Steps at a falling learning rate: at the full rate free energies fluctuate.
 _CALMING = 20
 
 
@@ -146,10 +146,10 @@ def finished(run: Steps, y: Tensor, most: int, little: float) -> int:
     The last steps search thoroughly.
     """
     values = _until_the_end(run, y, most - most // _LOOKS_CLOSELY, little)
-    # Of less than ten steps none is kept back: no search without a step to come, and what moved now would not be trained.
+    # With less than ten steps none is kept back: searched states need a step to be trained.
     is_left = len(values) < most
     if is_left and run.look_closely():
-        # Full conditionals leave nothing to chance: what five steps of evolution tell, one of them does, at several times the cost.
+        # One step of full conditionals tells as much as five of evolution, at several times the cost.
         values += _until_the_end(run, y, most - len(values), little / _RESTING, 1, values[-1:])
     elif is_left and not _is_at_the_end(run, values, little):
         values += _until_the_end(run, y, most - len(values), little)
@@ -183,6 +183,6 @@ def are_at_rest(values: list[float], little: float, steps: int = _RESTING) -> bo
 def _reached(run: Steps, values: list[float]) -> Reached:
     assert run.truncated is not None
     if run.guide is not run.truncated or run.truncated.conditional is not None:
-        # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
+        # Continuous latents make the free energy noisy; its trend is no noise.
         return reached_on_a_curve(values[-_CLIMBING:])
     return Reached(values[-1], each=run.truncated.population().free_energy())

@@ -59,7 +59,7 @@ def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: P
         file = folder / _file_name(name, first, piece["size"])
         if _checksum(file) != piece["sums"][name]:
             raise ValueError(f"{file} is damaged: its content does not have the checksum that it was written with")
-        # Mapped, so that only the rows that are asked for come into memory.
+        # Mapped: only requested rows are read.
         rows = np.load(file, mmap_mode="r", allow_pickle=False)[reached - first : min(end, last) - first]
         parts.append(torch.from_numpy(np.array(rows)))
         reached = min(end, last)

@@ -112,7 +112,7 @@ def _innermost(optim: Any) -> Any:
 def _set_optimizer(optim: Any, state: Any) -> None:
     optim = _innermost(optim)
     if hasattr(optim, "optim_objs"):
-        # Pyro hands a state to the optimisers that it makes for parameters it has not met yet, and to no others.
+        # Pyro gives a state only to optimisers of parameters that it has not met.
         optim.optim_objs.clear()
         optim.grad_clip.clear()
     optim.set_state(copy.deepcopy(state))

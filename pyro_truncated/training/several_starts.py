@@ -30,18 +30,18 @@ from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.progress import ProgressBar, progress_bar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
-# Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, of small mixtures, and
-# by gradients where there are less than so many rows for each latent.
+# Least number of restarts for problems in which two restarts often agree on a poor optimum:
+# shared latents, small mixtures, and (by gradients) fewer rows per latent than this.
 _FEWEST_OF_SOME, _FEW_ROWS_PER_LATENT = 8, 16
-# Values of the data times components of these: learning from eight starts took .9 to 5.1 CPU seconds in up to twenty dimensions.
+# Data values times components of a small mixture: eight restarts took 0.9 to 5.1 CPU seconds.
 _MOST_OF_SMALL_MIXTURES = 50_000
-# Of so many latents a start costs as much as the training.
+# Most restarts where one costs as much as the training: more than 256 binary latents.
 _MOST_OF_MANY = 2
-# Starts of networks that begin with codes before it is asked whether another one pays: the fourth is the first near the best one.
+# Warm-started network restarts before the expected gain counts; the fourth begins near the best.
 _FEWEST_OF_CODES = 4
-# The best starts, which are kept with their states.
+# Restarts that are kept with their states.
 _KEPT = 3
-# States, first temperature and tolerance of the starts of the linear model that networks take codes from: those of such a model by itself.
+# States, temperature and tolerance of the linear model's restarts, as for such a model alone.
 _STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
 
 
@@ -57,7 +57,7 @@ class SeveralStarts:
         self.best = Start(Reached(-math.inf), {}, None)
         self.energies: list[float] = []
         self._model, self._y, self._plan = model, y, plan
-        # Starts from one place agree in bad optima, too: only those count that began apart.
+        # Only independent restarts count: those from one place agree in poor optima.
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
@@ -66,12 +66,12 @@ class SeveralStarts:
         self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
         self._fewest = _FEWEST_OF_SOME if plan.is_shared or self._has_few_rows() else 1
         self._assembly: Assembly | None = None
-        # Starts of networks, which exchange nothing and hardly ever agree, all begin anew.
+        # Network restarts exchange nothing and are all independent.
         self._is_network = isinstance(model, StartingModel)
         self._found: list[Start] = []
-        # What a network decodes states into, where a linear model can find the first ones.
+        # Decoded values, if a linear model can warm-start the network.
         self._decoded: Tensor | None = None
-        # Near whose end a start begins, and what the last one had reached that a network has begun near.
+        # The restart that this one begins near; the last one near which a network began.
         self._near: Start | None = None
         self._tried = -math.inf
 
@@ -183,7 +183,7 @@ class SeveralStarts:
             return self._are_equal(self._plan.are_compared and self._are_by_gradients)
         best, *others = self._found
         if best.probabilities is not None:
-            # Covariates beside what is decoded do not count.
+            # Covariates do not count.
             size = (self._y if self._decoded is None else self._decoded)[0].numel()
             return bool(self._of_one_code(self._plan.gap(size))) or self._are_equal(must_be_alike=True)
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
@@ -270,11 +270,11 @@ class SeveralStarts:
     def _end(self, number: int, found: Start) -> None:
         if self._plan.is_shared:
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
-        # What began near the best one and has ended above it did not come back.
+        # A restart that began near the best and ended above it is independent.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
         is_new = self._near is None or is_above
         if self._near is not None and self._is_network and is_above:
-            # What has become of another start does not agree with it.
+            # A restart does not agree with its own continuation.
             self._found = [one for one in self._found if one is not self._near]
             self._apart = [one for one in self._apart if one is not self._near.reached]
         if can_complete(self._model) or (found.probabilities is not None and is_new):

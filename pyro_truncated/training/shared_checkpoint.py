@@ -21,7 +21,7 @@ from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
 from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
 
-# What the search has learned of data points is in files of names that begin so.
+# Prefix of files with per-data-point values of the search.
 _SEARCH = "search"
 
 

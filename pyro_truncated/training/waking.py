@@ -18,11 +18,11 @@ from pyro_truncated.utils.budget import rows_per_block
 
 # At this temperature all states count alike.
 _HOT = 1e9
-# Probabilities, and gradients, that Adam takes for nothing.
+# Probabilities and gradients that count as zero.
 _NOTHING = 1e-8
-# The most latents that are woken at once, each in a state of its own, and how often, as far as likelihoods have no bound.
+# Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded.
 _MOST, _ROUNDS = 512, 4
-# What these states of all posteriors may take; of more posteriors fewer latents are woken at once.
+# Memory of these states; with more posteriors fewer latents are revived at once.
 _BYTES = 2**28
 
 
