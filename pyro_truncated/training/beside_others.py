@@ -158,8 +158,8 @@ def pyros_own() -> Iterator[None]:
         if isinstance(error, NotImplementedError) or not any(hint in str(error) for hint in _PYRO_SAYS):
             raise
         error.add_note(
-            "Beside other guides Truncated_ELBO leaves the loss to Pyro's TraceEnum_ELBO, which enumerates the states in a dimension left "
-            "of all plates. If max_plate_nesting does not count all plates (Truncated_ELBO(search, max_plate_nesting=...)), set it; if the "
-            "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
+            "Beside other guides the loss is that of Pyro's TraceEnum_ELBO, which enumerates states in a dimension left of all plates. "
+            "Set Truncated_ELBO(search, max_plate_nesting=...), or AutoTruncated(model, ..., vectorize=False) if the model takes no such "
+            "dimension."
         )
         raise

@@ -51,7 +51,7 @@ def _check_reparametrised(nodes: Mapping[str, Any]) -> None:
         fn = node["fn"]
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:
             raise NotImplementedError(
-                f"site '{name}' of the guide ({type(fn).__name__}) is not reparametrised, and this model scores states in a way that "
-                "Pyro's enumerating ELBO does not know, so that nothing gives its gradient. Guide it with a reparametrised distribution "
-                "(Normal, LogNormal, Beta, ...), or let the model take many states at once (see the VectorizationWarning)."
+                f"site '{name}' of the guide ({type(fn).__name__}) is not reparametrised, and has no gradient, as this model does not "
+                "take many states at once (see the VectorizationWarning). Use a reparametrised distribution (Normal, LogNormal, Beta, ...), "
+                "or let the model vectorise."
             )

@@ -33,8 +33,8 @@ def refuse_unsaved(svi: SVI) -> None:
     """
     if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "siblings", None) is not None:
         raise NotImplementedError(
-            "checkpoints of several processes hold what an AutoTruncated, a list of guides or a GibbsGuide keeps of every data point; "
-            f"this guide is {type(svi.guide).__name__}: train without a checkpoint, or in one process"
+            "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
+            f"got {type(svi.guide).__name__}. Train without a checkpoint, or in one process"
         )
     if local := sorted(local_names()):
         raise NotImplementedError(

@@ -73,8 +73,8 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
         portion = guide.populations.portion
     if portion is None and launched_processes() > 1:
         warnings.warn(
-            f"this is one of {launched_processes()} processes, each of which trains a model of its own that knows nothing of the others: "
-            "call distributed.start(), and train on distributed.shard(data)",
+            f"this is one of {launched_processes()} processes, each of which trains a model of its own on all data. "
+            "Call distributed.start(), and train on distributed.shard(data)",
             UnsharedDataWarning,
             stacklevel=6,
         )

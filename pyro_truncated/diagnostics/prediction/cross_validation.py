@@ -55,9 +55,8 @@ class CrossValidation:
         found = []
         if self.is_plug_in:
             found.append(
-                "the parameters are point estimates, so nothing is left out: the value is the log likelihood of data that the parameters "
-                "have seen, and favours models with more of them. Compare on held-out data (guide.infer), or give the parameters priors "
-                "and a guide"
+                "the parameters are point estimates, so the value is the log likelihood of training data, and favours large models. "
+                "Compare on held-out data (guide.infer), or give the parameters priors and a guide"
             )
         if self.num_restarts > 1:
             found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
