@@ -61,7 +61,7 @@ class RestartUnused:
         if is_closed_form and ClosedForm.driving(model) is not training.svi.optim:
             raise TypeError(
                 f"RestartUnused needs a {type(model).__name__} that is trained by ClosedForm, whose statistics tell activity: "
-                f"pass the last ClosedForm(model) to SVI; got {type(training.svi.optim).__name__}"
+                f"pass ClosedForm(model), the last one made for the model, to SVI; got {type(training.svi.optim).__name__}"
             )
 
     def __call__(self, training: Training) -> dict[str, float]:
