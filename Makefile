@@ -55,6 +55,7 @@ lint: $(INSTALLED)
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/python tests/house.py
+	$(BIN)/python tests/prose.py
 
 format: $(INSTALLED)
 	$(BIN)/ruff format .

@@ -61,13 +61,21 @@ def test_no_code_hides_in_other_fences():
     assert not {page: found for page, found in fences.items() if found - {"python", "pycon", "sh", "text", "bibtex"}}
 
 
-def test_pictures_of_the_readme_are_files_of_the_repository():
-    """By absolute addresses, so that the package index shows them."""
-    pictures = re.findall(r"!\[[^]]*\]\(([^)]+)\)", PAGES["README.md"])
-    assert len(pictures) == 2
-    for address in pictures:
-        assert address.startswith(PICTURES)
-        assert (ROOT / address.removeprefix(PICTURES)).is_file()
+def test_pictures_of_the_readme_show_in_a_checkout_and_on_the_index():
+    """Relative addresses in the file, absolute ones in what the package index shows."""
+    path = ROOT / "setup.py"
+    specification = importlib.util.spec_from_file_location("setup_of_the_package", path)
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    address = re.compile(r"\]\(([^)]+)\)")
+    relative = [link for link in address.findall(PAGES["README.md"]) if "://" not in link]
+    assert any(link.endswith(".png") for link in relative)
+    assert not [link for link in relative if not (ROOT / link).is_file()]
+    absolute = address.findall(module.with_absolute_links(PAGES["README.md"]))
+    assert not [link for link in absolute if not link.startswith("https://")]
+    pictures = [link for link in absolute if link.endswith(".png")]
+    assert pictures
+    assert not [link for link in pictures if not (ROOT / link.removeprefix(PICTURES)).is_file()]
     urls = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"].get("urls", {})
     for url in urls.values():
         if url.startswith("https://github.com/"):

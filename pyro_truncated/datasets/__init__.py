@@ -1,4 +1,4 @@
-"""Data: stored real data sets, images and their patches, and the artificial bars tests."""
+"""Data: stored data sets, images and patches, artificial bars tests."""
 
 from pyro_truncated.datasets.bars import Bars, bar_components, linear_bars, matched_bars, noisy_or_bars, overlapping_bars
 from pyro_truncated.datasets.images import IMAGE_SOURCES, generated_images, natural_images

@@ -30,7 +30,9 @@ class Bars(NamedTuple):
 
 
 def bar_components(size: int, width: int = 1) -> Tensor:
-    """All horizontal, then all vertical bars on a ``size x size`` grid, ``(size**2, 2 * (size - width + 1))`` of zeros and ones.
+    """Returns all horizontal, then all vertical bars on a square grid.
+
+    The shape is ``(size**2, 2 * (size - width + 1))``, the values are zeros and ones.
 
     A bar is ``size`` pixels long and ``width`` wide. Bars of one orientation start at successive pixels, so they overlap if ``width > 1``.
 
@@ -100,10 +102,11 @@ def overlapping_bars(
 ) -> Bars:
     """Sixteen strongly overlapping bars under a noisy-OR.
 
-    Eight horizontal and eight vertical bars, each nine pixels long and two wide, lie on a 9 x 9 grid, so that half of a bar is shared with
-    each parallel neighbour. This is a reconstruction of the test of Luecke & Sahani (JMLR 2008, figure 9) that Evolutionary
-    Expectation Maximization (2018, figure 4) repeats. The latter states 400 images and sixteen strongly overlapping bars; the grid
-    and the width of the bars, two of them in an image on average, and the noisy-OR weight are choices made here.
+    Eight horizontal and eight vertical bars lie on a 9 x 9 grid. Each is nine pixels long and two wide, so that
+    parallel neighbours share half of a bar. This reconstructs the test of Luecke & Sahani (JMLR 2008, figure 9),
+    repeated in Evolutionary Expectation Maximization (2018, figure 4). The latter states 400 images and sixteen
+    strongly overlapping bars. Grid, width, two bars in an image on average, and the noisy-OR weight are choices made
+    here.
 
     Example:
         >>> overlapping_bars(10).components.shape[1]
@@ -149,8 +152,8 @@ def linear_bars(
 def matched_bars(weight: Tensor, truth: Tensor, threshold: float = 0.9) -> int:
     """How many true components ``(D, H_true)`` a learned dictionary ``(D, H)`` recovers.
 
-    A true component is recovered if its most similar column, by cosine, has a similarity of at least ``threshold`` and is in turn
-    more similar to no other true component. So no column counts for two components, and a column that blends two counts for none.
+    A true component is recovered if its most similar column has a cosine of at least ``threshold``, and resembles no
+    other true component more. So no column counts for two components, and a column that blends two counts for none.
 
     Example:
         >>> components = bar_components(4)

@@ -1,4 +1,4 @@
-"""Images: stored ones, those that scikit-learn ships, and generated ones for where there are none."""
+"""Images: stored ones, those of scikit-learn, and generated ones."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def natural_images(source: str | None = None) -> list[Tensor]:
         [2]
 
     Args:
-        source: ``"hyvarinen"`` (eleven images) or ``"vanhateren"`` (one large image, linear in light intensity) from the data folder,
-            ``"sklearn"`` (the two photographs that scikit-learn ships), or ``"generated"`` (see :func:`generated_images`).
-            Without a choice the first of these that can be had.
+        source: ``"hyvarinen"`` (eleven images) or ``"vanhateren"`` (one large image, linear in light intensity) from
+            the data folder. ``"sklearn"`` are its two photographs, ``"generated"`` see :func:`generated_images`.
+            Default: the first of these that is available.
 
     Raises:
         DatasetNotFoundError: if the chosen stored set is missing.
@@ -54,7 +54,7 @@ def _grey(image: np.ndarray, white: float) -> Tensor:
 
 
 def generated_images(num: int, size: int, generator: torch.Generator | None = None, num_discs: int = 400) -> list[Tensor]:
-    """Images with the edges and the spectrum of natural scenes, for use where there is no photograph.
+    """Draws images with the edges and the spectrum of natural scenes.
 
     Discs of random grey and of radii with density proportional to ``r**-3`` occlude each other (the dead leaves model). Over them
     lies weak noise with amplitudes falling as one over the spatial frequency.

@@ -72,12 +72,14 @@ class Whitening:
         return (data - self.mean) @ self.whiten
 
     def invert(self, whitened: Tensor) -> Tensor:
-        """Data ``(N, D)`` from whitened data, up to what lies in the components dropped."""
+        """Returns data ``(N, D)`` from whitened data, without the dropped components."""
         return whitened @ self.dewhiten + self.mean
 
 
 def fit_whitening(data: Tensor, variance: float = 0.95) -> Whitening:
-    """ZCA whitening of data ``(N, D)`` on the fewest principal components that hold the given share of the variance.
+    """Fits ZCA whitening to data ``(N, D)``.
+
+    It keeps the fewest principal components that hold the given share of the variance.
 
     Computed in float64, returned in the type of the data.
 
@@ -119,10 +121,10 @@ def whitened_patches(
 ) -> tuple[Tensor, Whitening]:
     """Natural image patches as sparse coding wants them.
 
-    The highest amplitudes are clamped against light reflections, patches without structure are left out, and the rest is ZCA whitened
-    (Evolutionary Expectation Maximization for Generative Models with Binary Latents, 2018, section 5.2). The paper leaves two things
-    open, decided here as follows. A patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
-    brightness of each patch is taken off first, since it alone would make up most of the variance that the whitening is to keep.
+    The highest amplitudes are clamped against light reflections, patches without structure are left out, and the rest
+    is ZCA whitened (Evolutionary Expectation Maximization, 2018, section 5.2). The paper leaves two things open. Here
+    a patch has no structure if its standard deviation is below ``structure`` times the median one. The mean
+    brightness of each patch is removed first, since it would make up most of the variance that the whitening keeps.
 
     Example:
         >>> y, whitening = whitened_patches(generated_images(2, 64), 6, 300)
@@ -159,7 +161,9 @@ def save_whitened_patches(
     structure: float = 0.25,
     variance: float = 0.95,
 ) -> Whitening:
-    """Writes more whitened patches than fit into memory to a ``.npy`` file, see :func:`whitened_patches`.
+    """Writes whitened patches beyond memory to a ``.npy`` file.
+
+    See :func:`whitened_patches`.
 
     They are made 50 000 at a time, to the first of which the whitening is fitted.
 
@@ -208,7 +212,7 @@ def _structured_patches(images: Sequence[Tensor], size: int, num: int, structure
 
 
 def clamp_brightest(values: Tensor, share: float) -> Tensor:
-    """Sets the given share of the largest values to the largest of the others.
+    """Clamps a given share of the largest values.
 
     Example:
         >>> clamp_brightest(torch.tensor([1.0, 2.0, 3.0, 9.0]), 0.25)
@@ -222,10 +226,12 @@ def clamp_brightest(values: Tensor, share: float) -> Tensor:
 def binary_patches(
     images: Sequence[Tensor], size: int, num: int, generator: torch.Generator | None = None, *, clamp: float = 0.01
 ) -> Tensor:
-    """Binary patches ``(num, size**2)``: pixels drawn from Bernoulli distributions with the grey values of natural image patches.
+    """Draws binary patches ``(num, size**2)`` from natural images.
 
-    The brightest pixels are clamped and every patch is stretched to [0, 1] before (Evolutionary Expectation Maximization for
-    Generative Models with Binary Latents, 2018, section 5.2).
+    Grey values are the probabilities of the pixels.
+
+    The brightest pixels are clamped and every patch is stretched to [0, 1] first (Evolutionary Expectation
+    Maximization, 2018, section 5.2).
 
     Example:
         >>> binary_patches(generated_images(1, 32), 4, 20).shape
@@ -236,7 +242,9 @@ def binary_patches(
 
 
 def binarize(patches: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Stretches every patch ``(N, D)`` to [0, 1] and draws its pixels from Bernoulli distributions; constant patches become all zero.
+    """Stretches patches ``(N, D)`` to [0, 1] and draws binary pixels.
+
+    Constant patches become zero.
 
     Example:
         >>> binarize(torch.rand(5, 9)).unique()

@@ -1,4 +1,4 @@
-"""Data: stored real data sets, natural image patches and their preprocessing, and the artificial bars tests."""
+"""Stored real data sets."""
 
 from __future__ import annotations
 

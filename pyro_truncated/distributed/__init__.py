@@ -1,4 +1,6 @@
-"""Several processes that train one model, each on its rows of the data: the same free energies as one process.
+"""Data-parallel training: several processes, each on its rows of the data.
+
+The free energies are those of one process.
 
 The same script runs alone, under ``torchrun --nproc_per_node=4 script.py``, and on several machines::
 

@@ -1,4 +1,4 @@
-"""What processes that train together have in common before their first step: what the first one has."""
+"""Equal parameters on all processes before their first step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pyro_truncated.distributed.shards import draw_alike
 
 @torch.no_grad()
 def start_as_first(model: Any, guide: Any, search: Any) -> None:
-    """Gives parameters, the model's buffers, the search and torch's global generator the values that they have in the first process.
+    """Broadcasts parameters, buffers, search and random state of the first process.
 
     Parameters that :class:`AllReduced` leaves to every process stay as they are.
 

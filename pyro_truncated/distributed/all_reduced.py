@@ -1,4 +1,4 @@
-"""Gradient M-steps on several processes: an optimiser that sees the gradients of all of them."""
+"""Gradient M-steps on several processes: gradients are summed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def local_names() -> frozenset[str]:
 
 
 class AllReduced(Described, PyroOptim):
-    r"""An optimiser that takes its steps along the sum of all processes' gradients.
+    r"""An optimiser that follows the sum of all processes' gradients.
 
     ``SVI(model, guide, AllReduced(Adam({"lr": 0.01})), Truncated_ELBO(search))`` is the same run on one process and on many.
     Losses are sums over data points, so that the gradient of all data is :math:`\sum_k \nabla L_k` (and no mean), in one message.
@@ -40,8 +40,9 @@ class AllReduced(Described, PyroOptim):
 
     Args:
         optimizer: an optimiser of Pyro.
-        local: names in Pyro's parameter store of parameters that belong to the data points of a process (a row for each), which are left
-            to it. All others must have the same shapes on all processes. Those of :class:`~pyro_truncated.gplvm.SASDecoder` are known.
+        local: names in Pyro's parameter store of parameters with a row per data point, which stay with their process.
+            All others must have the same shapes on all processes. Those of :class:`~pyro_truncated.gplvm.SASDecoder`
+            are known.
 
     Raises:
         TypeError: if the optimiser is none of Pyro's.
@@ -55,7 +56,7 @@ class AllReduced(Described, PyroOptim):
         _made.add(self)
 
     def __call__(self, params: Iterable[Tensor], *args: Any, **kwargs: Any) -> None:
-        """Sums the gradients, in the order of the parameters' names, and takes the step."""
+        """Sums the gradients in the order of names and takes the step."""
         params = list(params)
         with world.failing_together():
             if world.is_shared():

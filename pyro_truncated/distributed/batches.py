@@ -1,4 +1,4 @@
-"""Minibatches of successive blocks of rows, the same ones however many processes share the data."""
+"""Minibatches of successive rows, the same for any number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _current: ContextVar[RowBatch | None] = ContextVar("pyro_truncated_batch", defau
 
 @dataclasses.dataclass(eq=False)
 class RowBatch:
-    """A minibatch: within it, the data plate of a model that is called with all data takes these rows.
+    """A minibatch: a context in which the data plate takes these rows.
 
     Example:
         >>> batch: RowBatch = next(iter(Batches(torch.randn(10, 4), 5, block=1)))
@@ -58,11 +58,13 @@ def current_batch() -> RowBatch | None:
 
 
 class Batches:
-    """Minibatches in which every data point occurs once per epoch, made of blocks of successive rows in random order.
+    """Minibatches that hold every data point once per epoch.
 
-    Data on a disk are then read in pieces of a block. Which data points a minibatch holds depends on the seed and its number alone, not on
-    how many processes share the data: each takes those that it has. Within a minibatch the model is called with all data, and without a
-    size for its plate::
+    They are made of blocks of successive rows in random order.
+
+    Data on a disk are read in blocks. The data points of a minibatch depend on the seed and its number, not on the
+    number of processes: each process takes those that it has. Within a minibatch call the model with all data, and
+    without a size for its plate::
 
         for batch in itertools.islice(distributed.Batches(y, 1000), 30):
             with batch:

@@ -14,7 +14,9 @@ _STEP, _FIRST, _SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4
 
 
 def fingerprint(shard: Shard) -> int:
-    """A number of 64 bits that depends on every entry and its position among the data of all processes: a sum over data points.
+    """Returns a 64-bit hash of all data and their positions.
+
+    It is a sum over data points, and so does not depend on how processes share them.
 
     All processes that hold shards of the data must ask for it.
     """

@@ -1,4 +1,4 @@
-"""What a process does that a launcher has started: it joins the others, and takes its share of the machine."""
+"""Start of a process: joins the process group and sets its threads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_truncated.distributed.world import agree
 
 
 class UnsharedDataWarning(UserWarning):
-    """Several processes train, each on all data: as many models that know nothing of each other.
+    """Several processes train, each on all data: independent copies of one model.
 
     Example:
         >>> device = start()
@@ -23,11 +23,12 @@ class UnsharedDataWarning(UserWarning):
 
 
 def start(timeout: float = 600.0) -> torch.device:
-    """Joins the processes that a launcher such as ``torchrun`` has started; does nothing where there is none.
+    """Joins the processes of a launcher such as ``torchrun``, if any.
 
-    It opens torch's default process group, unless that is open: ``nccl`` where every process of the machine has a GPU of its own, else
-    ``gloo``. Torch and numba get ``cores / processes on this machine`` threads (numba unless ``NUMBA_NUM_THREADS`` says otherwise), and
-    torch's global generator the state of the first process's, so that all draw alike. At the end of the program the group is closed.
+    It opens torch's default process group, unless that is open. The backend is ``nccl`` where every process of the
+    machine has a GPU of its own, else ``gloo``. Torch and numba get ``cores / processes on this machine`` threads,
+    numba unless ``NUMBA_NUM_THREADS`` is set. Torch's global generator gets the state of the first process's, so that
+    all draw alike. At the end of the program the group is closed.
 
     Example:
         >>> device = start()  # alone, and under torchrun --nproc_per_node=4 script.py

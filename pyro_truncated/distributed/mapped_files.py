@@ -1,4 +1,4 @@
-"""Files that arrays are maps of: which they are, and how their memory is given back."""
+"""Files behind memory maps, and release of their memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 def file_of(array: Any) -> mmap.mmap | None:
-    """The memory map that an array lies in, if it does, and if what is written to it reaches the file."""
+    """Returns the shared memory map that an array lies in, or ``None``."""
     while isinstance(array, np.ndarray):
         if isinstance(array, np.memmap) and array.mode == "c":
             return None
@@ -18,6 +18,6 @@ def file_of(array: Any) -> mmap.mmap | None:
 
 
 def release(file: mmap.mmap | None) -> None:
-    """Lets the system take the memory back of what has been read or written; the file keeps it."""
+    """Returns pages that have been read or written to the system."""
     if file is not None and hasattr(file, "madvise"):
         file.madvise(mmap.MADV_DONTNEED)

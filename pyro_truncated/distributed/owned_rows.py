@@ -1,4 +1,7 @@
-"""Tensors with a row per data point, of which every process has those of its own: the others ask for them, and send gradients back."""
+"""Tensors with a row per data point, spread over processes.
+
+Other processes ask for rows, and send gradients back.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,15 @@ _left: Any = WeakIdKeyDictionary()
 
 
 def leave_to_owners(parameter: Tensor) -> None:
-    """Says of a parameter that its rows belong to the data points of this process, so that no gradients of other processes are added."""
+    """Marks a parameter whose rows belong to this process's data points.
+
+    No gradients of other processes are added to it.
+    """
     _left[parameter] = True
 
 
 def take_from_owners(parameter: Tensor) -> None:
-    """Says that its rows are those of all data points, and the same on all processes."""
+    """Marks a parameter that holds the rows of all data points."""
     _left.pop(parameter, None)
 
 
@@ -32,7 +38,9 @@ def is_left_to_owners(parameter: Tensor) -> bool:
 
 
 def rows_of_owners(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
-    """Rows at some positions ``(n,)`` among those of all processes, the same on each; gradients add up and go to the owners.
+    """Returns rows at global positions ``(n,)``, the same on each process.
+
+    Gradients add up and go to the owners.
 
     Every process must ask for them, and take the gradient of what it makes of them if one of them does.
 
@@ -46,24 +54,27 @@ def rows_of_owners(own: Tensor, portion: Portion, positions: Tensor) -> Tensor:
 
 
 def rows_of_everyone(own: Tensor, y: Any) -> Tensor:
-    """What all processes have computed of each of their data points, in order; where the data are no shard, what is here is all."""
+    """Gathers rows of all processes in order, unless data are whole."""
     return torch.cat(world.gather(own.detach().clone())) if isinstance(y, Shard) and y.portion.is_part else own
 
 
 def as_shard_of(values: Tensor, y: Any) -> Tensor:
-    """What was computed of each data point of a shard, as a shard of the same ones; what was computed of whole data as it is."""
+    """Returns rows computed from a shard as such a shard."""
     return Shard.of(values, y.portion) if isinstance(y, Shard) else values
 
 
 def own_positions(positions: Tensor, portion: Portion | None) -> Tensor:
-    """Of positions among all data points those of this process, and where they lie here; of whole data all."""
+    """Selects this process's data points among global positions.
+
+    Returns them with their places here. Of whole data these are all.
+    """
     if portion is None:
         return positions
     return positions[(positions >= portion.first) & (positions < portion.first + portion.size)] - portion.first
 
 
 def ending_together(arguments: Any) -> AbstractContextManager[None]:
-    """A context whose errors end the other processes, too, if there are shards of the data among the arguments."""
+    """A context whose errors end all processes, if arguments hold shards."""
     portion = portion_of(arguments)
     return world.failing_together() if portion is not None and portion.is_part else nullcontext()
 

@@ -1,7 +1,10 @@
-"""What searches have learned of every data point, in nested states: apart from the rest, so that any number of processes can share it out.
+"""Per-data-point rows in the nested states of searches, kept apart.
 
-A state with rows is a dictionary of ``rows``, tensors with a row for each of the first data points of this process (zeros are what nothing
-is known of), ``first_position``, that of the first of them among all data, and ``is_spread``, whether other processes have the rest.
+Any number of processes can then share them.
+
+A state with rows is a dictionary. ``rows`` are tensors with a row for each of the first data points of this process;
+zeros mark unknown ones. ``first_position`` is the position of the first row among all data. ``is_spread`` says
+whether other processes have the rest.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ _ROWS = "rows"
 
 
 def rows_of(state: Any) -> dict[str, Tensor]:
-    """All tensors of rows in a nested state, by the way to them."""
+    """Returns all tensors of rows in a nested state, by their path."""
     found: dict[str, Tensor] = {}
 
     def note(name: str, tensor: Tensor) -> Tensor:
@@ -35,7 +38,7 @@ def without_rows(state: Any) -> Any:
 
 
 def with_rows(state: Any, rows: Mapping[str, Tensor], portion: Portion) -> Any:
-    """The state with these rows of the data points of this process, where they are given."""
+    """Returns the state with these rows of this process's data points."""
     where = {"first_position": portion.first, "is_spread": portion.is_part}
     return _mapped(state, lambda name, tensor: rows.get(name, tensor), where, "")
 

@@ -1,4 +1,4 @@
-"""The rows of the data that belong to a process, and which of all rows they are."""
+"""Shards: the rows of the data that a process holds."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Portion:
 
 
 class Shard(Tensor):
-    """A tensor of data, one row per data point, that knows which of all rows it holds; what is computed from it are plain tensors.
+    """A tensor of data that knows its rows; results are plain tensors.
 
     Example:
         >>> y: Shard = shard(torch.randn(10, 4))
@@ -92,10 +92,10 @@ class Shard(Tensor):
 
 
 def shard(array: Any, *, split: bool = True) -> Shard:
-    """The rows of the data that belong to this process, as a tensor that knows where they lie.
+    """Returns this process's rows of the data as a :class:`Shard`.
 
-    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays
-    and tensors nothing is copied, so that only rows which are used are ever read.
+    Every process gets successive rows, as many as the others or one more. Without others these are all rows. Of memory maps, arrays and
+    tensors nothing is copied, so that only rows which are used are ever read.
 
     Example:
         >>> import numpy as np
@@ -105,8 +105,8 @@ def shard(array: Any, *, split: bool = True) -> Shard:
         torch.Size([10, 4])
 
     Args:
-        array: data with a row per data point: an array, a memory map, a tensor, or anything else that has a length and can be sliced, such
-            as arrays of xarray, zarr or HDF5, of which the slice is read.
+        array: data with a row per data point: an array, a memory map, a tensor, or anything else with a length and slices. Of arrays of
+            xarray, zarr or HDF5 only the slice is read.
         split: ``False`` if every process has been given its own rows only, in the order of the processes.
 
     Returns:
@@ -150,7 +150,7 @@ def _tensor(array: Any) -> Tensor:
 
 
 def let_go(y: Any) -> None:
-    """Lets the system take back the memory of what has been read of a file; it can be read again."""
+    """Releases memory of a file that has been read."""
     if isinstance(y, Shard):
         release(y.file)
 
@@ -167,7 +167,7 @@ def refuse_part(y: Any, why: str) -> None:
 
 
 def portion_of(arguments: Any) -> Portion | None:
-    """Which rows the shards among the arguments of a model hold, ``None`` if there are no shards.
+    """Returns the rows held by shards among a model's arguments, or ``None``.
 
     Raises:
         ValueError: if they are of different rows.
@@ -204,7 +204,7 @@ def positions_of(y: Tensor, indices: Tensor | None = None) -> Tensor:
 
 
 def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
-    """A function that adds up what the processes have computed from their shards of these data; it does nothing to what one has of all.
+    """Returns a function that sums results over shards, if there are any.
 
     Example:
         >>> y = torch.arange(6.0).reshape(3, 2)
@@ -215,7 +215,7 @@ def sums_of(y: Any) -> Callable[[Sequence[Tensor]], list[Tensor]]:
 
 
 def rows_at(y: Tensor, positions: Tensor) -> Tensor:
-    """The data points at these positions among all, on every process: their owners send them.
+    """Returns data points at global positions, on every process.
 
     Example:
         >>> rows_at(shard(torch.arange(10)), torch.tensor([7, 2]))
@@ -235,7 +235,7 @@ def rows_at(y: Tensor, positions: Tensor) -> Tensor:
 
 
 def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
-    """Rows of this process, of a file a few at a time: the system maps more around each of them."""
+    """Copies this process's rows, of a file a few at a time."""
     plain = y.as_subclass(Tensor)
     if not isinstance(y, Shard) or y.file is None:
         return plain[positions]
@@ -247,7 +247,7 @@ def _rows_here(y: Tensor, positions: Tensor) -> Tensor:
 
 
 def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Tensor:
-    """All data points of all processes, in order, or so many of them drawn at random if they are more: the same on every process.
+    """Returns all data points or a random sample, on every process.
 
     Example:
         >>> some_rows(torch.arange(10.0), 3).shape
@@ -267,7 +267,7 @@ def some_rows(y: Tensor, number: int, generator: torch.Generator | None = None) 
 
 
 def drawn_rows(y: Tensor, number: int, generator: torch.Generator | None = None) -> Shard:
-    """So many data points of all processes, or all if they are fewer, in random order, for every process to do the same with.
+    """Returns random data points in random order, the same on every process.
 
     Args:
         y: data, or a shard of them.
@@ -284,13 +284,13 @@ def _drawn(total: int, number: int, generator: torch.Generator | None) -> Tensor
 
 
 def draw_alike(generator: torch.Generator | None) -> None:
-    """Gives a generator (default: torch's global one) the state that it has in the first process."""
+    """Gives a generator the state that it has in the first process."""
     generator = torch.default_generator if generator is None else generator
     generator.set_state(world.agree(generator.get_state()))
 
 
 def own_rows(values: Tensor, y: Tensor) -> Tensor:
-    """Of values ``(N, ...)`` of the data points of all processes those of the data that this one has."""
+    """Selects this process's rows of values ``(N, ...)`` of all data points."""
     return values[y.portion.first : y.portion.first + y.portion.size] if isinstance(y, Shard) else values
 
 

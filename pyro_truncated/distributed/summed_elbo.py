@@ -15,11 +15,13 @@ from pyro_truncated.utils.console import Described
 
 
 class SummedELBO(Described, ELBO):
-    r"""The sum of what an ELBO of Pyro says of the data points of each process: :math:`L = \sum_k L_k`, on all of them.
+    r"""Sums an ELBO of Pyro over the processes.
 
-    :class:`~pyro_truncated.Truncated_ELBO` sums by itself; this is for models that leave each process its share of a loss and are trained
-    by ELBOs of Pyro, such as :class:`~pyro_truncated.gplvm.SASDecoder`. An error of one process ends all. Without other processes, and
-    where no argument is a shard of the data, it is the ELBO alone.
+    .. math:: L = \sum_k L_k
+
+    :class:`~pyro_truncated.Truncated_ELBO` sums by itself. This class is for models trained by ELBOs of Pyro, such as
+    :class:`~pyro_truncated.gplvm.SASDecoder`. An error of one process ends all. Without other processes, and without
+    shards among the arguments, it is the ELBO alone.
 
     Example:
         >>> x = shard(torch.randn(20, 3))
@@ -49,12 +51,15 @@ class SummedELBO(Described, ELBO):
             return self._total(self.elbo.loss(model, guide, *args, **kwargs), args, kwargs)
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """The loss of all data; gradients are of this process's share, see :class:`AllReduced`."""
+        """Returns the loss of all data; gradients are of this process's share."""
         with ending_together((args, dict(kwargs))):
             return self._total(self.elbo.loss_and_grads(model, guide, *args, **kwargs), args, kwargs)
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of all data, whose gradient, averaged over the processes as ``DistributedDataParallel`` does, is that of all data."""
+        """Returns the loss of all data for ``DistributedDataParallel``.
+
+        The mean of its gradients over the processes is the gradient of all data.
+        """
         with ending_together((args, dict(kwargs))):
             own: Tensor = self.elbo.differentiable_loss(model, guide, *args, **kwargs)
             scaled = own * (world.size() if _is_part(args, kwargs) else 1)

@@ -1,7 +1,8 @@
-"""Every message between processes: sums, what one says to all, what all say to all or to one, and that one has failed.
+"""Collective messages between processes: sum, broadcast, gather, failure.
 
-All of them go through torch's default process group, whoever has started it. Each begins with a header of eight numbers, by which processes
-notice at once that one of them has failed, or that they are not doing the same; a few numbers travel in the header itself.
+All of them go through torch's default process group. Each begins with a header of eight numbers. By it processes
+notice at once that one of them has failed, or that they make different calls. A few numbers travel in the header
+itself.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _is_watched: ContextVar[bool] = ContextVar("pyro_truncated_watched", default=Fal
 
 
 class OtherProcessError(RuntimeError):
-    """Another process of the run has failed, so that this one cannot go on.
+    """Another process of the run has failed.
 
     Example:
         >>> try:  # what a process can do before it goes
@@ -61,7 +62,9 @@ def size() -> int:
 
 
 def add(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The sums over all processes, the same bits on each of them; one message in float64.
+    """Sums over all processes, with the same bits on each.
+
+    It is one message in float64.
 
     Example:
         >>> (total,) = add([torch.tensor(2.0)])
@@ -98,7 +101,7 @@ def add(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def agree(value: T) -> T:
-    """What the first process holds, on every process; anything that can be pickled.
+    """Broadcasts an object of the first process; it must be picklable.
 
     Example:
         >>> seed = agree(torch.seed())  # the same on all processes
@@ -122,7 +125,9 @@ def agree(value: T) -> T:
 
 
 def gather(value: T) -> list[T]:
-    """What every process holds, in their order, on every process; anything that can be pickled.
+    """Gathers objects of all processes on every process, in order.
+
+    They must be picklable.
 
     Example:
         >>> gather(f"I am {rank()}")
@@ -143,7 +148,9 @@ def gather(value: T) -> list[T]:
 
 
 def collect(value: T) -> list[T] | None:
-    """What every process holds, in their order, on the first process; ``None`` on the others. Anything that can be pickled.
+    """Gathers objects of all processes on the first one, in order.
+
+    The others get ``None``. Objects must be picklable.
 
     Raises:
         OtherProcessError: if another process has failed.
@@ -161,7 +168,9 @@ def collect(value: T) -> list[T] | None:
 
 @contextmanager
 def failing_together() -> Iterator[None]:
-    """An error in here ends all processes, at their next message, with an error that names it; inner contexts leave it to the outermost.
+    """A context whose error ends all processes at their next message.
+
+    Their error names it. Inner contexts leave it to the outermost.
 
     Raises:
         OtherProcessError: on the others.
@@ -187,7 +196,10 @@ def failing_together() -> Iterator[None]:
 
 
 def _exchange(verb: int, length: int, fingerprint: int, payload: Tensor | None = None, error: Exception | None = None) -> Tensor:
-    """The headers of all processes, ``(K, 8)``: verb, length, fingerprint, whether there is an error, and up to four numbers."""
+    """Exchanges the headers of all processes, ``(K, 8)``.
+
+    They hold verb, length, fingerprint, whether there is an error, and up to four numbers.
+    """
     own = torch.zeros(4 + _PAYLOAD, dtype=torch.float64)
     own[:4] = torch.tensor([verb, length, fingerprint, error is not None])
     if payload is not None:

@@ -48,7 +48,7 @@ class ClosedFormModel(Protocol):
         """
 
     def maximize(self, statistics: Statistics) -> None:
-        """Sets the parameters to the maximiser of the expected log joint with these statistics."""
+        """Sets the parameters to the maximiser of the expected log joint."""
 
 
 def default_step_size(step: int) -> float:
@@ -62,18 +62,16 @@ class ClosedForm(Described, PyroOptim):
     Every step of :class:`~pyro.infer.SVI` is then one iteration of (truncated) EM. With the full batch it is the textbook one, and the
     free energy never decreases. On minibatches the sufficient statistics :math:`T` are streamed:
 
-    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points, where the
-      old contribution is recomputed from the stored populations (Neal & Hinton 1998): the free energy of all data visited so far never
-      decreases. If the model has a method ``expected_statistics()``, the statistics of one data point as it expects them, or ``None``
-      where it knows of no data, those that have not been visited count as the model expected them to be when training began: what
-      never decreases is the free energy of the visited data together with what was expected of the others, and that of the visited
-      ones alone may. Otherwise the first minibatch alone, which may be too few data, takes the place of all that a model knew. Not for
-      models whose statistics depend on the parameters, and not while a temperature changes.
+    * ``"incremental"``: :math:`T \leftarrow T + \hat T_{\text{new}} - \hat T_{\text{old}}` over the minibatch's data points (Neal & Hinton
+      1998). The old contribution is recomputed from the stored populations. The free energy of all data visited so far never decreases. A
+      model with ``expected_statistics()`` counts data points that have not been visited by these statistics. Then the free energy of
+      visited and expected data together never decreases, while that of the visited ones may. Without this method the first minibatch
+      replaces all that a model knew. Not for models whose statistics depend on the parameters, and not while a temperature changes.
     * ``"online"``: :math:`T \leftarrow (1 - \rho_t) T + \rho_t \hat T_{\text{new}} N / |\text{batch}|` (Cappé & Moulines 2009), which
       forgets the start.
 
-    Where several processes train, each on its shard of the data (see :func:`pyro_truncated.distributed.shard`), what a step changes in the
-    statistics is added up, and all stream the sums: one message per step, whose size does not depend on the number of data.
+    Several processes (see :func:`pyro_truncated.distributed.shard`) add up the changes of the statistics, and all stream the sums. That is
+    one message per step, whose size does not depend on the number of data.
 
     The model itself is left as it is. It is trained this way as long as the object exists (SVI holds it) and is not released.
 
@@ -86,8 +84,8 @@ class ClosedForm(Described, PyroOptim):
         True
 
     Args:
-        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute
-            ``statistics_depend_on_parameters = True`` says that incremental streaming is not exact for it.
+        model: has ``sufficient_statistics`` and ``maximize``, see :class:`ClosedFormModel`; an attribute ``statistics_depend_on_parameters
+            = True`` says that incremental streaming is not exact for it.
         minibatch: ``"incremental"`` or ``"online"``; default: incremental where it is exact.
         step_size: :math:`\rho_t` as a function of the step ``t = 0, 1, ...``; default :math:`(t + 2)^{-0.6}`.
 
@@ -125,7 +123,7 @@ class ClosedForm(Described, PyroOptim):
 
     @staticmethod
     def driving(model: Any) -> ClosedForm | None:
-        """The object that drives the training of a model: the last one made for it, unless it is gone or was released."""
+        """Returns the object that trains a model: the last one not released."""
         try:
             driver = _drivers.get(model)
         except TypeError:  # a program that cannot be looked up is not the model of any
@@ -142,7 +140,7 @@ class ClosedForm(Described, PyroOptim):
             self.drive()
 
     def previous(self, population: Population, indices: Tensor | None) -> Population | None:
-        """The data points among these whose contribution is in the streamed statistics and must be taken out before it is replaced.
+        """Selects data points whose old contribution must be taken out first.
 
         Args:
             population: the minibatch's populations.
@@ -174,7 +172,7 @@ class ClosedForm(Described, PyroOptim):
             old: statistics of the part of it given by :meth:`previous`, as of last time.
             indices: the batch's data points, ``None`` for all.
             num_data: number of data points in all, of this process.
-            scale: number of data points that each one of the batch stands for in online streaming; default: all divided by the batch.
+            scale: data points that each one of the batch stands for in online streaming; default: all divided by the batch.
             is_part: whether other processes collect those of other data points, which are added.
 
         Raises:
@@ -202,7 +200,7 @@ class ClosedForm(Described, PyroOptim):
             self.visited[slice(None) if indices is None else indices.cpu()] = True
 
     def renew(self, visited: Statistics, *, is_part: bool) -> None:
-        """Takes statistics of all data points visited so far in the place of those that are streamed, after the populations have changed.
+        """Replaces the streamed statistics after populations have changed.
 
         Args:
             visited: their statistics.
@@ -213,7 +211,7 @@ class ClosedForm(Described, PyroOptim):
         self.statistics = summed(expected) if is_part else expected
 
     def _instead_of_expected(self, change: Statistics, indices: Tensor, num_data: int) -> Statistics:
-        """What changes where data points are not what they were expected to be any longer; at the beginning all are that."""
+        """Returns the change where visited data points replace expected ones."""
         is_beginning = self.statistics is None
         if is_beginning and hasattr(self.model, "expected_statistics"):
             self.expected = self.model.expected_statistics()
@@ -245,7 +243,7 @@ class ClosedForm(Described, PyroOptim):
             del _drivers[self.model]
 
     def get_state(self) -> dict[str, Any]:
-        """State for a checkpoint, loadable with ``weights_only=True``: streamed statistics, data points visited, number of steps."""
+        """Returns statistics, visited data points and steps, for a checkpoint."""
         names = ("statistics", "visited", "expected", "num_steps")
         return copy.deepcopy({name: getattr(self, name) for name in names})
 
@@ -273,7 +271,7 @@ def undriven(model: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _all_or_nothing(model: Any) -> Iterator[None]:
-    """A context in which a model's parameters change, unless there is an error: then they are again what they were."""
+    """A context that restores a model's parameters after an error."""
     parameters = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
     before = [parameter.detach().clone() for parameter in parameters]
     try:

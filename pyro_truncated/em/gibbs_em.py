@@ -1,4 +1,4 @@
-"""EM with Gibbs sampling over a few selected latents of every data point, for models whose truncated posterior has no closed form."""
+"""EM with Gibbs sampling over a few selected latents per data point."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from pyro_truncated.utils.isolation import spare_random_numbers
 class GibbsEM(ELBO):
     r"""Monte Carlo EM: ``SVI(model, GibbsGuide(model), ClosedForm(model), GibbsEM(search))``.
 
-    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of every data point, continues its Gibbs chain over these, and takes
-    the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`, hand-crafted or learned: a
-    :class:`~pyro_truncated.GPSelect` regresses on the means of the exact conditional probabilities that the latents are on, and starts from
-    random ones.
+    Every step of :class:`~pyro.infer.SVI` selects :math:`H'` latents of each data point, continues its Gibbs chain
+    over these, and takes the M-step of the draws. The selection is that of a :class:`~pyro_truncated.Preselection`,
+    hand-crafted or learned. A :class:`~pyro_truncated.GPSelect` starts from random latents. It regresses on the means
+    of the conditional probabilities that latents are active.
 
     Chains start anywhere, and one M-step with what they draw before they have come to the parameters loses these. So those of data points
     that a guide meets for the first time take some E-steps alone.
@@ -92,11 +92,13 @@ class GibbsEM(ELBO):
         self._settled_guide: Any = None
 
     def loss(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
-        """Minus the mean log joint of the draws as they are; nothing changes."""
+        """Returns minus the mean log joint of the present draws."""
         return -float(_total(model.expected_log_joint(_checked(guide, model).draws(), y), y))
 
     def loss_and_grads(self, model: Any, guide: Any, y: Tensor, *args: Any, **kwargs: Any) -> float:
-        """One E-step; returns minus the mean log joint of its draws and hands the statistics to the closed-form M-step.
+        """Takes an E-step and hands its statistics to the closed-form M-step.
+
+        Returns minus the mean log joint of the draws.
 
         Raises:
             TypeError: if no :class:`~pyro_truncated.ClosedForm` drives the model.
@@ -151,7 +153,10 @@ class GibbsEM(ELBO):
         return get_importance_trace("flat", math.inf, model, guide, args, kwargs)
 
     def _subsample(self, y: Tensor) -> tuple[Tensor | None, float]:
-        """Which of the data points here are in the minibatch of all processes, ``None`` for all; and how many each of it stands for."""
+        """Draws this process's part of a minibatch of all processes.
+
+        Returns its positions, ``None`` for all, and how many data points each stands for.
+        """
         total = total_rows(y)
         if self.batch_size is None or self.batch_size >= total:
             return None, 1.0
@@ -170,7 +175,7 @@ def _not_begun(guide: GibbsGuide, y: Tensor) -> Tensor:
 
 @contextmanager
 def _keyed(generator: torch.Generator | None) -> Iterator[None]:
-    """Takes one random number on every process, whatever those with data points draw after it."""
+    """Takes one random number on every process, whatever they draw next."""
     seed = draw_seed(generator)
     with spare_random_numbers():
         torch.manual_seed(seed)
@@ -178,7 +183,7 @@ def _keyed(generator: torch.Generator | None) -> Iterator[None]:
 
 
 def _total(value: Tensor, y: Tensor) -> Tensor:
-    """The sum over all processes of what each has computed of its data."""
+    """Sums what each process has computed of its data."""
     return sums_of(y)([value])[0]
 
 

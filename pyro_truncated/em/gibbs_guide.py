@@ -1,4 +1,4 @@
-"""Draws of the coefficients of a few selected latents of every data point, by Gibbs sampling, and the guide that keeps them."""
+"""Gibbs draws of selected latents' coefficients, and their guide."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ from pyro_truncated.utils.devices import device_of_module
 
 @dataclasses.dataclass(frozen=True)
 class GibbsDraws:
-    """Draws of the coefficients of the selected latents of ``n`` data points; all other coefficients are zero.
+    """Draws of selected latents' coefficients for ``n`` data points.
+
+    All other coefficients are zero.
 
     Example:
         >>> draws = GibbsDraws(torch.tensor([[0, 3]]), torch.ones(1, 5, 2), torch.tensor([[1.0, 0.8]]))
@@ -54,7 +56,9 @@ class GibbsDraws:
 
 @runtime_checkable
 class GibbsModel(Protocol):
-    """What a model of data ``y (N, D)`` offers to be trained by :class:`~pyro_truncated.GibbsEM`, besides ``num_latents`` and ``unit``.
+    """A model of ``y (N, D)`` for :class:`~pyro_truncated.GibbsEM`.
+
+    It also has ``num_latents`` and ``unit``.
 
     Example:
         >>> isinstance(MaxSpikeSlabSparseCoding(9, 6), GibbsModel)
@@ -73,7 +77,10 @@ class GibbsModel(Protocol):
         temperature: float = 1.0,
         generator: torch.Generator | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Draws ``(n, sweeps, K)`` for the selected latents ``(n, K)`` of data ``(n, D)``, and the probabilities ``(n, K)`` of being on."""
+        """Draws ``(n, sweeps, K)`` for the selected latents ``(n, K)``.
+
+        Also returns the probabilities ``(n, K)`` that they are active. The data are ``(n, D)``.
+        """
 
     def singletons(self, y: Tensor) -> Tensor:
         """Log joint of no and of each single active latent, ``(n, 1 + H)``."""
@@ -92,11 +99,11 @@ class GibbsModel(Protocol):
 
 
 class GibbsGuide(PyroModule):
-    r"""Draws from the posterior over the coefficients of a few selected latents of every data point, kept from step to step.
+    """Posterior draws of selected latents per data point, kept between steps.
 
-    A data point's chain goes on where it stopped; coefficients of latents that are no longer selected become zero. Train it with
-    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws kept, chosen at random for
-    every data point, so it works in :class:`~pyro.infer.Predictive`.
+    Chains continue where they stopped. Coefficients of latents that lose their selection become zero. Train it with
+    :class:`~pyro_truncated.GibbsEM`. As a Pyro program it sets the model's latent sites to one of the draws, chosen at random for each
+    data point. So it works in :class:`~pyro.infer.Predictive`.
 
     Example:
         >>> y = linear_bars(30, 4, mean_active=2.0).data.clamp(min=0)
@@ -112,8 +119,8 @@ class GibbsGuide(PyroModule):
     Attributes:
         selected: selected latents of all data points, ``(N, K)``; present after the first step, as what follows.
         coefficients: draws of their coefficients, ``(N, S, K)`` in float64.
-        probabilities: posterior probabilities that the latents are on, ``(N, H)`` in float64: means of exact conditional probabilities
-            over the sweeps, zero for latents that were not selected. Random numbers before a data point's first step.
+        probabilities: posterior probabilities that the latents are active, ``(N, H)`` in float64: means of exact conditional probabilities
+            over the sweeps. Zero for latents that were not selected. Random numbers before a data point's first step.
         unit: the unit that the coefficients were drawn in, see the model's; zero before a data point's first step.
 
         ROWS: names of buffers with a row per data point, which checkpoints of several processes keep apart.
@@ -145,12 +152,12 @@ class GibbsGuide(PyroModule):
         return self._model[0]
 
     def marginals(self, indices: Tensor | None = None) -> Tensor:
-        """Posterior probabilities that the latents are on, ``(N, H)``, of all or the given data points."""
+        """Returns posterior probabilities that latents are active, ``(N, H)``."""
         self._check_started()
         return self.probabilities if indices is None else self.probabilities[indices]
 
     def draws(self, indices: Tensor | None = None) -> GibbsDraws:
-        """The draws kept for all or the given data points, in the units of the model as it is now."""
+        """Returns the draws in the present units of the model."""
         self._check_started()
         rows = slice(None) if indices is None else indices
         # The buffers change at the next step.
@@ -170,7 +177,7 @@ class GibbsGuide(PyroModule):
         is_new: bool = False,
         generator: torch.Generator | None = None,
     ) -> GibbsDraws:
-        """Selects latents, lets the chains of the data points go on over these, and keeps the draws.
+        """Selects latents, continues the chains over these, and keeps the draws.
 
         Args:
             search: selects the latents.
@@ -186,7 +193,7 @@ class GibbsGuide(PyroModule):
             The draws.
 
         Raises:
-            ValueError: if the guide belongs to other data, or a part of the data shall have other numbers of draws or latents than before.
+            ValueError: if the guide belongs to other data, or a part of the data has another number of draws or latents.
         """
         self._prepare(y, search.num_selected, sweeps, is_whole=indices is None, generator=generator)
         rows = slice(None) if indices is None else indices
@@ -211,14 +218,14 @@ class GibbsGuide(PyroModule):
         self.probabilities[rows] = torch.zeros_like(self.probabilities[rows]).scatter_(1, selected, chances)
 
     def infer(self, y: Tensor, search: Preselection, steps: int = 10, **kwargs: Any) -> GibbsGuide:
-        """A guide of its own for unseen data ``(N, D)`` under the model as it is; ``kwargs`` as for :meth:`update_`."""
+        """Returns a guide for unseen data ``(N, D)``; ``kwargs`` as for :meth:`update_`."""
         guide = GibbsGuide(self.model)
         for _ in range(steps):
             guide.update_(search, y, is_new=True, **kwargs)
         return guide
 
     def forward(self, y: Tensor, batch_size: int | None = None, num_data: int | None = None) -> dict[str, Tensor]:
-        """Sets the model's latent sites to draws; the same arguments as the model's."""
+        """Sets the model's latent sites to draws; takes the model's arguments."""
         self._check_started()
         with pyro.plate("data", len(self.coefficients), subsample_size=batch_size) as index:
             draws = self.draws(index).spread(self.model.num_latents)

@@ -1,4 +1,4 @@
-"""What a selection of latents asks of a model whose states have no score but those of at most one active latent."""
+"""Scores of single latents for models that score no other states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pyro_truncated.states.space import StateSpace
 
 
 class SingletonScore:
-    """Log joints of states with at most one active latent: all that affinities of a selection ask for.
+    """Log joints of states with at most one active latent.
 
     Args:
         model: has ``singletons``, log joints ``(n, H + 1)`` of the state without active latents and of those with one.

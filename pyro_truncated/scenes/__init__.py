@@ -1,4 +1,4 @@
-"""Scenes of objects that hide each other: data, likelihoods, and searches over what stands where."""
+"""Scenes of occluding objects: data, likelihoods, searches."""
 
 from pyro_truncated.scenes.arrangement import DepthOrder, Positions
 from pyro_truncated.scenes.candidates import Candidates, PlaceAffinity, best_places, place_probabilities

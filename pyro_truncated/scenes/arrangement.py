@@ -1,4 +1,4 @@
-"""Where objects lie and in which order: their priors, and how populations hold them."""
+"""Priors of positions and depth orders, and their place in populations."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from pyro_truncated.utils.counts import check_count
 
 
 class _OfPresent(TorchDistribution):
-    """Integers of objects, uniform over a range for those that are present and 0 for the absent ones, which so add no states.
+    """Integers of objects: uniform for present ones, 0 for absent ones.
+
+    Absent objects so add no states.
 
     Subclasses say how many values each object may take.
     """
@@ -51,7 +53,10 @@ class _OfPresent(TorchDistribution):
         return new
 
     def _counts(self) -> Tensor:
-        """Number of values that each object may take, ``(*batch, H)``, or one for all present objects."""
+        """Returns the number of values of each object, ``(*batch, H)``.
+
+        It is one for all if they are equal.
+        """
         return torch.full((), self.num_values, device=self.presence.device)
 
     def sample(self, sample_shape: Any = ()) -> Tensor:
@@ -63,7 +68,10 @@ class _OfPresent(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log probability of integers ``(*batch, H)``; minus infinity for an absent object that is not at 0."""
+        """Returns the log probability of integers ``(*batch, H)``.
+
+        It is minus infinity for an absent object that is not at 0.
+        """
         if self._validate_args:
             self._validate_sample(value)
         counts = torch.where(self.presence > 0, self._counts(), 1)
@@ -72,7 +80,7 @@ class _OfPresent(TorchDistribution):
 
 
 class Positions(_OfPresent):
-    r"""Where objects lie: uniform over ``num_values`` places for those that are present, place 0 for the others.
+    """Positions: uniform over ``num_values`` for present objects, else 0.
 
     Example:
         >>> Positions(torch.tensor([1.0, 0.0]), 4).log_prob(torch.tensor([3, 0])).exp()
@@ -86,7 +94,10 @@ class Positions(_OfPresent):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        r"""Log probability :math:`-|s| \log L` of places ``(*batch, H)``; minus infinity for an absent object that is not at place 0."""
+        r"""Returns the log probability :math:`-|s| \log L` of places ``(*batch, H)``.
+
+        It is minus infinity for an absent object that is not at place 0.
+        """
         if self._validate_args:
             self._validate_sample(value)
         present = self.presence > 0
@@ -96,10 +107,13 @@ class Positions(_OfPresent):
 
 
 class DepthOrder(_OfPresent):
-    r"""A uniformly random order of the objects that are present, written as the place where each is inserted among those before it.
+    """A uniformly random depth order of the present objects.
 
-    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index, so that every order of the present objects has exactly
-    one code; absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into codes.
+    Its code is the place where each object is inserted among those of smaller index.
+
+    Object ``h`` comes behind ``value[h]`` of the present objects of smaller index. So every order has exactly one
+    code, and absent objects have code 0. :func:`depth_rank` turns codes into ranks and :func:`depth_code` ranks into
+    codes.
 
     Example:
         >>> order = DepthOrder(torch.tensor([1.0, 0.0, 1.0]))
@@ -121,7 +135,10 @@ class DepthOrder(_OfPresent):
 
 
 def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
-    """Ranks of the present objects, the foremost 0, from codes ``(*batch, H)``; absent objects get the number of objects."""
+    """Returns ranks of present objects from codes ``(*batch, H)``.
+
+    The foremost has rank 0. Absent objects get the number of objects.
+    """
     num_objects = code.shape[-1]
     ranks: list[Tensor] = []
     for h in range(num_objects):
@@ -134,7 +151,10 @@ def depth_rank(code: Tensor, presence: Tensor) -> Tensor:
 
 
 def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
-    """Codes of a :class:`DepthOrder` from ranks ``(*batch, H)``, of which only those of present objects count and must differ."""
+    """Returns codes of a :class:`DepthOrder` from ranks ``(*batch, H)``.
+
+    Ranks of present objects must differ; those of others do not count.
+    """
     present = presence > 0
     front = rank.unsqueeze(-2) < rank.unsqueeze(-1)
     earlier = torch.ones(rank.shape[-1], rank.shape[-1], dtype=torch.bool, device=rank.device).tril(-1)
@@ -143,7 +163,9 @@ def depth_code(rank: Tensor, presence: Tensor) -> Tensor:
 
 
 def places_of(population: Population, num_objects: int) -> tuple[Tensor, Tensor | None]:
-    """Places and order of the objects in the states of a population of the sites presence, position and, if there is one, order.
+    """Returns places and depth ranks of the objects in a population.
+
+    Its sites are presence, position and, if there is one, order.
 
     Args:
         population: ``N`` data points with ``S`` states each.

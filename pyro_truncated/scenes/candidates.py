@@ -1,7 +1,7 @@
-"""Where the objects of a scene may lie: candidate places, their neighbours, and how probable places are under the populations.
+"""Candidate places of objects, their neighbours and probabilities.
 
-A state is that of a model with the sites ``presence`` (binary), ``position`` (as many values as places) and perhaps ``order``, each of them
-a vector with one latent per object, in this order, such as :class:`pyro_truncated.models.OcclusiveComponents`.
+A state has the sites ``presence`` (binary), ``position`` (as many values as places) and perhaps ``order``, in this
+order. Each is a vector with one latent per object, as in :class:`pyro_truncated.models.OcclusiveComponents`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ PlaceAffinity = Callable[[SearchBatch], Candidates]
 
 
 def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
-    """The places of largest score ``(N, H, L)``, the best first, none of them next to a better one; they are crossed out in ``scores``.
+    """Returns the places of largest score ``(N, H, L)``, best first.
+
+    None lies next to a better one. They are crossed out in ``scores``.
 
     Example:
         >>> scores = torch.zeros(1, 1, 16)
@@ -61,7 +63,10 @@ def best_places(scores: Tensor, canvas: Canvas, number: int) -> Candidates:
 
 
 def neighbourhood(places: Tensor, canvas: Canvas, radius: int = 1) -> Tensor:
-    """Places ``(..., (2 radius + 1)^2)`` around others, these among them; at the edge of a canvas that does not wrap some are repeated."""
+    """Returns places ``(..., (2 radius + 1)^2)`` around others, included.
+
+    At the edge of a canvas that does not wrap some are repeated.
+    """
     rows, columns = canvas.grid
     steps = torch.arange(-radius, radius + 1, device=places.device)
     row, column = (places // columns).unsqueeze(-1) + steps, (places % columns).unsqueeze(-1) + steps
@@ -75,7 +80,7 @@ def join(found: list[Candidates]) -> Candidates:
 
 
 def place_probabilities(population: Population) -> tuple[Tensor, Tensor]:
-    r"""Posterior probabilities :math:`q_n(s_h = 1, x_h = l)` that an object is present at a place, as a sparse matrix.
+    """Returns :math:`q_n(s_h = 1, x_h = l)` as a sparse matrix.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)

@@ -1,4 +1,4 @@
-"""Images as maps of the colours that they show, for regressions to compare them by."""
+"""Maps of colours, for regressions on images."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from pyro_truncated.ops.k_means import k_means
 
 
 def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> Callable[[Tensor], Tensor]:
-    """Inputs for a :class:`PlaceRegression` in which images are alike where they show the same colours at about the same place.
+    """Returns maps of colours as inputs of a :class:`PlaceRegression`.
 
-    The colours that differ from the background are clustered (k-means) when the returned function sees images for the first time. Every
-    pixel is then a vector of memberships, softmax of minus squared distances over ``2 width**2``, background left out, and these maps are
-    averaged over 3 x 3 pixels and thinned out.
+    Images are alike in them if they show the same colours at about the same place.
+
+    The colours that differ from the background are clustered (k-means) when the returned function sees images for the
+    first time. Every pixel is then a vector of memberships: softmax of minus squared distances over ``2 width**2``,
+    without the background. These maps are averaged over 3 x 3 pixels and thinned out.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -46,7 +48,7 @@ def colour_maps(num_colours: int = 12, stride: int = 2, width: float = 0.1) -> C
 
 
 def _palette(pixels: Tensor, number: int, most: int = 20_000, steps: int = 15) -> Tensor:
-    """The most frequent colour, and the centres of clusters of those that are far from it, ``(number + 1, F)``."""
+    """Returns the most frequent colour and cluster centres, ``(number + 1, F)``."""
     background = pixels.median(0).values
     distance = (pixels - background).norm(dim=-1)
     colours = pixels[distance > 5 * distance.median()]

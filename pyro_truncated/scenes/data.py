@@ -1,4 +1,4 @@
-"""Scenes of objects that hide each other, composed of pictures of real or of generated objects."""
+"""Scenes of occluding objects, real or generated."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ class Objects(NamedTuple):
 
 
 def coil_objects(num: int = 16) -> Objects:
-    """Frontal views of real objects from COIL-100, 10 x 10 pixels in colour, cut out where they cover at least half of a pixel.
+    """Returns frontal views of COIL-100 objects, 10 x 10 pixels in colour.
+
+    Pixels count where an object covers at least half of them.
 
     Example:
         >>> try:
@@ -55,9 +57,10 @@ def coil_objects(num: int = 16) -> Objects:
 
 
 def generated_objects(num: int, size: int = 10, generator: torch.Generator | None = None) -> Objects:
-    """Blobs of random shape and colour, for use where there are no pictures.
+    """Draws blobs of random shape and colour.
 
-    The radius of a blob is a random smooth function of the angle; its colour changes linearly from one random colour to another.
+    The radius of a blob is a random smooth function of the angle. Its colour changes linearly from one random colour
+    to another.
 
     Example:
         >>> generated_objects(2, 6).features.shape
@@ -107,7 +110,9 @@ def occluded_scenes(
     wrap: bool = False,
     generator: torch.Generator | None = None,
 ) -> Scenes:
-    """Scenes composed of objects on a black canvas: each is there or not, at a random position, in random depth order.
+    """Draws scenes of objects on a black canvas.
+
+    Each object is present or not, at a random position, in random depth order.
 
     The defaults are the test of GP-select (Neural Computation 29, 2017, section 5.3) but for the noise: the paper mentions none.
 

@@ -21,7 +21,8 @@ class Match(NamedTuple):
 
     Attributes:
         similarity: cosine of true objects and learned features times masks, at the shift where it is largest, ``(K, H)``.
-        shift: that shift, rows and columns, ``(K, H, 2)`` int64: an object at a position is the learned one at the position plus the shift.
+        shift: that shift, rows and columns, ``(K, H, 2)`` int64. An object at a position is the learned one at the
+            position plus the shift.
     """
 
     similarity: Tensor
@@ -30,7 +31,7 @@ class Match(NamedTuple):
     def recovered(self, threshold: float = 0.9) -> Tensor:
         """Which true objects are recovered, ``(K,)`` bool.
 
-        An object is, if it is at least so similar to the most similar learned one, which in turn resembles no other more.
+        An object is recovered if it is so similar to a learned one that in turn resembles no other more.
         """
         similarity, learned = self.similarity.max(1)
         owner = self.similarity.argmax(0)
@@ -39,7 +40,9 @@ class Match(NamedTuple):
 
 @torch.no_grad()
 def match_objects(features: Tensor, masks: Tensor, objects: Objects) -> Match:
-    """Compares learned objects, features ``(H, t, u, F)`` and mask probabilities ``(H, t, u)``, with the true ones, at all shifts.
+    """Compares learned objects with true ones at all shifts.
+
+    Features are ``(H, t, u, F)``, mask probabilities ``(H, t, u)``.
 
     Example:
         >>> objects = generated_objects(2, 3)

@@ -21,15 +21,16 @@ from pyro_truncated.utils.constraints import finite, positive_finite
 
 
 class OccludedScene(TorchDistribution):
-    r"""An image composed of objects that hide each other, their masks summed out.
+    r"""An image of occluding objects, their masks summed out.
 
-    The objects that are present lie at their positions. In every pixel the mask of each object there is on with its probability
-    :math:`\alpha_{hi}`. If none is, the pixel is :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise it is
-    :math:`\mathcal N(w_{hi}, \sigma^2 I)` of one object: with an order, the foremost whose mask is on; without, one drawn uniformly from
-    these, which is the average over all orders, taken pixel by pixel. See :mod:`pyro_truncated.ops.scenes` for the density.
+    The present objects lie at their positions. In every pixel the mask of each object there is on with its
+    probability :math:`\alpha_{hi}`. If none is, the pixel is :math:`\mathcal N(B, \sigma_B^2 I)`. Otherwise it is
+    :math:`\mathcal N(w_{hi}, \sigma^2 I)` of one object. With an order this is the foremost whose mask is on. Without
+    an order it is drawn uniformly, which is the average over all orders, pixel by pixel. See
+    :mod:`pyro_truncated.ops.scenes` for the density.
 
-    Densities of many states are evaluated at once, at a cost per state that grows only with the area where its objects overlap. They are
-    taken in float64.
+    Densities of many states are evaluated at once in float64. The cost per state grows only with the area where its
+    objects overlap.
 
     Example:
         >>> presence, position = torch.tensor([1.0]), torch.tensor([0])
@@ -46,7 +47,7 @@ class OccludedScene(TorchDistribution):
         background: mean colour :math:`B`, ``(F,)``.
         background_scale: standard deviation :math:`\sigma_B`, a scalar.
         canvas: height and width of the image.
-        wrap: whether objects that leave the canvas on one side come back on the other, so that every pixel is a place.
+        wrap: whether objects that leave the canvas on one side return on the other, so that every pixel is a place.
         order: codes of the depth order, see :class:`DepthOrder`, ``(*batch, H)``; ``None`` without.
         validate_args: whether to check parameters and values.
 
@@ -54,8 +55,9 @@ class OccludedScene(TorchDistribution):
         ValueError: if shapes do not fit or a parameter is invalid.
 
     Reference:
-        Dai, Exarchakis and Lücke, "What are the invariant occlusive components of image patches? A probabilistic generative approach",
-        NIPS 2013, for the model with exclusive components; which object owns a pixel is decided here as said above.
+        Dai, Exarchakis and Lücke, "What are the invariant occlusive components of image patches? A probabilistic
+        generative approach", NIPS 2013. The model with exclusive components is theirs; the owner of a pixel is
+        decided as said above.
     """
 
     arg_constraints: ClassVar[dict[str, Any]] = each_checked_later(
@@ -122,7 +124,9 @@ class OccludedScene(TorchDistribution):
 
     @names_arguments
     def log_prob(self, value: Tensor) -> Tensor:
-        """Log density of images ``(*batch, height, width, F)``, in the type of the features or the images, whichever is wider.
+        """Returns the log density of images ``(*batch, height, width, F)``.
+
+        Its type is that of the features or the images, whichever is wider.
 
         Differentiable once in features, masks, scales and background.
 
@@ -150,9 +154,9 @@ class OccludedScene(TorchDistribution):
     def statistics(self, population: Population, value: Tensor, temperature: float = 1.0) -> dict[str, Tensor]:
         r"""Expected sufficient statistics, summed over the population's data points, in float64.
 
-        Who owns the pixels: the states that the distribution was built with play no role. With the posterior probabilities
-        :math:`r_{hi}` that object ``h`` owns the pixel under its entry ``i``, summed over data points and states, the gradient of the
-        truncated free energy is
+        Ownership of pixels. The states that the distribution was built with play no role. Let :math:`r_{hi}` be the
+        posterior probability that object ``h`` owns the pixel under its entry ``i``, summed over data points and
+        states. The gradient of the truncated free energy is
 
         .. math:: \frac{\partial \mathcal F}{\partial w_{hi}} = \frac{\sum r_{hi}\, (y - w_{hi})}{\sigma^2}, \qquad
             \frac{\partial \mathcal F}{\partial \alpha_{hi}} = \frac{m_{hi} - n_h\, \alpha_{hi}}{\alpha_{hi} (1 - \alpha_{hi})}
@@ -160,15 +164,15 @@ class OccludedScene(TorchDistribution):
         where :math:`m_{hi}` is how often the mask is on and :math:`n_h` how often the object is present.
 
         Args:
-            population: truncated posteriors over the sites presence, position and, with an order, order; its ``indices`` select the data
-                points among all data.
+            population: truncated posteriors over presence, position and perhaps order; its ``indices`` select the
+                data points among all data.
             value: all images, ``(N, height, width, F)``.
             temperature: temperature of the posteriors.
 
         Returns:
-            ``num_data``; ``owned (H, T, F + 2)`` and ``background (F + 2,)``, sums of the probability that an entry (or nothing) owns a
-            pixel, times one, the colours and the squared length of the colours; ``on (H, T)`` :math:`m` and ``present (H,)`` :math:`n`. All
-            can be added and scaled.
+            ``num_data``; ``owned (H, T, F + 2)`` and ``background (F + 2,)``; ``on (H, T)`` :math:`m` and ``present
+            (H,)`` :math:`n`. The first two are sums of the probability that an entry (or nothing) owns a pixel, times
+            one, the colours and their squared length. All can be added and scaled.
         """
         images = population.rows_of(value).flatten(1, 2)
         places, rank = places_of(population, self.features.shape[0])
@@ -180,7 +184,9 @@ class OccludedScene(TorchDistribution):
 
     @torch.no_grad()
     def reconstruct(self, population: Population, value: Tensor) -> Tensor:
-        """Posterior means of images without noise: the colours of those that may own a pixel, weighted by how probably they do.
+        """Returns posterior means of images without noise.
+
+        They are colours of possible owners of a pixel, weighted by their probabilities.
 
         Args:
             population: truncated posteriors as for :meth:`statistics`.
@@ -196,19 +202,25 @@ class OccludedScene(TorchDistribution):
 
     @property
     def numbers_per_state(self) -> int:
-        """How many numbers the density of one state takes on the way: no image is made of it."""
+        """Returns how many temporary numbers the density of a state takes."""
         return len(self.features)
 
     @property
     def parameters(self) -> SceneParameters:
-        """Objects and background, with a template's entries in one dimension, and variances in float64."""
+        """Returns objects, background and variances in float64.
+
+        The entries of a template lie in one dimension.
+        """
         return SceneParameters(
             self.features.flatten(1, 2), self.masks.flatten(1), self.scale.double().square(),
             self.background, self.background_scale.double().square(),
         )  # fmt: skip
 
     def _rank(self) -> Tensor:
-        """Ranks of the present objects; codes that only other objects could have are scored, too, as it is the prior that excludes them."""
+        """Returns ranks of the present objects.
+
+        Impossible codes are scored too: the prior excludes them.
+        """
         assert self.order is not None
         refuse(((self.order < 0) | (self.order >= self.presence.shape[-1])).any(), self._complain_of_order)
         return depth_rank(self.order.long(), self.presence)

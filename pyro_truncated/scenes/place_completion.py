@@ -1,4 +1,4 @@
-"""Scenes completed: objects are put where a scene leaves most of the image to be explained."""
+"""A search that adds objects where a scene explains an image badly."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from pyro_truncated.states.population import Population
 
 
 class PlacementCompletion(Search):
-    r"""Completes good scenes: absent objects are put where these leave most of the image to be explained.
+    r"""Adds absent objects where good scenes leave most to be explained.
 
-    Of each data point one scene is drawn from the posterior, and one of its objects, or none, is taken away. All absent objects are
-    compared with what the rest of the scene makes of the image, at all places (:meth:`.PlaceScan.beside`); those ``num_added`` that explain
-    most are put there, in all combinations, :math:`2^{\mathrm{num\_added}}` proposals, at random depths where there is an order.
+    One scene is drawn from the posterior of each data point, and one of its objects, or none, is removed. All absent
+    objects are compared with the residual of the image at all places (:meth:`.PlaceScan.beside`). The ``num_added``
+    that explain most are added in all :math:`2^{\mathrm{num\_added}}` combinations, at random depths where there is
+    an order.
 
-    Of an image of many objects a :class:`PlacementSelection` sees the few that stand out most, each compared with the bare background; what
-    they have explained already makes room for the others here.
+    A :class:`PlacementSelection` compares each object with the bare background, and so finds only the few that stand
+    out most. Here objects that are present already make room for the others.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -47,7 +48,7 @@ class PlacementCompletion(Search):
         self.scan, self.num_added, self.generator = scan, num_added, generator
 
     def propose(self, batch: SearchBatch) -> Population:
-        """The scene without the object, and with what was added to it: ``(N, 2^num_added)``."""
+        """Proposes ``(N, 2^num_added)`` scenes with all combinations of additions."""
         presence, position, rank, draws = self._parents(batch)
         found = self.scan.beside(batch, torch.where(presence, position, -1), rank)
         scores = found.scores[..., 0].masked_fill(presence, -torch.inf)
@@ -67,7 +68,10 @@ class PlacementCompletion(Search):
         return batch.scored(batch.space.pack(torch.cat(parts, -1)))
 
     def _parents(self, batch: SearchBatch) -> tuple[Tensor, Tensor, Tensor | None, dict[str, Any]]:
-        """Presence, position and rank ``(N, H)`` in a probable scene of each data point, without one of the objects or as it is."""
+        """Draws a probable scene of each data point, perhaps without one object.
+
+        Returns presence, position and rank ``(N, H)``.
+        """
         num_objects, _ = scene_sizes(batch.space)
         draws = batch.draws(self.generator)
         passed = batch.population.weights().cumsum(1) < ops.uniform(shape=(1,), **draws)

@@ -17,7 +17,9 @@ MOVES = ("shift", "swap", "replace", "add", "remove")
 
 
 class PlacementMoves(Search):
-    """Evolutionary moves on scenes: children of fit parents with one object shifted, swapped with another, replaced, added or removed.
+    """Evolutionary moves on scenes.
+
+    Children of fit parents differ in one object:
 
     ===========  ========================================================================================
     ``shift``    a random object moves to one of the places next to it
@@ -122,7 +124,10 @@ class PlacementMoves(Search):
         return presence, position, rank
 
     def _beside(self, place: Tensor, draws: dict[str, Any]) -> Tensor:
-        """One of the eight places around each place; at an edge where the grid does not wrap, perhaps the place itself."""
+        """Draws one of the eight places around each place.
+
+        At an edge of a grid that does not wrap it may be the place itself.
+        """
         rows, columns = self.grid
         step = ops.uniform_integers(bound=8, shape=place.shape[1:], **draws)
         step = step + (step >= 4)

@@ -1,4 +1,4 @@
-"""Where objects may lie, by a regression from the images to the posteriors that never looks at the objects."""
+"""A regression from images to places of objects, without templates."""
 
 from __future__ import annotations
 
@@ -26,18 +26,21 @@ _MAX_FIT_OUTPUTS = 1000
 
 
 class PlaceRegression(LearnedAffinity[Candidates]):
-    r"""Predicts where objects lie from the image, by Gaussian processes with one output per object and place and one kernel for all.
+    """Predicts places of objects from the image by Gaussian processes.
 
-    The targets of the regression are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, which are zero almost
-    everywhere, and the prediction is the leave-one-out mean: of each image from the posteriors of all *others*. Nothing here knows what
-    objects look like, nor, without ``smooth``, that places lie next to each other. Predictions for all ``H L`` outputs are a product of an
-    ``N x N`` matrix, computed with the kernel's parameters, and the sparse targets, so their number hardly matters.
+    There is one output per object and place, and one kernel for all.
+
+    The targets are the posterior probabilities :math:`q_n(s_h = 1, x_h = l)` of the populations, almost all of which
+    are zero. The prediction is the leave-one-out mean: of each image from the posteriors of all *others*. It knows no
+    templates and, without ``smooth``, no neighbourhood of places. Predictions for all ``H L`` outputs are a product
+    of an ``N x N`` matrix and the sparse targets, so the number of outputs hardly matters.
 
     Of one image, an output can only be predicted if an object lay at this very place in another one. ``smooth`` adds half of the scores of
     the places beside, and a quarter of those on the diagonals.
 
-    It learns from batches that hold all data in order; for minibatches, as for new images, it predicts from what it has learned. Of data
-    that are spread over processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all, and predicts its own.
+    It learns from batches that hold all data in order. For minibatches and new images it predicts from these. On
+    several processes (:func:`pyro_truncated.distributed.shard`) each has inputs and targets of all data, and predicts
+    its own.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -85,7 +88,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         super().__init__(generator)
 
     def forget(self) -> None:
-        """Forgets all images and what was learned of them; the kernel keeps its parameters."""
+        """Forgets all images and targets; the kernel keeps its parameters."""
         super().forget()
         self._images: Tensor | None = None
         self._influence: Tensor | None = None
@@ -183,7 +186,10 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         return torch.stack([data[inside], key[inside]]), spread
 
     def _fit(self, regression: LeaveOneOutRegression, targets: Tensor, seed: int) -> None:
-        """Raises the marginal likelihood of random outputs on random images; of all at once it would be a sum over too many."""
+        """Raises the marginal likelihood of random outputs on random images.
+
+        All outputs at once would be a sum over too many.
+        """
         generator = torch.Generator().manual_seed(seed)
         rows = torch.randperm(targets.shape[0], generator=generator)[: self.max_fit].to(targets.device)
         data, output = targets.indices()
@@ -201,7 +207,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         regression.fit(dense, self.fit_steps, rows=rows)
 
     def _new_influence(self, regression: LeaveOneOutRegression, own: slice) -> Tensor:
-        """The rows ``(n, N)`` of the images of this process of the matrix that maps targets to predictions."""
+        """Returns this process's rows ``(n, N)`` of the matrix from targets to predictions."""
         identity = torch.eye(len(regression.inputs), dtype=torch.float64, device=regression.inputs.device)
         if not self.leave_out:
             assert self._images is not None
@@ -212,7 +218,7 @@ class PlaceRegression(LearnedAffinity[Candidates]):
         return regression.covariance.leave_one_out(identity)[0][own]
 
     def _candidates(self, influence: Tensor) -> Candidates:
-        """The best places by predictions that are so many times ``(n, N)`` the targets."""
+        """Returns the best places by predictions: ``(n, N)`` times the targets."""
         assert self._targets is not None
         outputs = self._targets.t().coalesce().to(influence.dtype)
         num_objects = outputs.shape[0] // self.canvas.num_places

@@ -1,4 +1,4 @@
-"""Where objects may lie, by comparing them with the image: at all places, or near those that another affinity names."""
+"""Places of objects by comparison with the image, everywhere or nearby."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ class PlaceScan:
         return self._candidates(self._images(batch), None)
 
     def beside(self, batch: SearchBatch, places: Tensor, rank: Tensor | None = None) -> Candidates:
-        """Candidates to be put into scenes of places ``(N, H)``, -1 for absent objects, and depth ranks ``(N, H)``.
+        """Returns candidates to be added to scenes.
+
+        Scenes have places ``(N, H)``, -1 for absent objects, and depth ranks ``(N, H)``.
 
         Objects are compared with what the scene makes of the image, not with the bare background. Where others lie they may be hidden, so
         no mask counts as more probable than not. Which entries are compared (``min_mask``) does not depend on that.
@@ -85,7 +87,7 @@ class PlaceScan:
 
 
 class RefinedPlaces:
-    """Moves the candidates of another affinity to the best place nearby: it says where to look, a scan of a few pixels looks.
+    """Moves another affinity's candidates to the best place nearby.
 
     Which objects are selected remains the affinity's choice: its scores are passed on.
 

@@ -20,12 +20,13 @@ _MAX_STATES = 2**16
 
 
 class PlacementSelection(AffinitySearch):
-    r"""Selects :math:`H'` objects of each data point with candidate places, and proposes all scenes of these.
+    """Selects :math:`H'` objects with candidate places and proposes all scenes.
 
-    The score of an object is that of its best place. With :math:`r` of the :math:`H'` slots given to chance, the :math:`H' - r` objects of
-    largest score and :math:`r` random others are selected, each with its ``C`` best places. The proposals are all states in which every
-    selected object is absent or at one of its places, :math:`(1 + C)^{H'}` of them if ``max_active`` allows. In addition, each selected
-    object is put at each of its places in the best states that the population holds already, which so can outgrow :math:`H'` objects.
+    The score of an object is that of its best place. :math:`r` of the :math:`H'` slots are given to chance. So the
+    :math:`H' - r` objects of largest score and :math:`r` random others are selected, each with its ``C`` best places.
+    The proposals are all states in which every selected object is absent or at one of its places: :math:`(1 +
+    C)^{H'}` if ``max_active`` allows. In addition, each selected object is put at each of its places in the best
+    states of the population. Scenes can so outgrow :math:`H'` objects.
 
     Example:
         >>> scenes = occluded_scenes(generated_objects(2, 3), 10, (8, 8), presence=0.5, wrap=True)
@@ -76,7 +77,10 @@ class PlacementSelection(AffinitySearch):
         self.explore, self.explore_places, self.generator = explore, explore_places, generator
 
     def propose(self, batch: SearchBatch) -> Population:
-        """Scenes of the selected objects, and the best states with one of these put in; repetitions are left to the merge."""
+        """Proposes scenes of selected objects, and best states with one added.
+
+        Repetitions are left to the merge.
+        """
         objects, places = self.select(batch)
         space, num_places = batch.space, places.shape[-1]
         singles = _placed(space, objects.unsqueeze(-1).expand_as(places), places)
@@ -118,7 +122,7 @@ class PlacementSelection(AffinitySearch):
         return objects, places
 
     def _extended(self, population: Population, objects: Tensor, singles: Tensor) -> Tensor:
-        """The best states with each of the objects ``(N, K)`` at its place instead of wherever it was."""
+        """Puts the objects ``(N, K)`` at their places in the best states."""
         space, number = population.space, min(self.extended, population.num_states)
         best = population.log_joint.topk(number, 1).indices
         parents = population.take(best).unsqueeze(2)
@@ -127,7 +131,10 @@ class PlacementSelection(AffinitySearch):
 
 
 def _placed(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
-    """Packed states ``(..., W)`` with one object present at a place; all bits of its fields for place -1."""
+    """Returns packed states ``(..., W)`` with one object at a place.
+
+    Place -1 sets all bits of its fields.
+    """
     num_objects, _ = scene_sizes(space)
     words = places.new_zeros(*places.shape, space.num_words)
     full = places < 0
@@ -140,7 +147,7 @@ def _placed(space: StateSpace, objects: Tensor, places: Tensor) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _choices(num_selected: int, num_places: int, max_active: int | None) -> Tensor:
-    """All ways to leave each selected object out, 0, or to put it at one of its places, ``(S, num_selected)``."""
+    """Returns all choices ``(S, num_selected)``: 0 for absent, else a place."""
     limit = num_selected if max_active is None else min(max_active, num_selected)
     size = sum(math.comb(num_selected, k) * num_places**k for k in range(limit + 1))
     if size > _MAX_STATES:

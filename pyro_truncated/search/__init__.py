@@ -1,4 +1,4 @@
-"""Searches: strategies that propose better states for the populations of a batch of data points."""
+"""Searches: strategies that propose better states for populations."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

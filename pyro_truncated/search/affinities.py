@@ -1,4 +1,4 @@
-"""Affinities: scores of the latents of every data point by which a preselection ranks them."""
+"""Affinities: scores by which a preselection ranks latents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ Affinity = Callable[[SearchBatch], Tensor]
 
 
 class AffinitySearch(Search):
-    """A search that ranks by something which may learn from data: what that has learned is forgotten, saved and restored with the search.
+    """A search that ranks by an affinity, which may learn from data.
+
+    What it has learned is forgotten, saved and restored with the search.
 
     Attributes:
         affinity: what ranks.
@@ -40,7 +42,7 @@ class AffinitySearch(Search):
         forget(self.affinity)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the generator, and what the affinity has learned of data."""
+        """Returns the generator's state and what the affinity has learned."""
         return {**super().state_dict(), "affinity": state_of(self.affinity)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -50,10 +52,10 @@ class AffinitySearch(Search):
 
 
 class Singletons:
-    r"""Log joint of the state in which one latent alone is active: :math:`f_{nh} = \log p(s = e_h, y_n)`.
+    r"""Log joint of single active latents: :math:`f_{nh} = \log p(s = e_h, y_n)`.
 
-    For latents of several values it is that of the state with this value alone; for a mixture it is the log joint of every class.
-    It works for every model and costs the evaluation of one state per option.
+    For latents of several values it is that of the state with this value alone. For a mixture it is the log joint of
+    every class. It works for every model and costs the evaluation of one state per option.
 
     Example:
         >>> search = Preselection(Singletons(), 4)  # for any model of binary latents
@@ -106,7 +108,9 @@ class _Dictionary(abc.ABC):
 
 
 class Projection(_Dictionary):
-    r"""Projection of the observation on the dictionary, :math:`f_{nh} = W_h^\top y_n`; missing (NaN) entries are left out.
+    r"""Projection of the observation on the dictionary, :math:`f_{nh} = W_h^\top y_n`.
+
+    Missing (NaN) entries are left out.
 
     Example:
         >>> model = BinarySparseCoding(16, 8)
@@ -122,7 +126,9 @@ class Projection(_Dictionary):
 
 
 class Cosine(_Dictionary):
-    r"""Cosine of the angle between observation and dictionary element, up to the norm of the observation, which does not change ranks.
+    r"""Cosine of observation and dictionary element, times the observation's norm.
+
+    The norm does not change ranks.
 
     .. math:: f_{nh} = W_h^\top y_n / \|W_h\|
 

@@ -17,14 +17,16 @@ from pyro_truncated.utils.console import note_once
 
 
 class AutomaticSearch(Search):
-    """Chooses the search by the space it meets, and says so in one line.
+    """Chooses the search by the space, and logs its choice.
 
-    Spaces that have not more states than a step of the :class:`ConditionalSearch` scores are searched exhaustively
-    (:class:`ExhaustiveSearch`), others by the conditional search. Of many binary latents its changes at random hit few that matter, and
-    :class:`CombinedFlips` help: in sums of causes that are independent a priori, observed under
-    :class:`~pyro_truncated.distributions.LinearSuperposition`, of more than 64 both are used, of more than 256 the flips alone; in other
-    models of more than 256 both, because flips of single latents lead nowhere where neighbours agree, as in sticky chains. Populations
-    that hold the whole space are left as they are, as by every search.
+    Spaces with no more states than a step of the :class:`ConditionalSearch` scores are searched by
+    :class:`ExhaustiveSearch`, others by the conditional search. Its random changes rarely hit the few relevant ones
+    of many binary latents. There :class:`CombinedFlips` help.
+
+    Additive causes are independent a priori and observed under
+    :class:`~pyro_truncated.distributions.LinearSuperposition`. Of more than 64 such causes both searches are used, of
+    more than 256 the flips alone. Other models of more than 256 binary latents use both, because single flips lead
+    nowhere where neighbours agree, as in sticky chains. Populations that hold the whole space are left as they are.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -62,7 +64,10 @@ class AutomaticSearch(Search):
         return self._choose(batch).step(batch)
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """What the chosen search makes of the populations; one exhaustive step is as good as many."""
+        """Improves populations by the chosen search.
+
+        One exhaustive step is as good as many.
+        """
         search = self._choose(batch)
         return search.improve(batch, 1 if isinstance(search, ExhaustiveSearch) else steps)
 
@@ -85,5 +90,5 @@ class AutomaticSearch(Search):
 
 
 def is_of_many(space: StateSpace) -> bool:
-    """Whether a space has so many binary latents that all flips of one state are worth more than some of many."""
+    """Whether a space has too many binary latents for random flips."""
     return space.is_binary and space.num_latents > AutomaticSearch.MANY

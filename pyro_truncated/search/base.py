@@ -1,4 +1,4 @@
-"""What a search is: a strategy that proposes states for the populations of a batch of data points."""
+"""The interface of searches, which propose states for populations."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW_PROPOSED = 256
 
 @dataclasses.dataclass(frozen=True)
 class SearchBatch:
-    """What a search gets to see: the populations of ``N`` data points and a way to score states.
+    """What a search sees: populations of ``N`` data points, and scores.
 
     Example:
         >>> space = StateSpace([2, 2])
@@ -34,25 +34,25 @@ class SearchBatch:
 
     Attributes:
         population: current populations, log joints up to date.
-        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. It may have an attribute
-            ``flip_gains`` that maps one state of each data point ``(N, num_words)`` to what flipping each of its latents changes,
-            ``(N, L)``, or to ``None`` where scoring the flips is as cheap; and ``with_moments`` that maps states to their log joints and
-            the :class:`.Moments` of the observations in many of them, or ``None`` where these are not known.
+        score: maps packed states ``(N, C, num_words)`` to their log joints ``(N, C)``, for any ``C``. An attribute ``flip_gains`` maps a
+            state of each data point ``(N, num_words)`` to the gain of each single flip, ``(N, L)``. It gives ``None`` where scoring the
+            flips is as cheap. An attribute ``with_moments`` maps states to their log joints and the :class:`.Moments` of the observations
+            in many of them, or ``None`` if unknown.
         observations: the batch's observed values by site name, data points first.
         marginals: posterior probabilities that the latents are active, ``(N, L)``, where they are known otherwise than from the
             populations: a sampler's, say.
         is_new: whether these are new data, of which a search that learns from data shall not learn.
         first_position: position of the first data point among all data, where those of other processes come before it.
-        random: the seeds of this search; they go with :attr:`positions`, so that what is drawn for a data point does not depend on which
-            others are in the batch. Without it, seeds come from the search's own generator or torch's global one.
-        mean_active: mean probability that a latent is active, ``(L,)``, over all data points that are searched at a time, those in other
-            blocks and processes too, for searches that take it.
+        random: the seeds of this search. With :attr:`positions` they make draws for a data point independent of the batch. Without it,
+            seeds come from the search's own generator or torch's global one.
+        mean_active: mean probability that a latent is active, ``(L,)``, over all data points searched at a time, also those in other
+            blocks and processes, for searches that take it.
         is_spread: whether other processes search other data points at the same time.
-        is_met: whether a search that learns from data has met all that are searched at a time, and shall learn no more from this block.
-        is_linear: whether the latents are binary causes that are independent a priori, and the sum of what they cause is observed, under
+        is_met: whether a search that learns from data has met all that are searched at a time. Then it learns no more from this block.
+        is_linear: whether the latents are binary causes, independent a priori, whose sum is observed under
             :class:`~pyro_truncated.distributions.LinearSuperposition`.
-        moments: of the observations in states that the populations had when the search began, for searches that take them: in all, or,
-            where the means do not fit the memory budget, of some of the data points in each.
+        moments: moments of the observations in the populations' first states, for searches that take them. Where the means do not fit the
+            memory budget, they are of some data points only.
     """
 
     population: Population
@@ -70,22 +70,22 @@ class SearchBatch:
 
     @functools.cached_property
     def positions(self) -> Tensor:
-        """Positions ``(N,)`` of the data points among all data, by which random numbers are keyed."""
+        """Positions ``(N,)`` of the data points among all, which key random numbers."""
         indices, device = self.population.indices, self.population.words.device
         if indices is None:
             return _in_order(self.first_position, len(self.population), device)
         return self.first_position + indices.to(device).long()
 
     def draws(self, generator: torch.Generator | None) -> dict[str, Any]:
-        """What operators draw with: the arguments ``rows`` and ``generator``, for a search that may have a generator of its own."""
+        """Returns the arguments ``rows`` and ``generator`` of random operators."""
         return {"rows": self.positions, "generator": self.source(generator)}
 
     def source(self, generator: torch.Generator | None) -> ops.Source:
-        """Where a search that may have a generator of its own takes its seeds from."""
+        """Returns the source of seeds for a search."""
         return generator if self.random is None else self.random.branch(generator)
 
     def activity(self) -> Tensor:
-        """Mean probability that a latent is active, ``(L,)``: :attr:`mean_active`, by default that of this batch."""
+        """Returns :attr:`mean_active` ``(L,)``, by default that of this batch."""
         return self.population.marginals().mean(0) if self.mean_active is None else self.mean_active
 
     @property
@@ -98,7 +98,7 @@ class SearchBatch:
         return dataclasses.replace(self.population, words=words, log_joint=self.score(words))
 
     def scored_with_moments(self, words: Tensor) -> tuple[Population, Moments | None]:
-        """The same, and the moments of the observations in many of these states, where they are known."""
+        """Returns scored states and the known moments of observations in them."""
         with_moments = getattr(self.score, "with_moments", None)
         log_joint, moments = (self.score(words), None) if with_moments is None else with_moments(words)
         return dataclasses.replace(self.population, words=words, log_joint=log_joint), moments
@@ -111,22 +111,22 @@ def _in_order(first: int, number: int, device: torch.device) -> Tensor:
 
 
 class Stateful:
-    """What changes while it is used: it may have a ``generator`` of its own, and learn from the data that it meets."""
+    """An object with its own generator, or that learns from data."""
 
     def forget(self) -> None:
-        """Forgets what has been learned of data, so that it can be used for others; most searches learn nothing."""
+        """Forgets what was learned of data; most searches learn nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has been learned of data, and the state of the generator if there is one of its own: what checkpoints save.
+        """Returns what was learned of data, and the generator's state.
 
-        It is made of tensors, numbers, strings, lists and dictionaries. Whoever learns more adds to it; states of generators are named
-        ``generator``, as they are on the CPU wherever the data are.
+        It holds tensors, numbers, strings, lists and dictionaries. Subclasses that learn more add to it. States of generators are named
+        ``generator``, and are as on the CPU.
         """
         generator: torch.Generator | None = getattr(self, "generator", None)
         return {} if generator is None else {"generator": generator.get_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes back what :meth:`state_dict` has returned, perhaps in another process, and goes on from there."""
+        """Restores what :meth:`state_dict` returned, perhaps in another process."""
         generator: torch.Generator | None = getattr(self, "generator", None)
         if generator is not None and "generator" in state:
             generator.set_state(state["generator"])
@@ -136,8 +136,8 @@ class Search(Described, Stateful, abc.ABC):
     """Proposes states; the best distinct ones of population and proposals survive.
 
     Searches add up: ``a + b`` lets both propose for the same populations. A search that learns from data has :meth:`forget`,
-    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities. A search that wraps another one passes on what that one asks
-    for (:attr:`takes_activity`, :attr:`takes_moments`, :attr:`learns`): without, it is given none of it.
+    :meth:`state_dict` and :meth:`load_state_dict`, and so have affinities. A search that wraps another one passes on its requests
+    (:attr:`takes_activity`, :attr:`takes_moments`, :attr:`learns`).
 
     Example:
         >>> class Neighbours(Search):
@@ -165,32 +165,32 @@ class Search(Described, Stateful, abc.ABC):
         return False
 
     def most_proposed(self, num_states: int) -> int:
-        """How many states it proposes at a time for a data point with so many, roughly: blocks on a device go by it."""
+        """Returns roughly how many states it proposes per data point."""
         return max(_FEW_PROPOSED, 4 * num_states)
 
     def check_space(self, space: StateSpace) -> None:
-        """Refuses a space in which the search can propose nothing, before any work is done.
+        """Refuses a space in which the search can propose nothing.
 
         Raises:
             ValueError: naming the search and the space.
         """
 
     def meet(self, batch: SearchBatch) -> None:
-        """Learns from shards of data, once for all that are searched at a time; all processes call it, also those that have none of them.
+        """Learns from shards of data, once for all; every process calls it.
 
         Searches that learn from whole data do so where they propose.
         """
 
     @abc.abstractmethod
     def propose(self, batch: SearchBatch) -> Population:
-        """Candidate states of every data point with their log joints, ``(N, C)``; repetitions are allowed."""
+        """Returns candidates with log joints, ``(N, C)``; repetitions are allowed."""
 
     def step(self, batch: SearchBatch) -> Population:
-        """The improved populations: by default the union of population and proposals cut down to the best, so no free energy ever falls."""
+        """Returns the best of old states and proposals: free energies never fall."""
         return batch.population.merge(self.propose(batch))
 
     def improve(self, batch: SearchBatch, steps: int = 1) -> Population:
-        """The populations after some steps. Where they hold the whole space there is nothing to find, and nothing is done."""
+        """Returns the populations after some steps; whole spaces stay unchanged."""
         for _ in range(0 if batch.population.is_complete else steps):
             batch = dataclasses.replace(batch, population=self.step(batch))
         return batch.population
@@ -211,12 +211,12 @@ def check_search(search: object) -> None:
 
 
 def forget(part: object) -> None:
-    """Lets a part of a search, such as an affinity, forget what it has learned of data, if it has a method ``forget``."""
+    """Calls ``forget`` of a part of a search, if it has one."""
     getattr(part, "forget", lambda: None)()
 
 
 def state_of(part: object) -> dict[str, Any]:
-    """What a part of a search, such as an affinity, has learned; empty of functions that learn nothing."""
+    """Returns what a part of a search has learned; empty if nothing."""
     return dict(getattr(part, "state_dict", dict)())
 
 

@@ -1,4 +1,4 @@
-"""Combined flips: the most promising changes of the best state, in all combinations."""
+"""Combined flips: the best changes of the best state, in all combinations."""
 
 from __future__ import annotations
 
@@ -18,19 +18,23 @@ _AT_A_TIME = 256
 
 
 class CombinedFlips(Search):
-    r"""Scores every flip of one latent of the best state, and combines the best of these flips: for many binary latents.
+    r"""Combines the best single flips of the best state.
+
+    It is for many binary latents.
 
     With the best state :math:`s^*` of a population and its flips :math:`s^* \oplus e_h`, the :math:`H'` latents of largest
 
     .. math:: \log p(s^* \oplus e_h, y_n) - \log p(s^*, y_n)
 
-    form the selection :math:`I_n`, and the proposals are :math:`\{s^* \oplus e_J : J \subseteq I_n\}`. The difference says how
-    uncertain a latent is given all others, under any model: what explains the rest of an observation best is tried, and so is to do without
-    what hardly helps. The best of the proposals is where the next round begins. A round takes :math:`H + 2^{H'}` scores per data point.
-    Changes at random, as those of :class:`EvolutionarySearch` and :class:`ConditionalSearch`, hardly ever hit the few of a thousand latents
-    that matter; where there are few latents those searches look around more widely. Of sums of causes
-    (:class:`~pyro_truncated.distributions.LinearSuperposition`) flips are not scored one by one: all those of a state with ``k`` active
-    latents take :math:`O(kH)`.
+    form the selection :math:`I_n`, and the proposals are :math:`\{s^* \oplus e_J : J \subseteq I_n\}`. The difference
+    says how uncertain a latent is given all others, under any model. So latents that best explain the residual are
+    tried, and those that hardly help are removed. The best proposal begins the next round. A round takes :math:`H +
+    2^{H'}` scores per data point.
+
+    :class:`EvolutionarySearch` and :class:`ConditionalSearch` rarely hit the few relevant ones of a thousand latents;
+    where there are few latents they look around more widely. For sums of causes
+    (:class:`~pyro_truncated.distributions.LinearSuperposition`) all flips of a state with ``k`` active latents take
+    :math:`O(kH)`.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -67,7 +71,10 @@ class CombinedFlips(Search):
         return join(found)
 
     def _around(self, best: Tensor, batch: SearchBatch) -> Population:
-        """States ``(N, W)`` with all combinations of their most promising flips; they themselves come first."""
+        """Returns ``(N, W)`` states with all combinations of their best flips.
+
+        The states themselves come first.
+        """
         states = best.unsqueeze(1)
         flip_gains = getattr(batch.score, "flip_gains", None)
         gains = None if flip_gains is None else flip_gains(best)

@@ -1,4 +1,4 @@
-"""Conditional search: runs of latents are replaced, and the others follow by their full conditionals."""
+"""Conditional search: runs of latents change, others follow their full conditionals."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ _IMPOSSIBLE = -1e30  # stands for a log joint of minus infinity in differences
 
 
 class ConditionalSearch(Search):
-    r"""Scores the neighbours of good states, and draws others from the full conditionals that these scores are.
+    r"""Scores neighbours of good states and samples from their full conditionals.
 
-    The log joints of all states that differ from a state :math:`s` in one latent are, up to a constant, its full conditionals
+    The log joints of all states that differ from :math:`s` in one latent are, up to a constant, its full conditionals
     :math:`p(s_l \mid s_{-l}, y_n)`, under any model. A step of ``C`` candidates per data point
 
-    1. draws states of the population, good ones more often (their ranks by log joint are log-uniform), and changes them in one latent
-       or in a run of neighbouring latents, which takes a common value, the values of another state, or values from elsewhere in it:
-       a pattern goes on, a boundary moves;
-    2. scores these, and all changes of a single latent (where they are too many, randomly chosen ones) of a few of them and of a few
-       states of the population;
-    3. draws the other candidates from the products of these full conditionals, :math:`\prod_l p(s_l \mid s_{-l}, y_n)`, in which no
-       latent takes the value again that it had before step 1: the latents around a change follow it, so that blocks change together,
-       and changes that do not interact are combined.
+    1. draws states of the population, good ones more often (ranks by log joint are log-uniform), and changes one
+    latent or a run of neighbouring latents. The run takes a common value, the values of another state, or values from
+    elsewhere in it: a pattern goes on, a boundary moves;
+    2. scores these, and all changes of a single latent of a few of them and of a few states of the population (a
+    random part if there are too many);
+    3. draws the other candidates from the products of these full conditionals, :math:`\prod_l p(s_l \mid s_{-l},
+    y_n)`. No latent returns to its value before step 1. So the latents around a change follow it, and changes that do
+    not interact are combined.
 
-    Nothing but the runs depends on the order of the latents. Where the interactions of a model are known and simple, plain enumeration
-    is the better tool: for Markov chains (``pyro.markov`` and ``TraceEnum_ELBO``) it is exact at a cost that is linear in their length.
+    Only the runs depend on the order of the latents. Where interactions are known and simple, plain enumeration is
+    better: for Markov chains (``pyro.markov`` and ``TraceEnum_ELBO``) it is exact and linear in their length.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -46,8 +46,8 @@ class ConditionalSearch(Search):
         >>> guide = AutoTruncated(model, num_states=16).infer(y, ConditionalSearch(64), steps=2)
 
     Args:
-        num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S`` states, so that
-            large populations fill in as many steps as small ones.
+        num_candidates: states scored per data point and step, ``C``; default: ``256 + 2 S`` for populations of ``S``
+            states, so that large populations fill as fast as small ones.
         generator: source of randomness; default: torch's global generator.
 
     Raises:
@@ -61,7 +61,7 @@ class ConditionalSearch(Search):
         self.generator = generator
 
     def candidates_of(self, num_states: int) -> int:
-        """States scored per data point and step for populations of so many states, up to rounding."""
+        """Returns states scored per data point and step, up to rounding."""
         return self.num_candidates or 256 + 2 * num_states
 
     def most_proposed(self, num_states: int) -> int:
@@ -69,7 +69,10 @@ class ConditionalSearch(Search):
         return 3 * self.candidates_of(num_states)
 
     def propose(self, batch: SearchBatch) -> Population:
-        """Changed states, neighbours, and draws from their full conditionals, at least ``C`` per data point."""
+        """Proposes at least ``C`` states per data point.
+
+        They are changed states, neighbours, and draws from full conditionals.
+        """
         population, space = batch.population, batch.space
         draws = batch.draws(self.generator)
         moves = moves_of(space, population.words.device)
@@ -97,13 +100,13 @@ class ConditionalSearch(Search):
 
 
 def _shares(size: int, num_moves: int) -> tuple[int, int]:
-    """How many states get their neighbours scored, at least two, and how many each."""
+    """Returns how many states get neighbours scored, and how many neighbours each."""
     num_parents = max(2, size // num_moves)
     return num_parents, max(1, min(num_moves, size // num_parents))
 
 
 def _members(population: Population, count: int, draws: dict[str, Any]) -> Tensor:
-    """States of the populations, ``(N, count, W)``, whose ranks by log joint are log-uniform: all orders of magnitude count alike."""
+    """Draws states of the populations, ``(N, count, W)``, by log-uniform ranks."""
     rank = (ops.uniform(shape=(count,), **draws) * math.log(population.num_states + 1)).exp().long().clamp(max=population.num_states) - 1
     # Equal ones, impossible ones too, in the same order on every device.
     place = population.log_joint.argsort(dim=1, descending=True, stable=True).gather(1, rank)
@@ -111,7 +114,10 @@ def _members(population: Population, count: int, draws: dict[str, Any]) -> Tenso
 
 
 def _changed(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """States ``(N, C, W)`` with one latent changed, or a run of them; no state stays what it was."""
+    """Returns states ``(N, C, W)`` with one latent changed, or a run.
+
+    No state stays what it was.
+    """
     replaced = runs.replace(words, others, space, draws)
     single = ops.uniform(shape=words.shape[1:2], **draws) < 0.25
     single |= (replaced == words).all(-1)
@@ -127,7 +133,10 @@ def _choice(parents: Tensor, count: int, chosen: int, draws: dict[str, Any]) -> 
 
 
 def _conditionals(before: Tensor, parents: Tensor, gain: Tensor, latent: Tensor, value: Tensor, space: StateSpace) -> Tensor:
-    """Full conditionals of states, ``(N * P, L, V)``, of the values that were scored; a latent that has changed stays changed."""
+    """Returns full conditionals of scored values, ``(N * P, L, V)``.
+
+    A changed latent stays changed.
+    """
     shape = (*parents.shape[:2], space.num_latents, max(space.cardinalities))
     table = gain.new_full(shape, -math.inf)
     now, past = (space.unpack(words, torch.int64).unsqueeze(-1) for words in (parents, before))

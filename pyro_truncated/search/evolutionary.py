@@ -21,11 +21,13 @@ Mutation = Literal["randflips", "sparseflips"]
 
 
 class EvolutionarySearch(Search):
-    r"""Lets the states of every data point breed, after Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization".
+    """Evolves the states of each data point by selection, crossover and mutation.
 
-    Each generation selects ``parents`` distinct states per data point, makes children of them and scores these once. The parents of
-    the next generation are selected from these children, as in the paper's algorithm 1 (with ``overlapping``, from all states so
-    far); the children of all generations are proposed. The paper names the variants by the operators they use:
+    After Guiraud, Drefs & Lücke (2018), "Evolutionary Expectation Maximization".
+
+    Each generation selects ``parents`` distinct states per data point, makes children and scores these once. The next
+    parents are selected from these children, as in the paper's algorithm 1, or with ``overlapping`` from all states
+    so far. The children of all generations are proposed. The paper names the variants by their operators:
 
     ====================  ==========================================================================================
     ``"fitparents"``      parents in proportion to fitness, equation (7), see :func:`~pyro_truncated.ops.select_parents`
@@ -35,12 +37,11 @@ class EvolutionarySearch(Search):
     ``"sparseflips"``     flips that pull the children's activity towards a target, see :func:`~pyro_truncated.ops.flip_sparse`
     ====================  ==========================================================================================
 
-    Nothing but the default target activity depends on how the data are split into batches; nothing at all on how these are split into
-    blocks or shared out to processes.
+    Only the default target activity depends on the batches of data. Nothing depends on blocks or processes.
 
-    ``EvolutionarySearch()``, in which nothing is named but perhaps a generator, is no algorithm of the paper's: it is the
-    :class:`AutomaticSearch`, which scales with the populations and copes with broad posteriors of categorical latents. As soon as one
-    of the others is named, the paper's algorithm runs, with 8 parents, 7 children and 2 generations unless told otherwise.
+    ``EvolutionarySearch()``, in which nothing but perhaps a generator is named, is no algorithm of the paper. It is
+    the :class:`AutomaticSearch`, which also copes with broad posteriors of categorical latents. With any other
+    argument the paper's algorithm runs, with 8 parents, 7 children and 2 generations by default.
 
     Example:
         >>> search = EvolutionarySearch(parents=4, children=3, mutation="sparseflips", crossover=True)
@@ -52,18 +53,18 @@ class EvolutionarySearch(Search):
 
     Args:
         parents: number of parents per data point (8); all states of a population that holds fewer.
-        children: mutated copies of each parent (7); with crossover the number follows from that of the pairs and this is not used:
-            ``parents * (parents - 1)`` children in all, so that 8 parents have 56 children either way. A single parent, or a single
-            latent, cannot be crossed and has mutated copies.
+        children: mutated copies of each parent (7). With crossover there are ``parents * (parents - 1)`` children in
+            all, so that 8 parents have 56 children either way. A single parent, or a single latent, cannot be crossed
+            and has mutated copies.
         generations: number of generations (2).
         selection: ``"fitparents"`` or ``"randparents"``.
         crossover: whether children come from pairs of parents.
         mutation: ``"randflips"`` or ``"sparseflips"``.
-        overlapping: whether states of the population and of earlier generations can be parents in later generations too, which
-            often finds good states in slightly fewer generations.
+        overlapping: whether states of the population and of earlier generations can be parents in later generations.
+            This often finds good states in slightly fewer generations.
         flip_probability: mean probability of a flip in ``"sparseflips"``; default ``1 / L``, one flip per child.
-        target_activity: mean number of active binary latents that ``"sparseflips"`` aims at; default: their mean number under the
-            current truncated posteriors of the batch, the sparsity learned by the model.
+        target_activity: mean number of active binary latents that ``"sparseflips"`` aims at. Default: their mean
+            number under the truncated posteriors of the batch, the sparsity learned by the model.
         generator: source of randomness; default: torch's global generator.
 
     Raises:
@@ -143,7 +144,10 @@ class EvolutionarySearch(Search):
         return super().__repr__() if self._automatic is None else f"EvolutionarySearch({self._automatic.chosen or ''})"
 
     def _target(self, batch: SearchBatch) -> float:
-        """Mean number of active binary latents; latents of more values have no activity to steer."""
+        """Returns the target number of active binary latents.
+
+        Latents of more values have no activity to steer.
+        """
         binary = batch.space.cardinality == 2
         if self.target_activity is not None:
             if self.target_activity > int(binary.sum()):
@@ -156,7 +160,7 @@ class EvolutionarySearch(Search):
         return float(activity[batch.space.fields.on(activity.device, "binary")].sum())
 
     def _words_drawn(self, pool: Population) -> list[int]:
-        """How many random words per data point the operators of all generations take, one after the other."""
+        """Returns how many random words per data point all operators take."""
         counts: list[int] = []
         num_states = pool.num_states
         for _ in range(self.generations):

@@ -18,7 +18,9 @@ _BYTES_PER_STATE = 64  # of packing, scoring and merging
 
 
 class ExhaustiveSearch(Search):
-    """Scores all states of the space and keeps the best; exact EM where a population holds the whole space.
+    """Scores all states of the space and keeps the best.
+
+    It is exact EM where a population holds the whole space.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data
@@ -38,7 +40,10 @@ class ExhaustiveSearch(Search):
         self.max_states = check_count("max_states", max_states)
 
     def propose(self, batch: SearchBatch) -> Population:
-        """All states, ``(N, space.size)``: for small spaces and batches only, :meth:`step` needs no such memory."""
+        """Returns all states, ``(N, space.size)``, for small spaces and batches.
+
+        :meth:`step` needs no such memory.
+        """
         return join([batch.scored(words) for words in self._blocks(batch)])
 
     def step(self, batch: SearchBatch) -> Population:

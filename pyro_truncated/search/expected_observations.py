@@ -1,4 +1,4 @@
-"""What a model expects to observe in a state, as a quadratic function that all data points share, and likelihoods that follow."""
+"""Moments of observations as quadratic functions of states, and their likelihoods."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ _MOST_ROWS = 512
 
 
 class ExpectedObservations:
-    r"""The means of observations as a quadratic function of binary states, by a ridge regression on all states that were scored.
+    r"""Regresses means of observations on binary states, for all data points.
+
+    The functions are quadratic, fitted by ridge regression on all scored states.
 
     .. math:: \mathbb E[y \mid s] \approx a + \sum_h s_h b_h + \sum_{h < k} s_h s_k c_{hk}
 
-    A score shows one number of a state of one data point; the means, as many as there are observed values, are of all data points.
-    So few scores tell how a model makes data, and with :math:`v` the mean variances of the observations,
+    A score shows one number of a state of one data point. The means are as many as the observed values, and are of
+    all data points. So few scores tell how a model makes data. With :math:`v` the mean variances of the observations,
 
     .. math:: \log p(y_n \mid s) \approx \text{const} - \tfrac12 \sum_d (y_{nd} - \mathbb E[y_d \mid s])^2 / v_d
 
@@ -126,7 +128,10 @@ class ApproximateLikelihoods(NamedTuple):
     pairs: Tensor
 
     def __call__(self, states: Tensor) -> Tensor:
-        """Log likelihoods ``(n, M)`` of states ``(n, M, H)``, but for a constant of each data point."""
+        """Returns log likelihoods ``(n, M)`` of states ``(n, M, H)``.
+
+        They lack a constant of each data point.
+        """
         values = torch.empty(states.shape[:2], dtype=torch.float64, device=states.device)
         for rows in blocks_of_rows(len(states), 8 * states.shape[1] * self.linear.numel()):
             some, here = states[rows].float(), self._replace(observed=self.observed[rows])
@@ -151,7 +156,10 @@ class ApproximateLikelihoods(NamedTuple):
         return QuadraticFunctions(linear + beside.effects, pairs + beside.pairs)
 
     def _shift(self, states: Tensor) -> Tensor:
-        """What latents add to the means by the others that are on in states ``(n, C, H)``, ``(n, C, H, R)``."""
+        """Returns interactions of latents with the active ones, ``(n, C, H, R)``.
+
+        States are ``(n, C, H)``.
+        """
         shift: Tensor = (states @ self.pairs.flatten(1)).unflatten(-1, self.pairs.shape[1:])
         return shift
 

@@ -1,4 +1,7 @@
-"""GP-select: a preselection whose affinity is learned, by Gaussian process regression from the data to the posterior's marginals."""
+"""GP-select: preselection whose affinity is a Gaussian process regression.
+
+It maps data to posterior marginals.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,18 @@ from pyro_truncated.utils.counts import check_counts
 
 
 class RegressionAffinity(LearnedAffinity[Tensor]):
-    r"""Predicts the posterior marginals of every data point from its observation and the marginals of all *other* data points.
+    r"""Predicts posterior marginals from observations and other data points.
 
-    Regression targets are the marginals :math:`\sum_s q_n(s) [s_h = 1]` of the populations as a batch brings them, with one Gaussian
-    process per latent (per value, where latents have several) and one kernel for all. The affinity is the leave-one-out mean:
-    a prediction that knew the data point's own marginals would select again whatever was selected before.
+    Targets are the marginals :math:`\sum_s q_n(s) [s_h = 1]` of the populations. There is one Gaussian process per
+    latent (or value), and one kernel for all. The affinity is the leave-one-out mean: a prediction that knew the data
+    point's own marginals would select again what was selected before.
 
-    Of data that are spread over processes (:func:`pyro_truncated.distributed.shard`) it learns what it would of all in one, at the first
-    step of a search. With a rank each process has its rows of one low-rank factor, whose kernel and pivots are chosen from up to 20 000
-    random data points, and sums of ``Q (Q + P)`` numbers travel; without one, all inputs and marginals do.
+    On several processes (:func:`pyro_truncated.distributed.shard`) it learns from all data at the first step of a
+    search. With a rank each process has its rows of one low-rank factor, and sums of ``Q (Q + P)`` numbers travel.
+    Kernel and pivots are chosen from up to 20 000 random data points. Without a rank all inputs and marginals travel.
 
-    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in the full data set.
+    The affinity remembers inputs and latest marginals of every data point it has met, by their ``indices`` in all
+    data.
 
     Example:
         >>> search = Preselection(RegressionAffinity(kernel="linear"), 4)  # what GPSelect(4, kernel="linear") is
@@ -43,9 +47,9 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         rank: rank of an incomplete Cholesky factor; default: exact, at :math:`O(N^3)` per fit and :math:`O(N^2)` memory.
         pivots: how data points are chosen for that factor, ``"variance"`` or ``"targets"``, see
             :class:`~pyro_truncated.gp.LeaveOneOutRegression`.
-        inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a
-            :class:`~pyro_truncated.search.SearchBatch`, of new data too; default: the observations, flattened. Missing (NaN) entries are
-            replaced by the mean of their column.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a
+            :class:`~pyro_truncated.search.SearchBatch`, of new data too. Default: the observations, flattened.
+            Missing (NaN) entries are replaced by the mean of their column.
         fit_steps: largest number of L-BFGS steps of a fit.
         max_fit: largest number of data points that a fit looks at, drawn at random; predictions use all.
         generator: source of randomness for the choice of these points; default: torch's global generator.
@@ -158,7 +162,7 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         return inputs.detach().double()
 
     def _train(self, visit: int, seed: int, batch: SearchBatch) -> None:
-        """Fits anew when it is due, or as soon as the data met are twice those of the last fit."""
+        """Fits anew when due, or when the data met have doubled."""
         assert self._memory is not None
         met = (self._memory.visits > 0).nonzero().squeeze(-1)
         number = sum(everyone_of(batch)(len(met)))
@@ -178,19 +182,19 @@ class RegressionAffinity(LearnedAffinity[Tensor]):
         self._share(self.regression)
 
     def _of_all(self, values: Tensor, rows: Tensor) -> Tensor:
-        """Remembered values at these rows, and those of other processes that the regression is fitted to."""
+        """Returns remembered values at these rows, and other processes' training values."""
         if not self._is_spread:
             return values[rows]
         return rows_of_all(values[rows], self._first_position + rows, self._seed, None if self.rank is None else MOST_ROWS)
 
     def _share(self, regression: LeaveOneOutRegression) -> None:
-        """Lets each process have the predictions of its own data points, where there are several."""
+        """Gives each of several processes the predictions of its data points."""
         assert self._memory is not None
         own = _filled(self._memory.inputs[self._trained_on], self._centre)
         self._spread = spread(regression, own) if self._is_spread else None
 
     def _predict(self, inputs: Tensor, rows: Tensor) -> Tensor:
-        """Leave-one-out means for remembered rows that the regression was trained on, ordinary predictions for the others (-1)."""
+        """Returns leave-one-out means for training rows, else predictions (-1)."""
         assert self._memory is not None
         assert self.regression is not None
         place = torch.full((len(self._memory.visits) + 1,), -1, dtype=torch.int64, device=rows.device)
@@ -221,12 +225,12 @@ class GPSelect(Preselection):
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
-        pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict the posterior's
-            marginals best, which takes longer and needs a smaller rank.
+        pivots: how data points are chosen for that factor: ``"variance"``, or ``"targets"`` for those that predict
+            the marginals best. The latter takes longer and needs a smaller rank.
         explore: mean share of the selected places given to chance, see :class:`Preselection`.
         merge: whether proposals join the population or replace it.
-        inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a batch; default: the
-            observations.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
+            default: the observations.
         max_active: largest number of active latents in a proposal.
         fit_steps: largest number of L-BFGS steps of a fit.
         generator: source of randomness; default: torch's global generator.

@@ -1,4 +1,4 @@
-"""Affinities that are learned, by Gaussian process regression from the data to the posteriors of the populations."""
+"""Affinities learned by Gaussian processes from data to posteriors."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ T = TypeVar("T")
 
 
 class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
-    """An affinity that learns from the data of a training run, and predicts for others from what it has learned.
+    """An affinity that learns from training data and predicts for others.
 
-    New data (``batch.is_new``, as in :meth:`AutoTruncated.infer <pyro_truncated.AutoTruncated.infer>`) are predicted and not remembered,
-    unless nothing else is known yet. When training goes on with other data, all that was learned is forgotten. What was learned is part
-    of :meth:`state_dict`, so that a run goes on from a checkpoint to the very numbers of one that was never interrupted.
+    New data (``batch.is_new``, as in :meth:`AutoTruncated.infer <pyro_truncated.AutoTruncated.infer>`) are predicted
+    and not remembered, unless nothing else is known. When training continues with other data, everything is
+    forgotten. What was learned is part of :meth:`state_dict`. So a run resumed from a checkpoint has the numbers of
+    one that was never interrupted.
 
     Attributes:
         regression: the Gaussian process regression, ``None`` before the first batch.
-        learns: that it does, and is to :meth:`meet` the data before it is asked for what is searched block by block or on shards. What it
-            keeps of this process's data points alone is in :meth:`state_dict` as :mod:`pyro_truncated.distributed.rows_in_states` says.
+        learns: that it has to :meth:`meet` the data first where they are searched in blocks or on shards. What it
+            keeps of this process's data points is in :meth:`state_dict` in the form of
+            :mod:`pyro_truncated.distributed.rows_in_states`.
     """
 
     learns: ClassVar[bool] = True
@@ -59,7 +61,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return self._predict_known(data, batch)
 
     def meet(self, batch: SearchBatch) -> None:
-        """Learns from all that is searched at a time, of shards of data together: what it has learned is the same on all processes."""
+        """Learns from all data searched at a time, of shards together.
+
+        All processes learn the same.
+        """
         data, everyone = self._data_of(batch), everyone_of(batch)
         if batch.is_new and self.regression is not None and not self._is_of_new_data:
             return
@@ -71,19 +76,25 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
             self._take_in(data, batch)
 
     def forget(self) -> None:
-        """Forgets all data, and what was fitted to them; a kernel that was given keeps its parameters."""
+        """Forgets all data and fits; a given kernel keeps its parameters."""
         self.regression = None
         self._is_of_new_data = self._has_met = False
 
     def state_dict(self) -> dict[str, Any]:
-        """All that was learned, the data remembered included; empty but for the generator if there is nothing."""
+        """Returns all that was learned, the remembered data included.
+
+        It is empty but for the generator if there is nothing.
+        """
         if self.regression is None:
             return super().state_dict()
         learned = {"is_of_new_data": self._is_of_new_data, "memory": self._memory_state(), "regression": self.regression.state_dict()}
         return {**super().state_dict(), **learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from where an affinity with the same arguments has been; of shards of data, on all processes at a time."""
+        """Restores an affinity with the same arguments.
+
+        Of shards of data it must be called on all processes.
+        """
         self.forget()
         super().load_state_dict(state)
         if "regression" in state:
@@ -95,7 +106,7 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         """What the batch shows to regress on, checked."""
 
     def _can_learn_from(self, batch: SearchBatch) -> bool:
-        """Whether a batch of training data is one to learn from; others are predicted."""
+        """Whether to learn from a batch of training data; others are predicted."""
         return True
 
     @abc.abstractmethod
@@ -104,10 +115,10 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _take_in(self, data: Tensor, batch: SearchBatch) -> None:
-        """Takes in the posteriors of a batch, and fits if it is due."""
+        """Stores the posteriors of a batch, and fits if due."""
 
     def _predict_met(self, data: Tensor, batch: SearchBatch) -> T:
-        """Predicts data points of a batch that it has met, or of which it could not learn."""
+        """Predicts met data points, or those of which it could not learn."""
         if not self._has_met or (batch.is_new and not self._is_of_new_data):
             return self._predict_new(data)
         if self._has_drawn():
@@ -116,12 +127,12 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
         return self._predict_known(data, batch)
 
     def _has_drawn(self) -> bool:
-        """Whether it has drawn a seed when it took in the last batch."""
+        """Whether it drew a seed when it took in the last batch."""
         return True
 
     @abc.abstractmethod
     def _predict_known(self, data: Tensor, batch: SearchBatch) -> T:
-        """Predicts each data point of a batch that it has taken in from the others."""
+        """Predicts each data point of a batch from the others."""
 
     @abc.abstractmethod
     def _predict_new(self, data: Tensor) -> T:
@@ -133,9 +144,12 @@ class LearnedAffinity(Stateful, abc.ABC, Generic[T]):
 
     @abc.abstractmethod
     def _remember(self, memory: Mapping[str, Any], regression: Mapping[str, Any]) -> LeaveOneOutRegression:
-        """Takes back what :meth:`_memory_state` has returned; returns a regression on the inputs that the last one had, in its state."""
+        """Restores :meth:`_memory_state`, and returns a regression in its state.
+
+        It is on the inputs of the last one.
+        """
 
 
 def everyone_of(batch: SearchBatch) -> Callable[[S], list[S]]:
-    """What makes of something that every process of a batch says the list of all that they say."""
+    """Returns a function that gathers what all processes of a batch say."""
     return world.gather if batch.is_spread else lambda value: [value]

@@ -1,4 +1,4 @@
-"""Mutations where good states and what other data points suggest disagree: for models whose scores are expensive."""
+"""Mutations where good states and predictions disagree, for expensive scores."""
 
 from __future__ import annotations
 
@@ -25,17 +25,21 @@ _MOST_FLIPS = 8
 
 
 class LearnedFlips(AffinitySearch):
-    r"""Flips latents of good states, above all those of which a regression on the data thinks otherwise; for expensive scores.
+    r"""Flips latents of good states where a regression predicts otherwise.
 
-    A Gaussian process predicts the posterior marginals :math:`p_{nh}` of every data point from its observation and the marginals of all
-    *other* data points, as in :class:`GPSelect`. A child is a state of the population, drawn by its posterior weight, in which a few
-    latents, a geometrically distributed number, are flipped; they are drawn without replacement in proportion to
+    It is for models with expensive scores.
+
+    A Gaussian process predicts the posterior marginals :math:`p_{nh}` of every data point from its observation and
+    the marginals of all *other* data points, as in :class:`GPSelect`. A child is a state of the population, drawn by
+    its posterior weight, with a geometrically distributed number of flips. Flips are drawn without replacement in
+    proportion to
 
     .. math:: \max(|p_{nh} - s_h|,\ 0.02).
 
-    One of the children is drawn from the predicted marginals instead. Each child is one score. Where a score takes a millisecond or more -
-    a renderer, a simulator, a network - this needs several times fewer of them than flips at random, the more so the more data points
-    can be learned from; where scores are cheap, the regression takes longer than it saves. For binary latents.
+    One of the children is drawn from the predicted marginals instead. Each child is one score. Where a score takes a
+    millisecond or more (a renderer, a simulator, a network) this needs several times fewer of them than random flips.
+    The gain grows with the data. Where scores are cheap, the regression takes longer than it saves. For binary
+    latents.
 
     Example:
         >>> y = linear_bars(40, 4, mean_active=2.0).data
@@ -48,8 +52,8 @@ class LearnedFlips(AffinitySearch):
         kernel: ``"linear"``, ``"rbf"``, ``"composition"`` or a kernel of :mod:`pyro.contrib.gp.kernels`.
         refit_every: visits of a data point between two fits of the kernel's parameters.
         rank: rank of an incomplete Cholesky factor; default: exact, for a few thousand data points.
-        inputs: what to regress on, ``(N, D)`` for the full data set, or a function that makes ``(n, D)`` of a batch; default: the
-            observations.
+        inputs: inputs of the regression, ``(N, D)`` for all data, or a function that makes ``(n, D)`` of a batch;
+            default: the observations.
         generator: source of randomness; default: torch's global generator.
 
     Raises:

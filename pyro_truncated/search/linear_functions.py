@@ -1,4 +1,4 @@
-"""The largest of very many linear functions of some features, of which most are not looked at."""
+"""Approximate maximum inner products: the largest of many linear functions."""
 
 from __future__ import annotations
 
@@ -31,11 +31,14 @@ _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 class LinearFunctions:
     """Finds the largest of very many linear functions of some features.
 
-    Up to three thousand functions, and for fewer than ten data points per function, all are looked at. Of more first the two groups of
-    functions that are largest on average, then the neighbours of the best ones found there: those functions that are largest where these
-    belong. Then sixteen groups, and neighbours again, for those data points whose largest function is low: a thirty-second part of them
-    after another, the lowest first, as long as two in a hundred gain a larger one. Where most of the first data points do, as where
-    functions are hardly apart, all others look at sixteen groups at once. Some of the largest are missed.
+    All are evaluated for up to three thousand functions, and for fewer than ten data points per function. For more
+    functions the search has three stages. First come the two groups of functions that are largest on average. Then
+    come the neighbours of the best functions found there. Last come sixteen more groups, and neighbours again, for
+    data points whose largest function is low.
+
+    The last stage takes a thirty-second part of the data points after another, lowest first, as long as 2 % of them
+    gain. If most of the first data points gain, all others get sixteen groups at once. Some of the largest are
+    missed.
 
     Example:
         >>> places = torch.randn(40, 2)
@@ -50,8 +53,9 @@ class LinearFunctions:
         features: where the functions belong, ``(K, F)``.
         group: asked for when it is needed: a group of similar functions for each, ``(K,)``, numbered from 0, none empty.
         num_data: of how many data points the largest functions will be looked for.
-        offset: asked for when it is needed: of features ``(N, F)`` what is added to all functions' values, ``(N,)``, so that those of
-            different data points can be compared, such as the log density of the data under the component that fits each best.
+        offset: a function of features ``(N, F)`` that returns a shift ``(N,)`` of all functions' values. It makes
+            values of different data points comparable. An example is the log density of the data under the component
+            that fits each best.
 
     Attributes:
         are_few: whether all are looked at, so that it is no use to know large ones.
@@ -78,7 +82,9 @@ class LinearFunctions:
         self.are_few = len(coefficients) <= _FEW or num_data < _ROWS_PER_FUNCTION * len(coefficients)
 
     def largest(self, features: Tensor, number: int, known: Tensor | None = None) -> Tensor:
-        """The ``number`` largest functions of each of some features ``(N, F)``, largest first, ``(N, number)``.
+        """Returns the ``number`` largest functions at features ``(N, F)``.
+
+        The shape is ``(N, number)``, largest first.
 
         Args:
             features: of the data points, ``(N, F)``.
@@ -87,8 +93,8 @@ class LinearFunctions:
                 are looked at.
 
         Raises:
-            ValueError: if features have another shape, there are not as many functions, or groups that are asked for are not numbers
-                ``(K,)`` from 0 of which none is left out; or for known functions that do not exist, or not of each data point.
+            ValueError: if features have another shape, there are too few functions, groups are not numbers ``(K,)``
+                from 0 without gaps, or known functions do not exist.
         """
         if features.dim() != 2 or features.shape[1] != self.coefficients.shape[1]:
             raise ValueError(f"features must have shape (N, {self.coefficients.shape[1]}); got {tuple(features.shape)}")
@@ -107,7 +113,7 @@ class LinearFunctions:
         return index
 
     def offset(self, features: Tensor) -> Tensor | None:
-        """What is added to the values of data points with such features ``(N, F)``, so that they can be compared, ``(N,)``, if anything."""
+        """Returns the shift ``(N,)`` that makes values of data points comparable."""
         return None if self._find_offset is None else self._find_offset(features)
 
     def _checked(self, known: Tensor, features: Tensor) -> Tensor:
@@ -118,7 +124,10 @@ class LinearFunctions:
         return known
 
     def _found(self, features: Tensor, number: int) -> Tensor:
-        """The largest where none is known; how to look for them is seen by the first data points that ever come."""
+        """Finds the largest functions without known ones.
+
+        The first data points decide how to search.
+        """
         if self._looks_at_all is None:
             some, rest = features.tensor_split([max(_SMALLEST, len(features) // _FIRST_PART)])
             index, share = self._sought(some, self._of_first_groups(some, number))
@@ -129,7 +138,10 @@ class LinearFunctions:
         return self._sought(features, self._of_first_groups(features, number))[0]
 
     def _sought(self, features: Tensor, first: Found, known: Tensor | None = None) -> tuple[Tensor, float]:
-        """The largest of what the first groups gave, of neighbours, and of more groups where these are low; the share that looked there."""
+        """Searches first groups, neighbours, and more groups where values are low.
+
+        Also returns the share that took more groups.
+        """
         value, index = self._walked(features, first, _DEPTH, known)
         offset, looked = self.offset(features), 0
         order = (value[:, 0] if offset is None else value[:, 0] + offset).argsort()
@@ -146,13 +158,13 @@ class LinearFunctions:
         return walked(features, self.coefficients, self._neighbours, *found, depth, known)
 
     def _are_apart(self, number: int) -> bool:
-        """Whether the groups that are looked at leave most functions out, and have as many as are asked for."""
+        """Whether the searched groups leave most functions out, yet hold enough."""
         sizes = self._sizes.sort().values
         looked_at = min(_LOOKED_AT, len(sizes))
         return bool((looked_at * sizes[-1] < len(self.coefficients)) & (sizes[:looked_at].sum() >= max(number, _NEIGHBOURS)))
 
     def _of_first_groups(self, features: Tensor, number: int) -> Found:
-        """The same of two groups, or of as many as have enough functions even if they are the smallest."""
+        """Searches two groups, or as many as surely hold enough functions."""
         too_few = int((self._sizes.sort().values.cumsum(0) < number).sum())
         return self._of_groups(features, number, max(_FIRST, too_few + 1))
 

@@ -1,4 +1,4 @@
-"""What the log joints of states that were scored say about others: a quadratic function for each data point, most of which all share."""
+"""Quadratic regression of log joints on states, mostly shared by data points."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SOLVED = 1e-24
 
 
 class Effects(NamedTuple):
-    """What all data points share: how linear effects depend on features, ``(H, Q)``, and the interactions of pairs, ``(H, H)``."""
+    """Shared effects: linear ones by features ``(H, Q)``, interactions ``(H, H)``."""
 
     linear: Tensor
     pairs: Tensor
@@ -31,14 +31,14 @@ class Effects(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """States of data points that have been scored; all is seen from the best one of each, whose log joint the function meets.
+    """Scored states of data points, relative to the best one of each.
 
     Attributes:
         states: ``(n, M, H)``, zeros and ones.
         log_joint: their log joints ``(n, M)``.
         features: of the data points, ``(n, Q)``.
-        explained: what is known of the log joints from elsewhere, ``(n, M)``, up to a constant of each data point; the function is of the
-            rest.
+        explained: log joints known from elsewhere, ``(n, M)``, up to a constant of each data point; the regression is
+            of the rest.
         best: the best state of each data point, ``(n, 1, H)``.
         gap: how far the log joints lie below its one, ``(n, M)``.
         steps: differences of the states from it.
@@ -67,13 +67,16 @@ class Trials:
     variance: Tensor = dataclasses.field(init=False)
 
     def change_of_flip(self) -> float | None:
-        """Median of how many nats, not explained, a flip changes if flips do so independently; none if there is nothing to compare."""
+        """Returns the median change of an independent flip, in nats not explained.
+
+        ``None`` if there is nothing to compare.
+        """
         flips = self.steps.abs().sum(-1)
         is_other = (flips > 0) & (self.gap < IMPOSSIBLE)
         return float((self.target[is_other].abs() / flips[is_other].sqrt()).median()) if bool(is_other.any()) else None
 
     def is_explained(self) -> bool:
-        """Whether what is known from elsewhere brings most of the possible states nearer than they lie below the best one."""
+        """Whether known log joints bring most possible states near their scores."""
         is_possible = self.log_joint > -IMPOSSIBLE
         nearer, farther = self.target.abs() < self.gap, self.target.abs() > self.gap
         return int((nearer & is_possible).sum()) >= int((farther & is_possible).sum())
@@ -91,19 +94,23 @@ class Trials:
 
 
 class LogJointRegression:
-    r"""Log joints as a quadratic function of binary states, by a regression with random effects.
+    r"""Log joints as a quadratic function of binary states, with random effects.
 
     .. math:: \log p(s, y_n) \approx c_n + \sum_h s_h (\beta_h \cdot x_n + \delta_{nh}) + \sum_{h < k} J_{hk} s_h s_k + \epsilon,
         \qquad \delta_{nh} \sim \mathcal N(0, \tau_h^2), \qquad \epsilon \sim \mathcal N(0, 1 + (0.4 \, g)^2)
 
-    with features :math:`x_n` of the data point and :math:`g` how far the score lies below the best one of the data point. Of an exponential
-    family log joints are linear in the sufficient statistics of the observation, so that effects which are linear in principal components
-    of the data lack little; what they lack in a data point, :math:`\delta_n` takes up. Shared effects are estimated by generalised least
-    squares with :math:`\delta` integrated out (conjugate gradients, from the last estimate on) and a ridge, that of a prior of deviation
-    :math:`\sigma = .16 \, c`, where :math:`c` is what a flip changes, in nats. A data point's own effects follow from their posterior, and
-    :math:`\tau_h`, at first :math:`c / 2`, from its expected squares. These are taken :math:`N / (N - d_h)` times, as shared effects have
-    been fitted to them, with :math:`d_h = \sum_q \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` degrees of freedom for uncorrelated
-    features with sums of squares :math:`\lambda_q`: with few data points :math:`\tau` would else be far too small, and the belief too sure.
+    with features :math:`x_n` of the data point and :math:`g` the distance of the score to the best one. In
+    exponential families log joints are linear in sufficient statistics of the observation. So effects that are linear
+    in principal components of the data lack little, and :math:`\delta_n` takes up the rest.
+
+    Shared effects are estimated by generalised least squares with :math:`\delta` integrated out (conjugate gradients,
+    from the last estimate on). Their ridge is that of a prior of deviation :math:`\sigma = 0.16 \, c`, where
+    :math:`c` is the change of a flip in nats. A data point's own effects follow from their posterior, and
+    :math:`\tau_h`, at first :math:`c / 2`, from its expected squares.
+
+    These are multiplied by :math:`N / (N - d_h)`, since shared effects have been fitted to them. :math:`d_h = \sum_q
+    \lambda_q / (\lambda_q + \tau_h^2 / \sigma^2)` are degrees of freedom for uncorrelated features with sums of
+    squares :math:`\lambda_q`. Without the factor :math:`\tau` would be far too small for few data points.
 
     Args:
         num_latents: number of binary latents ``H``.
@@ -113,7 +120,7 @@ class LogJointRegression:
     Attributes:
         effects: the shared effects.
         variance: :math:`\tau_h^2`, ``(H,)``.
-        change: how many nats a flip changes log joints, the largest of all medians so far; 0 before the first.
+        change: change of log joints by a flip in nats, the largest of all medians so far; 0 at first.
     """
 
     def __init__(self, num_latents: int, num_features: int, device: torch.device | str | None = None) -> None:
@@ -122,7 +129,7 @@ class LogJointRegression:
         self.variance, self.change = torch.zeros_like(like[0]), 0.0
 
     def fit(self, trials: Trials, iterations: int = 8) -> None:
-        r"""Takes so many steps towards the shared effects that these trials ask for, and one towards :math:`\tau`."""
+        r"""Steps towards the shared effects of these trials, and towards :math:`\tau`."""
         self._compare(trials)
         belief = Belief(trials, self)
         found = list(self.effects)
@@ -159,7 +166,7 @@ class LogJointRegression:
         return regression
 
     def _compare(self, trials: Trials) -> None:
-        """Learns how much a flip changes log joints, and the first time how much a data point's own effects deviate."""
+        """Learns the change of a flip and the first own deviations."""
         change = max(trials.change_of_flip() or self.change or _FLIP, _LEAST)
         if self.change == 0:
             self.variance = torch.full_like(self.variance, max(_OWN * change, _LEAST) ** 2)
@@ -169,7 +176,7 @@ class LogJointRegression:
         return (_SHARED * self.change) ** -2
 
     def _inflation(self, trials: Trials) -> Tensor:
-        """How many times expected squares of own effects are taken, as shared effects have been fitted to them, ``(H,)``."""
+        """Returns the factors ``(H,)`` for fitted shared effects."""
         number, squares = len(trials.features), trials.features.square().sum(0)
         taken = (squares / (squares + (self.variance * self._ridge()).unsqueeze(1))).sum(1)
         return number / (number - taken).clamp(min=1.0)
@@ -186,7 +193,7 @@ class LogJointRegression:
 
 
 class Belief:
-    """What is believed of the effects in the data points of some trials, given the shared ones: a Gaussian for each.
+    """Gaussian posterior of effects in some data points, given shared ones.
 
     Args:
         trials: the trials.
@@ -203,11 +210,14 @@ class Belief:
         self._factor = torch.linalg.cholesky(covariance)
 
     def transposed(self, values: Tensor) -> Effects:
-        """What residuals ``(n, M)`` ask of the shared effects, a data point's own integrated out."""
+        """Maps residuals ``(n, M)`` to shared effects, own effects integrated out."""
         return self.trials.transposed(self._solve(values.unsqueeze(1)).squeeze(1))
 
     def informed(self) -> Tensor:
-        """What scores say of linear effects of data points, own ones integrated out: inverse variances ``(n, H)``."""
+        """Returns inverse variances ``(n, H)`` of linear effects from the scores.
+
+        Own effects are integrated out.
+        """
         informed: Tensor = torch.linalg.solve_triangular(self._factor, self.trials.steps, upper=False).square().sum(1)
         return informed
 

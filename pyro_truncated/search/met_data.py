@@ -1,4 +1,4 @@
-"""What a learned affinity remembers of the data points that it has met."""
+"""The memory of a learned affinity."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pyro_truncated.search.base import SearchBatch
 
 
 class MetData:
-    """Inputs and latest marginals of the data points met so far, by their position in the full data set."""
+    """Inputs and latest marginals of met data points, by global position."""
 
     def __init__(self, inputs: Tensor, marginals: Tensor, visits: Tensor) -> None:
         self.inputs, self.marginals, self.visits = inputs, marginals, visits
@@ -22,7 +22,7 @@ class MetData:
         return cls(inputs[:0], marginals[:0], torch.zeros(0, dtype=torch.int64, device=inputs.device))
 
     def holds(self, inputs: Tensor, num_options: int, indices: Tensor | None) -> bool:
-        """Whether a batch is of the data remembered: those of its rows that were met before are as they were."""
+        """Whether a batch is of the remembered data: known rows are unchanged."""
         is_larger = indices is None and len(self.visits) > len(inputs)
         sizes = (inputs.shape[1], num_options), (self.inputs.shape[1], self.marginals.shape[1])
         if is_larger or sizes[0] != sizes[1] or inputs.device != self.inputs.device:
@@ -50,12 +50,12 @@ class MetData:
 
 
 def rows_of(inputs: Tensor, indices: Tensor | None) -> Tensor:
-    """Positions of the data points of a batch with these inputs, among all of this process."""
+    """Returns positions of a batch's data points among this process's."""
     return torch.arange(len(inputs), device=inputs.device) if indices is None else indices.to(inputs.device)
 
 
 def flat_observations(batch: SearchBatch) -> Tensor:
-    """The observations of a batch, those of all sites with one value per data point side by side, ``(n, D)`` in float64.
+    """Returns a batch's observations side by side, ``(n, D)`` in float64.
 
     Raises:
         ValueError: if there are none.

@@ -12,12 +12,14 @@ from pyro_truncated.states.space import StateSpace
 
 @functools.lru_cache(maxsize=16)
 def moves_of(space: StateSpace, device: torch.device) -> Moves:
-    """All ways to change one latent of a state, brought to a device once."""
+    """Returns all single changes of a state, cached on a device."""
     return Moves(space, device)
 
 
 class Moves:
-    """All ways to change one latent of a state: to every other value, or to the next ones only where a limit is given.
+    """All changes of one latent: to any value, or nearby ones.
+
+    A limit restricts them to the next values.
 
     Args:
         space: the state space.
@@ -43,7 +45,10 @@ class Moves:
         return self.apply(words, torch.arange(self.count, device=words.device).expand(*words.shape[:2], -1))[0].flatten(1, 2)
 
     def apply(self, words: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Some moves ``(N, P, m)`` of packed states ``(N, P, W)``: the new states ``(N, P, m, W)`` and the new values ``(N, P, m)``."""
+        """Applies moves ``(N, P, m)`` to packed states ``(N, P, W)``.
+
+        Returns new states ``(N, P, m, W)`` and new values ``(N, P, m)``.
+        """
         word, shift = self.word[chosen], self.shift[chosen]
         old = (words.gather(-1, word) >> shift) & self.mask[chosen]
         new = torch.remainder(old + self.step[chosen], self.cardinality[chosen])

@@ -1,4 +1,7 @@
-"""Search among neighbouring components of large mixtures: who is near is learned from the scores of the search itself."""
+"""Search among neighbouring components of large mixtures.
+
+Neighbours are learned from the scores.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,18 @@ _MEMORY = 0.5
 
 
 class NeighbourSearch(Search):
-    r"""Proposes the neighbours of the best components of each data point, and a few random ones: for mixtures of many components.
+    r"""Proposes neighbours of the best components, and a few random ones.
 
-    The one latent is the component of a data point. Every component keeps a list of its nearest others. The distance of component ``c``
-    to ``c'`` is how much worse the second explains the data that the first explains best,
+    It is for mixtures of many components.
+
+    The one latent is the component of a data point. Every component keeps a list of its nearest others. The distance of ``c``
+    to ``c'`` is the mean loss of log joint,
 
     .. math:: d_{cc'} = \bigl\langle \log p(c, y_n) - \log p(c', y_n) \bigr\rangle_{n:\, c = \arg\max},
 
-    averaged over what has been scored so far, with half the weight for every search that has passed. Neither the number of candidates nor
-    the cost of a search depends on that of the components; as neighbours of neighbours become neighbours, the lists are good after a few
-    passes through the data. From populations of random components that takes many more passes than from likely ones, see ``init`` below.
+    over data that ``c`` explains best. Earlier searches count half. Candidates and
+    cost do not depend on the number of components. Neighbours of neighbours become neighbours, so the lists are good
+    after a few passes. From random components that takes many more passes than from likely ones, see ``init`` below.
 
     What was learned is part of :meth:`state_dict`; new data (``guide.infer``) use it and add nothing.
 

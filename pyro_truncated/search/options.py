@@ -14,16 +14,17 @@ from pyro_truncated.states.space import StateSpace
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a preselection chooses from: pairs of a latent and a value, with the state that has nothing else.
+    """Options of a preselection: pairs of latent and value, with their states.
 
-    Of binary latents these are the latents; of latents with more values, every non-zero value of every latent, in this order. A
-    single latent per data point (the class of a mixture) has no value that stands for "nothing", so all its values are options.
+    Of binary latents these are the latents. Of latents with more values they are every non-zero value of every
+    latent, in this order. A single latent per data point (the class of a mixture) has no value for "nothing", so all
+    its values are options.
 
     Attributes:
         latent: the latent of each option, ``(P,)`` int64.
         value: its value, ``(P,)`` int64.
-        group: options of the same group, numbered from 0 and next to each other, exclude each other in a selection, ``(P,)`` int64:
-            those of one latent, or each on its own for a mixture.
+        group: options of one group exclude each other in a selection, ``(P,)`` int64, numbered from 0 in order. They
+            are those of one latent, or each on its own for a mixture.
         words: the packed state with this latent at this value and all others at zero, ``(P, num_words)``.
         num_groups: number of options that can be selected together.
     """

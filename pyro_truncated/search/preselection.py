@@ -1,4 +1,4 @@
-"""Preselection: an affinity picks a few latents of each data point, and all their combinations are proposed."""
+"""Preselection: all combinations of a few latents with high affinity."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from pyro_truncated.utils.counts import check_count
 
 
 class Preselection(AffinitySearch):
-    r"""Selects :math:`H'` latents of each data point by an affinity and proposes the states in which only these are active.
+    r"""Proposes all states over the :math:`H'` latents of highest affinity.
 
-    With :math:`r_n` of the :math:`H'` places given to chance, the :math:`H' - r_n` latents of largest affinity and :math:`r_n` others,
-    drawn uniformly without replacement from all the rest, form the selection :math:`I_n`; every latent has a positive probability of
-    being in it. The proposals are :math:`\{s : s_h = 0 \text{ for } h \notin I_n, |s| \le \gamma\}`.
+    :math:`r_n` of the :math:`H'` places are given to chance. The :math:`H' - r_n` latents of largest affinity and
+    :math:`r_n` others, drawn uniformly from the rest, form the selection :math:`I_n`. So every latent has a positive
+    probability. The proposals are :math:`\{s : s_h = 0 \text{ for } h \notin I_n, |s| \le \gamma\}`.
 
-    If the posterior factorises with marginals :math:`p_h`, a selection keeps the mass :math:`\prod_{h \notin I} (1 - p_h)`, which is
-    largest for the :math:`H'` largest marginals: an affinity should rank latents as their marginals do.
+    If the posterior factorises with marginals :math:`p_h`, a selection keeps the mass :math:`\prod_{h \notin I} (1 -
+    p_h)`. It is largest for the :math:`H'` largest marginals, so an affinity should rank latents as their marginals
+    do.
 
-    Latents of more than two values are selected together with a value, the one of largest affinity, and are zero or have this value
-    in the proposals. Of a single latent per data point (the class of a mixture), :math:`H'` values are selected and proposed.
+    Latents of more than two values are selected with their value of largest affinity, and are zero or have this value
+    in the proposals. Of a single latent per data point (the class of a mixture), :math:`H'` values are selected and
+    proposed.
 
     Example:
         >>> from pyro_truncated.search import Cosine
@@ -45,10 +47,10 @@ class Preselection(AffinitySearch):
         num_selected: number of selected latents :math:`H'`; all of them where there are fewer.
         max_active: largest number :math:`\gamma` of active latents in a proposal; default: all :math:`2^{H'}` states. Has no meaning
             for a mixture.
-        explore: mean share of the :math:`H'` places given to chance. Their number is
-            :math:`r_n = \lfloor \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point, so that less than
-            one place can be given away in the mean, and an iteration differs little from the next. The attribute can be changed: use 0
-            for the last iterations, and for prediction.
+        explore: mean share of the :math:`H'` places given to chance. Their number is :math:`r_n = \lfloor
+            \mathrm{explore} \cdot H' + u_n \rfloor` with a uniform :math:`u_n` for each data point. So less than one
+            place can be given away in the mean. The attribute can be changed: use 0 for the last iterations, and for
+            prediction.
         merge: whether proposals join the population, so that no free energy falls. Otherwise the best of them replace it: expectation
             truncation, in which every E-step forgets the one before.
         generator: source of randomness; default: torch's global generator.
@@ -58,9 +60,9 @@ class Preselection(AffinitySearch):
         ValueError: if an argument is out of range.
 
     Reference:
-        Lücke and Eggert, "Expectation truncation and the benefits of preselection in training generative models", JMLR 11 (2010);
-        Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM using adaptive subspace preselection", Neural
-        Computation 29 (2017), for the random share.
+        Lücke and Eggert, "Expectation truncation and the benefits of preselection in training generative models",
+        JMLR 11 (2010). For the random share: Shelton, Gasthaus, Dai, Lücke and Gretton, "GP-select: Accelerating EM
+        using adaptive subspace preselection", Neural Computation 29 (2017).
     """
 
     @names_arguments
@@ -113,7 +115,9 @@ class Preselection(AffinitySearch):
         return dataclasses.replace(proposals, words=words, log_joint=proposals.log_joint.gather(1, best))
 
     def select(self, batch: SearchBatch) -> Tensor:
-        """Selected latents ``(N, num_selected)``, those of largest affinity first and random ones last; of a mixture, selected classes.
+        """Returns selected latents ``(N, num_selected)``, of a mixture classes.
+
+        Those of largest affinity come first, random ones last.
 
         Raises:
             ValueError: if the affinity is not of the right shape or NaN.
@@ -153,7 +157,10 @@ def _refuse_unknown(scores: Tensor) -> None:
 
 
 def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options, keys: Tensor) -> Tensor:
-    """Selections ``(N, K)`` whose last ``num_random`` places, ``(N, 1)``, go to the options of largest keys, of groups not selected."""
+    """Fills the last places of selections ``(N, K)`` by largest random keys.
+
+    ``num_random`` is ``(N, 1)``. Options come from groups not selected.
+    """
     place = torch.arange(chosen.shape[1], device=chosen.device) - (chosen.shape[1] - num_random)
     taken = torch.zeros(len(chosen), options.num_groups, dtype=torch.bool, device=chosen.device)
     taken.scatter_(1, options.group[chosen], place < 0)
@@ -163,7 +170,10 @@ def _with_chance(chosen: Tensor, num_random: Tensor, most: int, options: Options
 
 
 def _best(scores: Tensor, options: Options, count: int) -> Tensor:
-    """Positions ``(N, count)`` of the options of largest score ``(N, P)``, at most one of every group, the best first."""
+    """Returns positions ``(N, count)`` of the largest scores ``(N, P)``.
+
+    At most one of every group, the best first.
+    """
     if options.num_groups == len(options):
         return scores.topk(count, 1).indices
     # Every group in a row of its own, filled up behind its options; among equal scores, torch takes the first.

@@ -1,4 +1,4 @@
-"""Quadratic functions of binary states, their local optima, and the best states near these that were not scored yet."""
+"""Quadratic functions of binary states: local optima and best unseen states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class QuadraticFunctions(NamedTuple):
         return states
 
     def climbed_by_pairs(self, states: Tensor, steps: int) -> Tensor:
-        """States after so many flips of one or two latents that each raise the functions most."""
+        """Returns states after greedy flips of one or two latents."""
         size = states.shape[-1]
         latent = torch.arange(size, device=states.device)
         for _ in range(steps):
@@ -52,7 +52,10 @@ class QuadraticFunctions(NamedTuple):
         return states
 
     def best_unseen(self, optimum: Tensor, scored: ScoredStates) -> Tensor:
-        """For each of the functions the best state that was not scored yet, of one ``(n, C, H)`` and those one or two flips away."""
+        """Returns the best unscored state within two flips of ``(n, C, H)``.
+
+        There is one for each of the functions.
+        """
         # States are known by their words, or by one number made of these; each latent adds its own.
         latent_keys = _keys(scored.space.pack(torch.eye(optimum.shape[-1], dtype=torch.int64, device=optimum.device)))
         taken, children = _keys(scored.words).sort(1).values, []
@@ -69,7 +72,9 @@ class QuadraticFunctions(NamedTuple):
 
 
 class Neighbours(NamedTuple):
-    """A state, all that are one flip away, and those two flips away of the latents that alone would gain most, for each data point.
+    """A state with its neighbours at one flip and some at two.
+
+    The latter flip latents that alone would gain most.
 
     Attributes:
         best: these latents, ``(n, B)``.
@@ -96,12 +101,12 @@ class Neighbours(NamedTuple):
         return torch.cat([torch.zeros_like(values[:, :1]), values, best[:, self.one] + best[:, self.other]], 1)
 
     def products(self, values: Tensor) -> Tensor:
-        """Products ``(n, len(one))`` of values of the two latents of states two flips away."""
+        """Returns products ``(n, len(one))`` of values of two flipped latents."""
         best = values.gather(1, self.best)
         return best[:, self.one] * best[:, self.other]
 
     def between(self, pairs: Tensor) -> Tensor:
-        """Entries ``(n, len(one))`` of a matrix, or of one for each data point, at the two latents of states two flips away."""
+        """Returns matrix entries ``(n, len(one))`` at two flipped latents."""
         row, column = self.best[:, self.one], self.best[:, self.other]
         return pairs[row, column] if pairs.dim() == 2 else pairs.flatten(1).gather(1, row * self.num_latents + column)
 
@@ -113,6 +118,6 @@ class Neighbours(NamedTuple):
 
 
 def _keys(words: Tensor) -> Tensor:
-    """One number for each state: a sum over its words, so that it is one over its latents too."""
+    """Hashes states by a sum over their words, and so over latents."""
     factors = torch.arange(words.shape[-1], device=words.device) * 0x9E3779B97F4A7C + 1
     return (words * factors).sum(-1)

@@ -18,12 +18,14 @@ WORD_BITS = 64
 
 
 def replace(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, Any]) -> Tensor:
-    """Replaces a run of neighbouring latents in every state by a common value, by values of another state, or of that state elsewhere.
+    """Replaces a run of neighbouring latents in every state.
 
-    Where a run starts is uniform, its length is log-uniform, and it ends with the last latent at the latest. In two of five cases its
-    latents take a common value (the largest that they have, if it is less), in two of five the values of the other state a
-    log-uniform number of places further on or back (in spaces of latents of different kinds: at the same places), in the others those of
-    the other state at the same places.
+    The new values are a common one, those of another state, or those elsewhere in that state.
+
+    The start of a run is uniform, its length is log-uniform, and it ends with the last latent. In two of five cases
+    its latents take a common value, at most their largest. In two of five they take the values of the other state a
+    log-uniform number of places away (at the same places if latents differ in kind). In the others they take its
+    values at the same places.
 
     Args:
         words: packed states ``(N, C, W)``.
@@ -47,13 +49,15 @@ def replace(words: Tensor, others: Tensor, space: StateSpace, draws: dict[str, A
 
 
 def _distance(uniform: Tensor, space: StateSpace) -> Tensor:
-    """Log-uniform numbers of places up to half of the latents, forwards and backwards alike."""
+    """Draws log-uniform distances up to half of the latents, in both directions."""
     sign = torch.where(uniform < 0.5, -1, 1)
     return sign * ((2 * uniform % 1) * math.log(max(2.0, space.num_latents / 2))).exp().long()
 
 
 def _translated(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
-    """States whose latent ``l`` has the value of latent ``l + distance`` of states ``(N, C, W)``; zero beyond the ends.
+    """Shifts states ``(N, C, W)``: latent ``l`` takes latent ``l + distance``.
+
+    Beyond the ends values are zero.
 
     The latents must have equally many values.
     """
@@ -73,7 +77,10 @@ def _translated(words: Tensor, distance: Tensor, space: StateSpace) -> Tensor:
 
 @functools.lru_cache(maxsize=16)
 def _tables(space: StateSpace, device: torch.device) -> tuple[Tensor, Tensor]:
-    """All bits of the first ``0 .. L`` latents, ``(L + 1, W)``, and the states whose latents have a common value, ``(V, W)``."""
+    """Returns masks of the first ``0 .. L`` latents and states of equal values.
+
+    Their shapes are ``(L + 1, W)`` and ``(V, W)``.
+    """
     bits = torch.zeros(space.num_latents + 1, space.num_words, dtype=torch.int64, device="cpu")
     rows = torch.arange(1, space.num_latents + 1, device="cpu")
     field = torch.where(space.bits == WORD_BITS, -1, (1 << space.bits) - 1) << space.shift

@@ -1,4 +1,4 @@
-"""Sampled search: candidates with independent latents, from the posterior's marginals and from a prior."""
+"""Sampled search: independent latents from marginals and a prior."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from pyro_truncated.utils.counts import check_count
 class SampledSearch(Search):
     r"""Proposes random states whose latents are drawn independently of each other.
 
-    A share of them comes from a prior, the others from the current posterior marginals of the data point. The prior is the
-    marginals' mean over the batch, with one data point's worth of uniform marginals added so that no value is out of reach:
-    :math:`(1/V_l + \sum_n q_n(s_l = v)) / (N + 1)`.
+    A share of them comes from a prior, the others from the current posterior marginals of the data point. The prior
+    is the marginals' mean over the batch, plus one data point's worth of uniform marginals: :math:`(1/V_l + \sum_n
+    q_n(s_l = v)) / (N + 1)`. So no value is out of reach.
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

@@ -1,4 +1,4 @@
-"""The states that a search has scored, under the same parameters, and states drawn from those that are kept."""
+"""States scored under the same parameters, and draws from kept ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOWEST = -1e30
 
 @dataclasses.dataclass(frozen=True)
 class ScoredStates:
-    """States ``(N, M, W)`` of data points at these positions, and their log joints ``(N, M)`` in float64."""
+    """States ``(N, M, W)`` of data points with log joints ``(N, M)`` in float64."""
 
     space: StateSpace
     positions: Tensor
@@ -27,7 +27,7 @@ class ScoredStates:
 
     @classmethod
     def of(cls, batch: SearchBatch, before: ScoredStates | None) -> ScoredStates:
-        """The states of a batch's populations, and those scored before if their log joints are still the same."""
+        """Returns a batch's states, and earlier ones with unchanged log joints."""
         population = batch.population
         log_joint = population.log_joint.double().clamp(min=_LOWEST)
         if before is not None and before.holds(batch):
@@ -35,7 +35,7 @@ class ScoredStates:
         return cls(batch.space, batch.positions, population.words, log_joint)
 
     def holds(self, batch: SearchBatch) -> bool:
-        """Whether the best of these are still in the populations, of some data points at least, and all with the same log joints.
+        """Whether the best are still in populations, with equal log joints.
 
         Populations may have better states, too, that others have found.
         """
@@ -48,7 +48,7 @@ class ScoredStates:
         return bool(is_there.any()) and bool((is_same.any(1) | ~is_there.any(1)).all())
 
     def with_more(self, found: Population) -> ScoredStates:
-        """These and others behind them, without what is there twice of every data point."""
+        """Appends other states, without repetitions within a data point."""
         words = torch.cat([self.words, found.words], 1)
         is_new = ~ops.repeated(words)
         log_joint = torch.cat([self.log_joint, found.log_joint.double().clamp(min=_LOWEST)], 1).masked_fill(~is_new, _LOWEST)
@@ -57,7 +57,10 @@ class ScoredStates:
         return self._at(order, words, log_joint)
 
     def kept(self, size: int) -> ScoredStates:
-        """So many of them: the best half, and of the others the latest, which say where expectations failed."""
+        """Keeps the best half, and the latest of the others.
+
+        The latest say where expectations failed.
+        """
         number = self.log_joint.shape[1]
         if number <= size:
             return self
@@ -71,7 +74,10 @@ class ScoredStates:
         return dataclasses.replace(self, positions=self.positions[rows], words=self.words[rows], log_joint=self.log_joint[rows])
 
     def num_since_best(self) -> Tensor:
-        """How many states were scored after the best one, ``(N,)``; initial states count in the order in which the population had them."""
+        """Returns how many states were scored after the best one, ``(N,)``.
+
+        Initial states count in the order of the population.
+        """
         return self.log_joint.shape[1] - 1 - self.log_joint.argmax(1)
 
     def _at(self, order: Tensor, words: Tensor, log_joint: Tensor) -> ScoredStates:

@@ -1,4 +1,4 @@
-"""Leave-one-out regression on data points that are spread over processes: each has the predictions of its own, from all."""
+"""Leave-one-out regression on data points spread over processes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ _SMALLEST_SHARE = 1e-12
 
 
 def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) -> Tensor:
-    """What all processes hold of their data points, in order; of more than so many, a random part that is the same however they share them.
+    """Gathers rows of all processes, or a random part of many.
+
+    The part does not depend on how processes share them.
 
     Args:
         values: ``(n, ...)`` of the data points of this process.
@@ -34,7 +36,9 @@ def rows_of_all(values: Tensor, positions: Tensor, seed: int, most: int | None) 
 
 
 class SpreadRegression(abc.ABC):
-    """A regression that has been fitted alike on all processes; :meth:`take` is for all of them, predictions are for one.
+    """A regression fitted alike on all processes.
+
+    :meth:`take` is for all of them, predictions are for one.
 
     Args:
         regression: the regression.
@@ -76,11 +80,11 @@ class ExactSpread(SpreadRegression):
 
 
 class LowRankSpread(SpreadRegression):
-    r"""Every process has its rows of the factor :math:`L`; of products with it, sums over the data points travel.
+    r"""A low-rank factor :math:`L` by rows of processes; only sums travel.
 
-    With :math:`B = I + L^\top L / \lambda` and :math:`c = B^{-1} L^\top R / \lambda`, a row of :math:`C^{-1} R` is
-    :math:`(R_n - L_n c) / \lambda`, the diagonal of :math:`C^{-1}` is :math:`(1 - L_n B^{-1} L_n^\top / \lambda) / \lambda`, and the
-    prediction at a new input with features :math:`f` is :math:`f c`.
+    Let :math:`B = I + L^\top L / \lambda` and :math:`c = B^{-1} L^\top R / \lambda`. A row of :math:`C^{-1} R` is
+    :math:`(R_n - L_n c) / \lambda`. The diagonal of :math:`C^{-1}` is :math:`(1 - L_n B^{-1} L_n^\top / \lambda) /
+    \lambda`. The prediction at a new input with features :math:`f` is :math:`f c`.
     """
 
     def __init__(self, regression: LeaveOneOutRegression, inputs: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""States that regressions on all scores so far think best, for models whose scores are expensive."""
+"""Surrogate search: Thompson sampling from regressions, for expensive scores."""
 
 from __future__ import annotations
 
@@ -34,36 +34,37 @@ _PATIENCE = 2
 
 
 class SurrogateSearch(Search):
-    r"""Scores the states that regressions on the scores so far think best; for models whose scores are expensive.
+    """Scores the states that regressions on earlier scores think best.
 
-    A run of the model on a state shows more than its log joint: the means and the variances of the observations under it. Where the model
-    tells these (see below), means are regressed on all states that were scored, of whatever data point, as a quadratic function that all
-    data share (:class:`.ExpectedObservations`). For each data point an approximate likelihood of any state follows from it, and what log
-    joints lack of it is regressed on the states as linear effects and interactions of pairs (:class:`.LogJointRegression`). For each child
-    effects are drawn from what is believed of them in the data point (Thompson sampling), where they deviate by no less than the
-    likelihoods of the last children were wrong, per flip (at most what flips change); a state climbs to an optimum of the sum, whose second
-    order is taken anew on the way, and the best of that optimum and of the states one or two flips away which has not been scored before is
-    scored. Half of the climbs start from states of the population, drawn by their weights, and half from the best state of another data
-    point, so that no data point stays near one optimum.
+    It is for models whose scores are expensive.
 
-    Where the moments are not known, or there are more than 64 latents, and from when on the likelihoods that follow are farther from the
-    log joints than the best of these for most of the states (heavy tails, ``Laplace`` already, ``Multinomial``, ``OneHotCategorical``,
-    ``Bernoulli`` near 0 or 1, variances that differ much from state to state), log joints alone are regressed on the states: linear effects
-    depend on the observation and on the data point, interactions of pairs are shared by all data; climbs start from states of the
-    population.
+    A run of the model on a state shows more than its log joint: means and variances of the observations. Where they are known, means are
+    regressed on all scored states as a quadratic function shared by all data (:class:`.ExpectedObservations`). An approximate likelihood
+    follows for each data point. What log joints lack of it is regressed on linear effects and pairwise interactions
+    (:class:`.LogJointRegression`).
 
-    The first child takes the means of the effects, the others deviate from them by half to twice as much as is believed, because a
-    quadratic function is not the whole truth, and by twice that in data points for which two steps have found no better state. No state is
-    scored twice, flips that are known to be bad are not tried again, and what was learned from other data points tells where to look.
+    For each child effects are drawn from their posterior (Thompson sampling). Their deviation is at least the error per flip of the last
+    children, and at most the change of a flip. A state climbs to an optimum of the sum, whose second order is updated on the way. The best
+    unscored state within two flips of that optimum is then scored. Half of the climbs start from states of the population, drawn by their
+    weights, and half from the best state of another data point.
 
-    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no conditional; inside the
-    plate all that is observed must be known (no missing values), neither masked nor scaled, and have means and variances, which a
-    ``pyro.factor`` has not.
+    Log joints alone are regressed in three cases: the moments are not known, there are more than 64 latents, or the approximate
+    likelihoods were wrong for most states. The last happens with heavy tails (also ``Laplace``), ``Multinomial``, ``OneHotCategorical``,
+    ``Bernoulli`` near 0 or 1, and variances that differ much from state to state. Linear effects then depend on the observation and the
+    data point, interactions are shared, and climbs start from states of the population.
 
-    What was scored under other parameters is forgotten, but for the regressions, so that in training, too, each step starts from what the
-    steps before have learned. Means learned before count half from one batch of data to the next, as parameters may have changed: which
-    only the scores of the same data show. The search's own work grows with the latents, with the third power and more: likelihoods take
-    about 6 microseconds a score with 20 latents, 60 with 40, 450 with 64. It pays where a score takes longer. For binary latents.
+    The first child takes the means of the effects. The others deviate by half to twice their posterior deviation, because a quadratic
+    function is not the whole truth. The deviation doubles in data points for which two steps have found no better state. No state is
+    scored twice, and flips known to be bad are not tried again.
+
+    Moments are known of a model of plain Pyro whose states are scored together, with one data plate and no conditional. Inside the plate
+    all observations must be known, neither masked nor scaled, and have means and variances. A ``pyro.factor`` has none.
+
+    States scored under other parameters are forgotten, but the regressions stay, so that training steps learn from each other. Earlier
+    means count half from one batch of data to the next, as parameters may have changed.
+
+    The search's own work grows with the third power of the latents and more: about 6 microseconds a score with 20 latents, 60 with 40, 450
+    with 64. It pays where a score takes longer. For binary latents.
 
     Example:
         >>> y = linear_bars(40, 4, mean_active=2.0).data
@@ -72,9 +73,9 @@ class SurrogateSearch(Search):
 
     Args:
         children: number of states proposed in a step.
-        memory: number of scored states per data point that are regressed on (no fewer than a population has): the best half, and of the
-            others the latest. It does not bound what is kept, lest a state be scored twice: all that were scored under the same
-            parameters, up to ``children`` more per data point with every step, until parameters or data change.
+        memory: number of scored states per data point that are regressed on (at least a population): the best half, and of the others the
+            latest. All states scored under the same parameters are kept all the same, so that none is scored twice: up to ``children``
+            more per data point with every step.
         rank: number of principal components, of the means of observations, or of the inputs that effects depend on.
         inputs: what effects depend on, a function that makes ``(n, D)`` of a :class:`~pyro_truncated.search.SearchBatch`; default: the
             observations, flattened. Missing (NaN) entries are replaced by the mean of their column.
@@ -86,7 +87,7 @@ class SurrogateSearch(Search):
 
     Reference:
         Baptista and Poloczek, "Bayesian optimization of combinatorial structures", ICML 2018, for Thompson sampling from a quadratic
-        regression; here many problems are solved at a time that share most of it.
+        regression. Here many problems that share most of it are solved at a time.
     """
 
     @names_arguments
@@ -116,7 +117,7 @@ class SurrogateSearch(Search):
 
     @property
     def takes_moments(self) -> bool:
-        """It does, unless likelihoods that follow from them have been found wrong, or there have been too many latents."""
+        """Whether moments help: few enough latents, and likelihoods not found wrong."""
         return not self._is_misled and all(len(known.variance) <= _MOST_LATENTS for known in self.regressions.values())
 
     def check_space(self, space: StateSpace) -> None:
@@ -182,7 +183,7 @@ class SurrogateSearch(Search):
             self.expected = ExpectedObservations.of(state["expected"])
 
     def _features(self, batch: SearchBatch) -> Tensor:
-        """Principal components of the inputs and a one, ``(n, Q)``; those of the first batch, until other inputs come."""
+        """Returns the first inputs' principal components and a one, ``(n, Q)``."""
         inputs = flat_observations(batch) if self.inputs is None else self.inputs(batch).detach().double()
         if self._projection is None or len(self._projection.centre) != inputs.shape[1] or (self._is_of_new_data and not batch.is_new):
             self.regressions, self.expected, self._is_of_new_data, self._is_misled = {}, None, batch.is_new, False
@@ -193,7 +194,7 @@ class SurrogateSearch(Search):
         return self._is_of_new_data or not batch.is_new
 
     def _learned(self, name: str, trials: Trials, batch: SearchBatch) -> LogJointRegression:
-        """What was learned of log joints, or of the rest that likelihoods lack of them, now from these trials, too, but of new data."""
+        """Returns the regression of log joints, updated by training trials."""
         sizes, known = (trials.states.shape[-1], trials.features.shape[1]), self.regressions.get(name)
         if known is None or known.effects.linear.shape != sizes:
             known = LogJointRegression(*sizes, trials.states.device)
@@ -203,7 +204,7 @@ class SurrogateSearch(Search):
         return known
 
     def _scored_and_learned(self, children: Tensor, batch: SearchBatch) -> Population:
-        """Children with their log joints; what is expected to be observed of them is learned."""
+        """Scores children and learns the moments of observations in them."""
         words = batch.space.pack(children.long())
         if self.expected is None or not self._may_learn(batch):
             return batch.scored(words)
@@ -213,7 +214,7 @@ class SurrogateSearch(Search):
         return found
 
     def _likelihoods(self, batch: SearchBatch, is_continued: bool) -> ApproximateLikelihoods | None:
-        """What is expected to be observed tells of the likelihoods; nothing where it is not known, or of too many latents."""
+        """Returns approximate likelihoods, or ``None`` where moments do not help."""
         moments, num_latents = batch.moments, batch.space.num_latents
         if moments is None or self._is_misled or num_latents > _MOST_LATENTS:
             return None
@@ -231,12 +232,12 @@ class SurrogateSearch(Search):
         return self.expected.likelihoods(observations)
 
     def _of_others(self, trials: Trials, batch: SearchBatch) -> Tensor:
-        """For half of the children the best state of another data point, drawn at random."""
+        """Returns another data point's best state for half of the children."""
         uniform = ops.uniform(shape=(self.children // 2,), **batch.draws(self.generator))
         return trials.best[(uniform.double() * len(trials.best)).long(), 0]
 
     def _likely(self, likelihoods: ApproximateLikelihoods, beside: QuadraticFunctions, start: Tensor) -> Tensor:
-        """The best states not scored yet near optima of likelihoods, and of other functions beside, that are reached from a start."""
+        """Returns the best unscored states near optima reached from a start."""
         assert self._scored is not None
         found, number = [], max(1, _BLOCK // self.children)
         for first in range(0, len(start), number):
@@ -261,7 +262,7 @@ class SurrogateSearch(Search):
 
 
 class PrincipalComponents(NamedTuple):
-    """The largest principal components of inputs, scaled to a mean square of one."""
+    """The largest principal components of inputs, with mean square one."""
 
     centre: Tensor
     axes: Tensor
@@ -283,9 +284,11 @@ class PrincipalComponents(NamedTuple):
 
 
 def _surprise(likelihoods: ApproximateLikelihoods, trials: Trials, children: Tensor, log_joint: Tensor) -> Tensor:
-    """Root mean square ``(n,)`` of how many nats, per root of flips, log joints ``(n, C)`` differ from what likelihoods say.
+    """Returns the error ``(n,)`` of likelihoods, in nats per root of flips.
 
-    Impossible states are left out, and none differs by more than a flip changes log joints in the median: a constraint may cost anything.
+    It is a root mean square over log joints ``(n, C)``.
+
+    Impossible states are left out. No error counts more than the median change of a flip, since a constraint may cost anything.
     """
     most = dataclasses.replace(trials, explained=None).change_of_flip() or 0.0
     said = likelihoods(children) - likelihoods(trials.best)

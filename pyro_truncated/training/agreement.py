@@ -13,15 +13,14 @@ from torch import Tensor
 from pyro_truncated.em.gibbs_guide import GibbsGuide
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Data points at either end of the differences that do not count: what a search happens to miss, it misses in few of them, and by much.
+# Share of extreme differences on each side that does not count: a search misses few states, by much.
 _UNUSUAL = 0.01
-# By how many tolerances free energies of data points differ where two runs have found something else.
+# Tolerances by which data points differ between different optima.
 _UNLIKE = 3.0
 _STANDARD_ERRORS = 3.0
-# Starts of which the best may lead by chance: two that miss something else each may well be as good as each other.
+# Restarts from which on the best may lead by chance.
 _FEWEST = 3
-# So few values say nothing of how they hang together. Of more of them a cubic takes out what they rise by, and how they bend: that is no
-# noise, but its residuals from a line would hang together as such do. Correlations beyond the last are hardly told from a rise.
+# Values too few for a correlation; degree of the trend; largest correlation told from a trend.
 _FEW, _DEGREE, _MOST_CORRELATED = 9, 3, 0.8
 
 
@@ -30,7 +29,7 @@ class Reached(NamedTuple):
 
     Attributes:
         free_energy: its value.
-        noise: what two runs in the same optimum may differ by: what spare latents gain from noise, or the error of a mean over draws.
+        noise: difference of two runs in one optimum: overfit of redundant latents, or the error of a mean over draws.
         each: the free energies of the data points, ``(N,)``, where they are known.
         rise: what its last five steps have raised it by, if they were not at rest.
     """
@@ -42,18 +41,20 @@ class Reached(NamedTuple):
 
 
 def reached_on_average(values: Sequence[float]) -> Reached:
-    """The mean of values that draws have made noisy, and three standard errors of it."""
+    """Returns the mean of noisy values and three standard errors."""
     spread = torch.tensor(values, dtype=torch.float64).std(correction=1) if len(values) > 1 else torch.zeros(())
     return Reached(sum(values) / len(values), _STANDARD_ERRORS * float(spread) / math.sqrt(len(values)))
 
 
 def reached_on_a_curve(values: Sequence[float]) -> Reached:
-    r"""The mean of values that draws have made noisy while they rise, and three standard errors of it around the curve through them.
+    r"""Returns the mean of rising noisy values and three standard errors.
 
-    The curve is a cubic, or a line through less than ten values. Values of steps hang together: with a correlation :math:`\rho` of
-    neighbours the standard error is that of independent ones times :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. What the residuals of a cubic
-    through :math:`n` values say of it is too small by about :math:`(4 + 8 \rho) / n`; it is taken to be at most .8, and to be zero for less
-    than ten values.
+    The errors are those around a curve through the values.
+
+    The curve is a cubic, or a line through less than ten values. Values of successive steps are correlated. With a correlation
+    :math:`\rho` of neighbours the standard error is that of independent values times :math:`\sqrt{(1 + \rho) / (1 - \rho)}`. Residuals
+    of a cubic through :math:`n` values underestimate :math:`\rho` by about :math:`(4 + 8 \rho) / n`. It is at most 0.8, and zero for
+    less than ten values.
     """
     number = len(values)
     degree = 1 if number <= _FEW else _DEGREE
@@ -69,7 +70,10 @@ def reached_on_a_curve(values: Sequence[float]) -> Reached:
 
 
 def _inflation(residuals: Tensor) -> float:
-    """How many times larger the variance of a mean is than of independent values, by the residuals of a cubic."""
+    """Returns the variance of a mean relative to independent values.
+
+    It is estimated from the residuals of a cubic.
+    """
     number, total = len(residuals), float(residuals.square().sum())
     if number <= _FEW or total == 0.0:
         return 1.0
@@ -79,7 +83,7 @@ def _inflation(residuals: Tensor) -> float:
 
 
 def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
-    """Whether the best two have reached the same free energy, but for the tolerance and for what both may have gained from noise."""
+    """Whether the best two reached one free energy, within tolerance and noise."""
     if len(reached) < 2:
         return False
     best, second = sorted(reached, key=lambda one: one.free_energy, reverse=True)[:2]
@@ -87,12 +91,14 @@ def have_agreed(reached: Sequence[Reached], tolerance: float) -> bool:
 
 
 def hardly_pays(reached: Sequence[Reached]) -> bool:
-    r"""Whether one more start may be expected to gain no more than five more steps of the best two do, or than chance decides.
+    r"""Whether the expected gain of another restart is below its error.
 
-    What the last of :math:`K` starts has gained, in the mean over all orders, is the lead of the best divided by :math:`K`. Starts that
-    still rise by as much are not told apart by where they are, and the steps of another one are better spent on the best. Of three starts
-    and more, what chance decides does not count either: on other data the difference of the best two has the standard error
-    :math:`\sigma / \sqrt N`, with the deviation :math:`\sigma` of what their free energies of the :math:`N` data points differ by.
+    The error is that of five more steps of the best two, or of chance.
+
+    The expected gain of restart :math:`K + 1` is the lead of the best divided by :math:`K`, a mean over all orders. Restarts that still
+    rise by as much cannot be compared, and more steps of the best are worth more. Of three restarts and more, chance does not count
+    either. On other data the difference of the best two has the standard error :math:`\sigma / \sqrt N`. :math:`\sigma` is the
+    deviation of the differences of their free energies at the :math:`N` data points.
     """
     if len(reached) < 2:
         return False
@@ -105,10 +111,10 @@ def hardly_pays(reached: Sequence[Reached]) -> bool:
 
 
 def are_alike(one: Reached, other: Reached, tolerance: float) -> bool:
-    """Whether two runs explain the same data points equally well, as in one optimum they do, whatever their latents are called.
+    """Whether two runs explain the same data points equally well.
 
-    The free energies of data points differ by a standard deviation of at most three tolerances then, without the hundredth at either end.
-    In one optimum, reached by gradients, they differed by .02 to .05, in others, whose means were equal to .05, by .3 to 2.
+    The free energies of data points then differ by a standard deviation of at most three tolerances, without 1 % at either end. In one
+    optimum reached by gradients they differed by 0.02 to 0.05. In others, whose means were equal to 0.05, they differed by 0.3 to 2.
     """
     if one.each is None or other.each is None:
         return True
@@ -122,18 +128,21 @@ def _usual(differences: Tensor) -> Tensor:
 
 
 def _difference(one: Reached, other: Reached) -> float:
-    """How much the free energies per data point differ, without the hundredth of the data points at either end of the differences."""
+    """Returns differences of free energies, without 1 % at either end."""
     whole = one.free_energy - other.free_energy
     if one.each is None or other.each is None:
         return whole
     differences = one.each - other.each
-    # What does not belong to any data point counts in full.
+    # Terms of no data point count in full.
     return whole + float(_usual(differences).mean() - differences.mean())
 
 
 @torch.no_grad()
 def likelihoods(guide: GibbsGuide, y: Tensor) -> Tensor:
-    """Mean log likelihoods of the data points over the draws of their latents, ``(N,)``: what a search has missed shows there."""
+    """Returns mean log likelihoods of the data points over draws, ``(N,)``.
+
+    They show what a search has missed.
+    """
     likelihoods = []
     for coefficients in guide.draws().spread(guide.model.num_latents).unbind(1):
         values = guide.model.site_values(coefficients)

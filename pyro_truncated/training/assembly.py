@@ -1,4 +1,4 @@
-"""What several starts have found together, and what of it more than one of them has found."""
+"""The combined solution of several restarts, and latents found only once."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ from pyro_truncated.training.changed_roles import changed_roles
 from pyro_truncated.training.recombination import Member, Recombination
 from pyro_truncated.training.starts import Start
 
-# How many latents that explain data badly a spare one is tried beside.
+# Most badly fitting latents beside which a redundant one is tried.
 _MOST_TRIED = 3
 
 
 class Assembly:
-    """The best of all starts, with the latents of the others that raise its free energy.
+    """The best restart, improved by latents of the others.
 
-    Starts know nothing of each other: a latent that two of them have found is hardly an accident of where they began. Once each latent of
-    the best has been found twice, little is left to be found: the number of kinds that a sample has missed grows with the square of the
-    number of those that it has seen only once (Chao, 1987).
+    Restarts are independent, so a latent that two of them have found is hardly an accident. Once each latent of the best has been found
+    twice, few are missing. The number of kinds that a sample misses grows with the square of the number seen only once (Chao, 1987).
 
     Args:
         recombinations: each exchanges latents of one group between two members.
@@ -58,7 +57,7 @@ class Assembly:
         )
 
     def join(self, found: Start) -> None:
-        """Takes over what the start that has just ended has found, and if that was something, what others can add to it now."""
+        """Adds latents of a new restart, then of the others."""
         before = self._best
         self._starts.append(self._member(found))
         waiting = [self._starts[-1]]
@@ -70,12 +69,18 @@ class Assembly:
             self.use_spare_latents()
 
     def is_complete(self) -> bool:
-        """Whether two starts have found each latent of the best, none of which is spare: of two that are the same one may be elsewhere."""
+        """Whether two restarts have found each latent of the best.
+
+        None of them may be redundant: of two equal ones one may be missing elsewhere.
+        """
         return not any(bool((self._are_lonely(group) | self._are_spare(group)).any()) for group in self._recombinations)
 
     @property
     def num_lonely(self) -> int:
-        """How many latents of the best were found by a single start; spare ones do not count, unless they are most of what there is."""
+        """Returns how many latents of the best only one restart has found.
+
+        Redundant ones do not count, unless they are the majority.
+        """
         return sum(self._num_lonely(group) for group in self._recombinations)
 
     def _num_lonely(self, group: Recombination) -> int:
@@ -98,7 +103,7 @@ class Assembly:
         return self._best is not before
 
     def _gains_by(self, change: Callable[[Member], Member]) -> bool:
-        """Whether the best has become better by a change; what that has left is not changed again."""
+        """Whether a change has improved the best; otherwise it is not repeated."""
         before = self._best
         assert before is not None
         if before is self._left.get(change.__name__):
@@ -107,17 +112,17 @@ class Assembly:
         return self._best is not before
 
     def _untangle(self, best: Member) -> Member:
-        """A model whose latents no longer show what others show as well, where that is better."""
+        """Replaces difference codes by the causes where this is better."""
         for group in self._recombinations:
             best = self._better(group, best, group.untangled(best))
         return best
 
     def _turn(self, before: Member) -> Member:
-        """A model with latents that are off where they were on, where that is better.
+        """Complements latents where this is better.
 
-        What a latent shows may be minus what it should, and the rest of the model as if the cause were always there: all data points
-        without the cause have the latent then. No step by step leads from there to the cause, but parameters that fit such states do.
-        What has gained nothing by it is not turned again as long as it is on for the same data points and nothing else is turned.
+        A latent may have the negative of its dictionary element, with a constant added elsewhere. Then it is active for all data points
+        without the cause. Gradients do not lead from there to the cause, but parameters fitted to complemented states do. A latent that
+        gained nothing is not complemented again as long as it is active for the same data points.
         """
         best = before
         for group, upright in zip(self._recombinations, self._upright, strict=True):
@@ -132,7 +137,7 @@ class Assembly:
         return best
 
     def _change_roles(self, before: Member) -> Member:
-        """A model whose values of a categorical latent and binary latents have changed places, where that is better.
+        """Swaps values of a categorical latent and binary latents where better.
 
         As with what is turned, no step by step leads there, but parameters that fit such states do.
         """
@@ -144,10 +149,10 @@ class Assembly:
         return before
 
     def _better(self, group: Recombination, parent: Member, child: Member) -> Member:
-        """A child that is better than its parent, trained a little if that is better still; the parent if it is not.
+        """Returns the better of parent and child, trained if that helps.
 
-        Beside continuous latents the free energy of a child is an estimate, with the spread that its parent has: only what it has once it
-        is trained counts.
+        Beside continuous latents the free energy of an untrained child is an estimate with the parent's spread. There only trained
+        children count.
         """
         if child is parent:
             return parent
@@ -160,7 +165,10 @@ class Assembly:
         return self._member(self._settle(member), near=member)
 
     def _member(self, found: Start, near: Member | None = None) -> Member:
-        """What a run has found; beside continuous latents the spread of these makes the free energy what the run has reached."""
+        """Returns the solution of a run.
+
+        Beside continuous latents their spread gives the free energy that was reached.
+        """
         member = self._recombinations[0].member(found.parameters, near)
         if not found.beside:
             return member
@@ -168,7 +176,9 @@ class Assembly:
         return member._replace(spread=found.reached.free_energy - member.free_energy)
 
     def use_spare_latents(self) -> bool:
-        """Lets spare latents begin where data are explained worst, beside the latent that explains these now, as long as that gains.
+        """Re-initialises redundant latents beside those that explain data worst.
+
+        It goes on as long as this raises the free energy.
 
         Returns:
             Whether it has gained.

@@ -1,4 +1,7 @@
-"""Losses of guides that hold an AutoTruncated beside other parts: those of Pyro's enumerating ELBO wherever it can compute them."""
+"""Losses of guides that combine AutoTruncated with other guides.
+
+They are those of Pyro's enumerating ELBO where it can compute them.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +35,10 @@ _PYRO_SAYS = (
 
 
 class BesideOthers:
-    """The loss of a guide with other parts, and its gradient: the search is somebody else's.
+    """The loss and gradient of a guide with other parts, without search.
 
-    It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. Where the model does not take many states at once, so that Pyro cannot
-    enumerate them, it is computed from the draws of the other parts, see :func:`free_energy_given_draws`.
+    It is that of the stock :class:`~pyro.infer.TraceEnum_ELBO`. For models that do not take many states at once it is computed from
+    draws of the other parts, see :func:`free_energy_given_draws`.
 
     Args:
         **kwargs: what :class:`pyro.infer.ELBO` takes.
@@ -45,7 +48,7 @@ class BesideOthers:
     """
 
     def __init__(self, **kwargs: Any) -> None:
-        # Where labels leave nothing to enumerate, that is no mistake.
+        # Labels may leave nothing to enumerate.
         self.stock = TraceEnum_ELBO(**{"strict_enumeration_warning": False, **kwargs})
         self._known: tuple[Any, list[AutoTruncated]] | None = None
 
@@ -87,7 +90,10 @@ class BesideOthers:
     # --- the parts of a guide ---
 
     def parts(self, call: Call, guide: Any) -> list[AutoTruncated]:
-        """The truncated parts of a guide, which is run once to find them: they announce themselves at their index sites."""
+        """Runs a guide once and returns its truncated parts.
+
+        They announce themselves at their index sites.
+        """
         if self._known is None or self._known[0] is not guide:
             with spare_random_numbers(), poutine.block(), torch.no_grad():
                 marks: list[Any] = [node["infer"].get("truncated") for node in sample_nodes(call.of(guide).trace()).values()]
@@ -95,18 +101,24 @@ class BesideOthers:
         return self._known[1]
 
     def prepare(self, call: Call, guide: Any) -> None:
-        """Lets Pyro's ELBO count plates, before a guide is trained for the first time."""
+        """Lets Pyro's ELBO count plates before training."""
         if self._slow_part(call, guide) is None and self.stock.max_plate_nesting == math.inf:
             with _unannounced():
                 self.stock._guess_max_plate_nesting(call.model, guide, call.args, call.kwargs)
 
     def _slow_part(self, call: Call, guide: Any) -> AutoTruncated | None:
-        """The truncated part of a guide if it scores this very model, and Pyro cannot enumerate it in parallel."""
+        """Returns a truncated part that Pyro cannot enumerate in parallel, if any.
+
+        It must score this very model.
+        """
         parts = self.parts(call, guide)
         return parts[0] if len(parts) == 1 and not parts[0].is_enumerable and bool(call.model == parts[0].model) else None
 
     def _mean_given_draws(self, call: Call, guide: Any) -> Tensor | None:
-        """The free energy of such a guide, averaged over draws; ``None`` if there is none, or the model observes all that is discrete."""
+        """Returns the free energy of such a guide, averaged over draws.
+
+        ``None`` if there is none, or the model observes all discrete sites.
+        """
         part = self._slow_part(call, guide)
         if part is None:
             return None
@@ -124,7 +136,7 @@ class BesideOthers:
 
 @contextmanager
 def _unannounced() -> Iterator[None]:
-    """Keeps Pyro from telling how many plates it has counted, which each of several starts would say anew."""
+    """Silences Pyro's message on the number of plates."""
     logger = logging.getLogger(ELBO.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -135,7 +147,10 @@ def _unannounced() -> Iterator[None]:
 
 @contextmanager
 def pyros_own() -> Iterator[None]:
-    """For what Pyro's own ELBO runs: small subsamples cost little, and where it cannot enumerate what is scored without trouble, why."""
+    """Prepares what Pyro's own ELBO runs.
+
+    Small subsamples cost little, and errors of enumeration say their reason.
+    """
     try:
         with SparseSubsamples():
             yield
@@ -143,8 +158,8 @@ def pyros_own() -> Iterator[None]:
         if isinstance(error, NotImplementedError) or not any(hint in str(error) for hint in _PYRO_SAYS):
             raise
         error.add_note(
-            "Beside other guides Truncated_ELBO leaves the loss to Pyro's TraceEnum_ELBO, which enumerates the states in a dimension left "
-            "of all plates. If max_plate_nesting does not count all plates (Truncated_ELBO(search, max_plate_nesting=...)), set it; if the "
-            "model does not take such a dimension, AutoTruncated(model, ..., vectorize=False) scores one state after the other."
+            "Beside other guides the loss is that of Pyro's TraceEnum_ELBO, which enumerates states in a dimension left of all plates. "
+            "Set Truncated_ELBO(search, max_plate_nesting=...), or AutoTruncated(model, ..., vectorize=False) if the model takes no such "
+            "dimension."
         )
         raise

@@ -1,4 +1,4 @@
-"""Starting points: the best of several short runs on a part of the data."""
+"""Initialisation by the best of several short runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,13 @@ def best_start(
     temperature: Temperature = 1.0,
     generator: torch.Generator | None = None,
 ) -> list[float]:
-    """Initialises a model from the best of several short EM runs on a random part of the data.
+    """Initialises a model by the best of several short EM runs.
 
-    EM finds the local optimum its start leads to. Whether two components have merged, or one is split in two, shows after few iterations
-    on few data points, in a free energy that is clearly lower; so the choice between starts costs a small share of the training.
-    Processes that share the data draw the same part, and do the same with it. Components of a mixture with ``split_and_merge`` move every
-    ten steps, if one process has all data.
+    They use a random part of the data.
+
+    EM converges to the local optimum that its initialisation leads to. Merged or split components show after few iterations on few data
+    points, in a clearly lower free energy. So the choice costs a small share of the training. Processes that share the data draw the
+    same part. Components of a mixture with ``split_and_merge`` move every ten steps, if one process has all data.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data

@@ -1,4 +1,4 @@
-"""Latents that have changed places: a value of a categorical one stands for a cause, or two categorical ones for each other."""
+"""Moves that swap categorical values and binary latents."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from torch import Tensor
 from pyro_truncated.states.population import Population
 from pyro_truncated.training.exchangeable import Exchangeable
 
-# What is on together in less than a fifth of the data points that chance would have it in, ten at least, is taken to exclude each other.
+# Latents are exclusive below this share of the coincidences expected by chance, if these are ten or more.
 _TOGETHER, _FEWEST = 0.2, 10
-# The most sets of latents, and changes, that are looked at, and the changes that are proposed.
+# Most sets of latents and changes that are tried; most changes proposed.
 _MOST_SEEN, _MOST = 1000, 3
 
 
 def changed_roles(values: Exchangeable, latents: Exchangeable, population: Population) -> list[Population]:
-    r"""States in which binary latents that exclude each other are values of a categorical latent, and values are latents in their place.
+    r"""Returns states in which exclusive binary latents and values change places.
 
-    Where each data point has one type :math:`z` and any of several causes, a model may learn it the wrong way round: two latents, never on
-    together, tell the types apart, and the values of :math:`z` stand for causes, of which there can be only one then. Which latents exclude
-    each other shows. With the most frequent value :math:`u` for none of them, a latent :math:`h` and a value :math:`v` change places by
+    Each data point may have one type :math:`z` and any of several causes. A model may learn the reverse: two
+    exclusive latents tell the types apart, and the values of :math:`z` stand for causes. Which latents exclude each other shows.
+    The most frequent value :math:`u` stands for none of them. A latent :math:`h` and a value :math:`v` change places by
 
     .. math:: z' = \begin{cases} v & h = 1 \\ u & h = 0,\ z = v \\ z & \text{else,} \end{cases} \qquad h' = [z = v].
 
-    Of two categorical latents one with more values may stand for one with less, and that for the most frequent of its values. They change
-    places; where it has one of the other values, there is no telling what the one with less should be.
+    Of two categorical latents one with more values may stand for one with fewer, and that one for the most frequent of its values. They
+    change places. For its other values the smaller latent stays undetermined.
 
     Args:
         values: the values of a categorical latent.
-        latents: latents of a site, if these are binary, or the values of another latent, if these are less; of others nothing changes.
+        latents: latents of a site, if these are binary, or the values of another latent, if these are fewer; of others nothing changes.
         population: the states, ranked by their log joints.
 
     Returns:
@@ -53,19 +53,22 @@ def changed_roles(values: Exchangeable, latents: Exchangeable, population: Popul
 
 
 def _changes(lacking: Tensor, number: int, base: int) -> Iterator[tuple[float, list[int], list[int]]]:
-    """How clearly latents exclude each other and the values that stay; the values that go, and the latents that take their places."""
+    """Returns exclusive sets with remaining values, replaced values and latents."""
     others = [value for value in range(number) if value != base]
     for chosen in itertools.islice(_excluding(lacking > 0, number, len(others)), _MOST_SEEN):
         fit = [value for value in others if bool((lacking[chosen, value] > 0).all())]
         for stay in itertools.combinations(fit, len(others) - len(chosen)):
             pairs = [lacking[one, two] for one, two in itertools.combinations((*stay, *chosen), 2) if two >= number]
-            # A latent that excludes nothing, as there is nothing else, shows nothing.
+            # A single latent excludes nothing.
             if pairs:
                 yield float(sum(pairs)), [value for value in others if value not in stay], [latent - number for latent in chosen]
 
 
 def _excluding(excludes: Tensor, number: int, most: int) -> Iterator[list[int]]:
-    """Sets of latents, at most so many, each of which excludes all others of its set; they come after the values."""
+    """Returns sets of mutually exclusive latents, bounded in number.
+
+    Latents come after the values.
+    """
     waiting = [[latent] for latent in range(len(excludes) - 1, number - 1, -1)]
     while waiting:
         chosen = waiting.pop()

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: written whole or not at all, and restored to the very numbers of a run that was never interrupted."""
+"""Checkpoints: written atomically, restored to the same numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pyro_truncated.training.refusals import names_alone, refuse_other_models, r
 from pyro_truncated.training.run_state import loose_parameters, modules_of_run, remembered, set_state, state_of
 from pyro_truncated.utils.parameter_store import absolute_names
 
-# Raised whenever a file of before could not be read into a run of today: modules, buffers or parts have other names.
+# Raised whenever older files can be read no more: names of modules, buffers or parts have changed.
 LAYOUT = 4
 _FORMAT = "pyro_truncated checkpoint"
 _PARTS = {"format", "run", "settings", "history", "modules", "params", "optim", "counts", "search", "generators"}
@@ -35,10 +35,13 @@ class CheckpointWarning(UserWarning):
 def save_checkpoint(
     path: str | Path, svi: SVI, *, history: Any = None, settings: Mapping[str, Any] | None = None, run: Mapping[str, str] | None = None
 ) -> None:
-    """Writes all that a run needs to go on: model, guide, optimiser, annealing step, what the search has learned, random generators.
+    """Writes the complete state of a run.
 
-    The file appears under its name only once it is complete and on the disk, so a process killed in the middle of writing leaves the last
-    checkpoint intact. It holds tensors and plain Python values, loads with ``torch.load(path, weights_only=True)``, and ends in a checksum.
+    It holds model, guide, optimiser, annealing step, search and random generators.
+
+    The file appears under its name only once it is complete and on the disk. So a process killed while it writes leaves the last
+    checkpoint intact. The file holds tensors and plain Python values, loads with ``torch.load(path, weights_only=True)``, and ends in a
+    checksum.
 
     What a search has learned of the data (:class:`~pyro_truncated.GPSelect`) is what its ``state_dict()`` returns. Buffers of modules that
     a function merely calls are not saved.
@@ -89,27 +92,26 @@ def load_checkpoint(
     run: Mapping[str, str] | None = None,
     may_differ: Collection[str] = (),
 ) -> Any:
-    """Restores a run saved by :func:`save_checkpoint` into freshly made model, guide, optimiser and ELBO.
+    """Restores a run into new model, guide, optimiser and ELBO.
 
     Nothing changes if the checkpoint is refused.
 
     Args:
         path: the file.
-        svi: the run to restore. An ``AutoTruncated`` takes its populations before it was ever called; modules and functions that make
-            parameters when they are first called must have been called.
+        svi: the run to restore. An ``AutoTruncated`` may be restored before its first call. Modules and functions that make parameters
+            in their first call must have been called.
         settings: compared with those saved, if given.
         run: as for :func:`save_checkpoint`.
-        may_differ: parts that may be others than those of the run that was saved: ``"model"``, ``"guide"``, ``"optimizer"`` (it starts
-            anew), ``"elbo"``, ``"search"`` (it learns anew), ``"data"``. Shapes must fit whatever is said here.
+        may_differ: parts that may differ from those of the saved run: ``"model"``, ``"guide"``, ``"optimizer"`` (it starts anew),
+            ``"elbo"``, ``"search"`` (it learns anew), ``"data"``. Shapes must fit in any case.
 
     Returns:
         The history saved.
 
     Raises:
         OSError: if the file cannot be read; ``FileNotFoundError`` if there is none.
-        ValueError: if the file is no checkpoint, of another version, damaged, of another run or other settings (the message names what
-            differs) or of another model (parameters of other shapes, populations of other sizes), or Pyro's parameter store still holds
-            parameters of an earlier model under the same names, which would take the place of those restored.
+        ValueError: if the file is no checkpoint, damaged, or of another version, run, setting or model. The message names what differs.
+            Also if Pyro's store holds parameters of an earlier model under the same names.
         KeyError: if a parameter of a plain function does not exist yet.
     """
     content = read_checkpoint(path, svi)
@@ -118,7 +120,7 @@ def load_checkpoint(
 
 
 def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
-    """What a file holds, unchanged since it was written, but for names of parameters, which are those of this run.
+    """Reads a file, with parameter names of this run.
 
     Raises:
         OSError: if it cannot be read.
@@ -134,14 +136,14 @@ def read_checkpoint(path: str | Path, svi: SVI) -> dict[str, Any]:
             f"layout {LAYOUT}, in which modules and buffers have other names. Finish the run with the version that began it, or remove the "
             "file to start over"
         )
-    # Of runs of several processes it also says where the rows of data points are.
+    # On several processes it also names the files of rows.
     if content.keys() - {"rows"} != _PARTS:
         raise ValueError(f"{path} is not a checkpoint written by save_checkpoint: it holds {sorted(content)}, not {sorted(_PARTS)}")
     return {**content, **{key: absolute_names(content[key], svi.model, svi.guide) for key in ("params", "optim")}}
 
 
 def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Collection[str] = ()) -> Any:
-    """Puts what was read into a run, or leaves the run as it was; returns the history."""
+    """Loads a state and returns its history, or changes nothing."""
     refuse_stale(svi)
     params = loose_parameters(svi)
     if missing := content["params"].keys() - params.keys():
@@ -157,7 +159,7 @@ def restore(content: dict[str, Any], svi: SVI, path: str | Path, may_differ: Col
 
 
 def lacks_parameters(content: dict[str, Any], svi: SVI) -> bool:
-    """Whether a checkpoint holds parameters that this run makes only when it is first called."""
+    """Whether a checkpoint holds parameters that this run has yet to create."""
     if content["params"].keys() - loose_parameters(svi).keys():
         return True
     pairs = ((module, content["modules"].get(name, {})) for name, module in modules_of_run(svi).items())

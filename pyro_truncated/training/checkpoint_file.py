@@ -1,4 +1,4 @@
-"""Files that are whole or refused: written beside the last one and renamed, with a checksum at the end, by one process at a time."""
+"""Atomic files with a checksum, written by one process at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _BLOCK = 2**20
 
 
 def write(path: Path, content: Any) -> None:
-    """Writes tensors and plain values, with a checksum; the file appears under its name once it is complete and on the disk.
+    """Writes tensors and plain values with a checksum.
+
+    The file appears under its name once it is complete and on the disk.
 
     Raises:
         OSError: naming the path and the cause, such as a full disk; the last file is as it was.
@@ -46,7 +48,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def read(path: Path) -> Any:
-    """Reads what :func:`write` has written, of which not a bit may have changed.
+    """Reads what :func:`write` wrote, and verifies its checksum.
 
     Tensors are mapped: what is not used never comes into memory, and what was used can leave it again. They stay as they are when another
     file takes the name of theirs.
@@ -71,7 +73,9 @@ def read(path: Path) -> Any:
 
 @contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """For as long as a run writes checkpoints to a path: no other run may, and what killed runs left beside it is removed.
+    """A context in which only this run writes to a path.
+
+    Remains of killed runs are removed.
 
     Raises:
         OSError: if no file can be written there.
@@ -93,7 +97,7 @@ def claimed(path: Path) -> Iterator[None]:
 
 
 class _Hashed:
-    """A file to write to, which keeps the checksum of what was written and the error that kept it from writing more."""
+    """A file that keeps a checksum and the first error of writing."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self.file, self.digest = file, hashlib.sha256()
@@ -168,7 +172,7 @@ def _check_destination(path: Path) -> None:
 
 
 def _lock(lock: Path, path: Path) -> int:
-    """Opens and locks a file beside the checkpoint; the system frees it when the process ends, however it ends."""
+    """Locks a file beside the checkpoint until the process ends."""
     while True:
         try:
             descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)

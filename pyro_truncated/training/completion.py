@@ -1,4 +1,4 @@
-"""What several starts of a model with closed-form steps have found, put together once they are at rest."""
+"""Combination of converged restarts with closed-form M-steps."""
 
 from __future__ import annotations
 
@@ -17,23 +17,26 @@ from pyro_truncated.training.recombination import Member
 from pyro_truncated.training.resting import rested
 from pyro_truncated.training.starts import Start
 
-# Of what two starts in one optimum may differ by, the part that an exchange of latents has to gain.
+# Gain that an exchange of latents needs, relative to the tolerance.
 _GAIN = 0.1
-# The part of the latents of one of two starts that the other one may have missed, if both have found the same: what differs is exchanged.
+# Share of unmatched latents up to which two restarts have found the same.
 MOST_MISSED = 0.1
 
 
 def can_complete(model: Any) -> bool:
-    """Whether the starts of a model are compared latent by latent: those of closed-form models of causes that are off at zero."""
+    """Whether restarts are compared latent by latent.
+
+    They are for closed-form models of causes that are off at zero.
+    """
     return isinstance(model, ResizableModel) and isinstance(model, ClosedFormModel) and not isinstance(model, GibbsModel)
 
 
 def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start], tolerance: float, steps: int) -> Start:
-    """The best of several starts, with the latents of the others that raise its free energy.
+    """Returns the best restart, improved by latents of the others.
 
-    With a hundred latents one or two that a start has missed change its free energy by less than what starts may differ by, and chance
-    lets another start miss others. Starts that have found the same latents - on for the same data points - cost no more than this
-    comparison; others exchange what differs, see :class:`~pyro_truncated.training.recombination.Recombination`.
+    Of a hundred latents one or two missing ones change the free energy by less than restarts may differ. Chance lets another restart
+    miss others. Restarts with the same latents cost only this comparison. Others exchange what differs, see
+    :class:`~pyro_truncated.training.recombination.Recombination`.
 
     Args:
         model: the model; left where one of the starts is.
@@ -58,9 +61,11 @@ def completed(model: Any, y: Tensor, settings: Settings, starts: Sequence[Start]
 
 
 def have_found_the_same(model: Any, y: Tensor, settings: Settings, one: Start, other: Start) -> bool:
-    """Whether nine of ten latents of each of two starts are on for the same data points in the other one.
+    """Whether nine of ten latents of two restarts match, both ways.
 
-    Of few data points, or without most latents, free energies of starts that have found nothing alike are close to each other.
+    They must be active for the same data points.
+
+    With few data points, or without most latents, free energies of different solutions are close to each other.
 
     Args:
         model: the model; its parameters are not used.
@@ -77,9 +82,9 @@ def have_found_the_same(model: Any, y: Tensor, settings: Settings, one: Start, o
 
 
 def mended(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
-    """A start whose latents that stood for differences of causes stand for causes, as far as that raises its free energy; or itself.
+    """Replaces difference codes by causes where this raises the free energy.
 
-    Most starts hold no latent that is on only where another one is, and cost no more than to look for one.
+    Most restarts hold no latent that is active only where another one is, and cost only this check.
     """
     recombinations = recombinations_of(model, y, settings, _GAIN * tolerance, start.parameters)
     if not recombinations or start.states is None:

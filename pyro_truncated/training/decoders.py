@@ -1,4 +1,4 @@
-"""The network of a program that decodes binary latents into the means of real numbers, and what it shall decode."""
+"""The neural decoder of a program, and its targets."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from pyro_truncated.training.hidden_units import Decoder, Targets, fit_unit_by_u
 from pyro_truncated.utils.isolation import spare_random_numbers
 
 Call = tuple[torch.nn.Module, Any, Any]
-# What means may differ from what a network decodes, moved and scaled, by rounding.
+# Rounding error of scaled and shifted outputs.
 _EQUAL = 1e-4
-# Data points that have a state, by their posteriors, below which it does not count.
+# Expected data points of a state below which it does not count.
 _RARE = 1e-3
 
 
 def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[str, Any]] | None:
-    """The nodes of a run, and that of the only site that is observed, if it holds real numbers all of which count."""
+    """Returns a run's nodes and its only observed site, if real-valued.
+
+    All its entries must count.
+    """
     with spare_random_numbers(), poutine.block(), torch.no_grad():
         trace = poutine.trace(model).get_trace(y)
     observed = [trace.nodes[name] for name in trace.observation_nodes if name not in layout.sites]
@@ -37,13 +40,14 @@ def observed_numbers(model: Any, y: Tensor, layout: Layout) -> tuple[Any, dict[s
 
 
 def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
-    r"""Fits the network that decodes a model's states anew, unit by unit, with their posteriors as they are.
+    r"""Refits a neural decoder to the present posteriors, unit by unit.
 
-    That is a part of the M-step: of a normal likelihood with one noise, the network :math:`f` of :math:`y \sim \mathcal N(a + b f(s),
-    \sigma^2)` that minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2` is fitted to one mean for each distinct state, which few data
-    points have alone: that costs little beside steps on all data points and their states. What else a program does with the weights - a
-    prior, a noise or other terms that depend on them, means that are cut off where the states drawn here do not reach - one run does not
-    show. So the free energy is looked at afterwards, and the network is as it was if it has fallen.
+    This is a part of the M-step. Under a normal likelihood with one noise, :math:`y \sim \mathcal N(a + b f(s), \sigma^2)`, the network
+    :math:`f` minimises :math:`\sum_{ns} q_n(s) \|y_n - a - b f(s)\|^2`. It is fitted to one mean for each distinct state, which is
+    cheap beside steps on all data points.
+
+    A program may use the weights elsewhere, as in a prior or a noise, which one run does not show. So the free energy is evaluated
+    afterwards, and all weights are restored if it has fallen.
 
     Args:
         model: any model; those in which there is no such network stay as they are.
@@ -83,7 +87,7 @@ def fit_decoder(model: Any, y: Tensor, guide: AutoTruncated) -> bool:
 
 
 def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Targets:
-    """The distinct states of posteriors, and the means of values ``(N, D)`` of the data points that have each.
+    """Returns distinct states and the mean values ``(N, D)`` of each.
 
     Of more states than data points these are the commonest: otherwise the fit would be dearer than the steps.
     """
@@ -92,7 +96,7 @@ def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Ta
     number = values.new_zeros(len(words)).index_add_(0, place, weights.flatten())
     often = number.topk(min(len(number), len(population))).indices
     often = often[number[often] > _RARE]
-    # All others come last. State by state: values of all of them would be many times the data.
+    # By states: all values at once would be many times the data.
     place = place.new_full((len(words),), len(often)).index_copy_(0, often, torch.arange(len(often), device=often.device))[place]
     place, words, number = place.view(weights.shape), words[often], number[often]
     center = values.mean(0)
@@ -105,13 +109,16 @@ def targets_of(population: Population, values: Tensor, dtype: torch.dtype) -> Ta
 
 
 def _free_energy(guide: AutoTruncated, y: Tensor) -> float:
-    """That of all data points, with the states as they are, under the model as it is."""
+    """Returns the free energy of all data with present states."""
     with spare_random_numbers(), poutine.block():
         return float(guide.posterior(y).free_energy().sum())
 
 
 def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) -> Decoder | None:
-    """A network that ends in two linear layers that are learned, by the calls of its parts."""
+    """Finds a network that ends in two learned linear layers.
+
+    It is found by the calls of its parts.
+    """
     own = set(network.modules())
     layers = [(part, result) for part, _, result in calls if part in own and isinstance(part, torch.nn.Linear)]
     if len(layers) < 2 or not torch.equal(layers[-1][1], decoded):
@@ -125,7 +132,7 @@ def _decoder_in(network: torch.nn.Module, decoded: Tensor, calls: list[Call]) ->
 
 
 def _is_decoded(arguments: Any, decoded: Any, state: Tensor, mean: Tensor) -> bool:
-    """Whether a call was one of states alone, with as many numbers for each as the means of what is observed."""
+    """Whether a call decoded states alone into the observed means."""
     if len(arguments) != 1 or not isinstance(arguments[0], Tensor) or not isinstance(decoded, Tensor) or decoded.dim() != 2:
         return False
     given = arguments[0]
@@ -133,7 +140,7 @@ def _is_decoded(arguments: Any, decoded: Any, state: Tensor, mean: Tensor) -> bo
 
 
 def _unit_of(mean: Tensor, decoded: Tensor) -> float:
-    """The factor ``b`` of means ``a + b f(s)``, or zero if they are something else."""
+    """Returns the factor ``b`` of means ``a + b f(s)``, else zero."""
     parts = decoded - decoded.mean(0), mean - mean.mean(0)
     square = float(parts[0].square().sum())
     unit = float((parts[0] * parts[1]).sum()) / square if square > 0 else 0.0
@@ -142,14 +149,17 @@ def _unit_of(mean: Tensor, decoded: Tensor) -> float:
 
 @torch.no_grad()
 def _are_apart(network: torch.nn.Module, states: Tensor, decoded: Tensor) -> bool:
-    """Whether a network decodes each state by itself and without chance, as batch normalisation and dropout do not."""
+    """Whether a network decodes each state alone and deterministically.
+
+    Batch normalisation and dropout do not.
+    """
     half = len(states) // 2
     with spare_random_numbers():
         return torch.allclose(network(states[:half]), decoded[:half], rtol=_EQUAL, atol=_EQUAL * float(decoded.abs().max()))
 
 
 def _has_one_noise(site: dict[str, Any]) -> bool:
-    """Whether numbers are normal about their means, all with the same deviation, and count alike."""
+    """Whether data are normal about their means with one deviation."""
     base = site["fn"]
     while hasattr(base, "base_dist") and not isinstance(base, torch.distributions.TransformedDistribution):
         base = base.base_dist

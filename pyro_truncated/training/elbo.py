@@ -1,4 +1,4 @@
-"""Truncated_ELBO: search for better states, then the exact free energy of the populations and its gradient."""
+"""Truncated_ELBO: search, then the exact free energy and its gradient."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ from pyro_truncated.utils.parameter_store import TakesPrefixed, refuse_shadowed
 
 
 class Truncated_ELBO(Described, ELBO):
-    r"""Searches the populations of :class:`~pyro_truncated.AutoTruncated` guides, then evaluates the free energy and its gradient.
+    r"""Searches populations, then evaluates the free energy and its gradient.
+
+    It is for :class:`~pyro_truncated.AutoTruncated` guides.
 
     .. math:: \mathcal F = \sum_n \log \sum_{s \in K_n} p(s, y_n), \qquad
               \nabla \mathcal F = \sum_n \sum_{s \in K_n} q_n(s) \nabla \log p(s, y_n).
 
     The loss is :math:`-\mathcal F`, scaled as Pyro scales subsampled plates. ``loss`` (and ``SVI.evaluate_loss``) never changes
-    populations; ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first. Where the guide has
-    other parts (continuous latents beside the discrete ones), the search scores states given draws of these, and loss and gradient are
-    those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the very same draws; for models that do not take many states at once (see
-    ``vectorize`` of the guide) they are computed from these draws directly, which have to be reparametrised.
+    populations. ``loss_and_grads`` (``SVI.step``) and ``differentiable_loss`` under enabled gradients search first.
 
-    Data may be shared out to several processes (:func:`pyro_truncated.distributed.shard`): losses are then those of all data, on every
-    process, and every process must ask for them. Gradients are those of a process's own data, which
-    :class:`~pyro_truncated.distributed.AllReduced` adds up; those of the module ``elbo(model, guide)`` are as many times larger as there
-    are processes, because ``DistributedDataParallel``, which takes their mean, then has the gradient of the whole loss. Of what belongs
-    to no data point, such as latents that other guides sample, each process takes an equal share.
+    If the guide has other parts (continuous latents beside the discrete ones), the search scores states given draws of these. Loss and
+    gradient are those of the stock :class:`~pyro.infer.TraceEnum_ELBO` for the same draws. Models that do not take many states at once
+    (see ``vectorize`` of the guide) need reparametrised draws.
 
-    Sites with ``infer={"of_parameters": True}`` are priors of parameters, such as that of the covariances of a ``GaussianMixture``: a part
-    of the loss of a guide that is trained, but not of one that :meth:`~pyro_truncated.AutoTruncated.infer` has made for new data.
+    On several processes (:func:`pyro_truncated.distributed.shard`) losses are those of all data, and every process must ask for them.
+    Gradients are those of a process's own data, which :class:`~pyro_truncated.distributed.AllReduced` sums. Gradients of the module
+    ``elbo(model, guide)`` are multiplied by the number of processes, because ``DistributedDataParallel`` takes their mean. Terms of no
+    data point, such as latents of other guides, are divided equally.
+
+    Sites with ``infer={"of_parameters": True}`` are priors of parameters, such as those of covariances in a ``GaussianMixture``. They
+    count in the loss of a trained guide, but not of one that :meth:`~pyro_truncated.AutoTruncated.infer` has made for new data.
 
     With a model that :class:`~pyro_truncated.ClosedForm` drives, no gradient is taken: the expected sufficient statistics are collected
     for its M-step.
@@ -69,9 +71,8 @@ class Truncated_ELBO(Described, ELBO):
         >>> losses = [svi.step(y) for _ in range(10)]
 
     Args:
-        search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`, which scores all states of small spaces and
-            searches others by their full conditionals, those of many binary latents by flips too. It says in one line
-            what it chose, and so does the ``repr`` of this object.
+        search: proposes states; default: an :class:`~pyro_truncated.search.AutomaticSearch`. It scores all states of small spaces, and
+            searches others by full conditionals or by flips. It logs its choice, which the ``repr`` of this object shows too.
         search_steps: search steps before each evaluation.
         search_every: evaluations per round of search (1: before each).
         temperature: :math:`\tau \ge 1`, a number or a function of the step ``t = 0, 1, ...``: the M-step or gradient uses
@@ -103,10 +104,9 @@ class Truncated_ELBO(Described, ELBO):
         self._num_looks = 0
 
     def __call__(self, model: torch.nn.Module, guide: torch.nn.Module) -> ELBOModule:
-        """The module of model and guide: its parameters are theirs, and calling it returns :meth:`differentiable_loss`.
+        """Returns model and guide as a module that computes :meth:`differentiable_loss`.
 
-        Populations belong to the data of the process that found them: ``DistributedDataParallel`` leaves these buffers alone, whether it
-        broadcasts others or not.
+        Populations belong to the data of one process, so ``DistributedDataParallel`` leaves these buffers alone.
         """
         module = _TruncatedModule(model, guide, self)
         stores = [(name, part) for name, part in module.named_modules() if isinstance(part, PopulationStore)]
@@ -126,7 +126,9 @@ class Truncated_ELBO(Described, ELBO):
             return total(self._others.parts(call, guide), _checked(self._others.loss(call, guide)))
 
     def differentiable_loss(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Minus the free energy as a differentiable tensor: what the module ``Truncated_ELBO(search)(model, guide)`` returns when called.
+        """Returns minus the free energy as a differentiable tensor.
+
+        The module ``Truncated_ELBO(search)(model, guide)`` returns it when called.
 
         Populations are searched first if gradients are enabled (training), never under ``torch.no_grad()`` (validation).
         """
@@ -143,7 +145,10 @@ class Truncated_ELBO(Described, ELBO):
             return averaged_by_others(self._others.parts(call, guide), self._others.differentiable_loss(call, guide))
 
     def loss_and_grads(self, model: Any, guide: Any, *args: Any, **kwargs: Any) -> float:
-        """Searches, then returns minus the free energy and accumulates its gradient (or the statistics of a closed-form M-step)."""
+        """Searches, returns minus the free energy and accumulates its gradient.
+
+        Closed-form M-steps get statistics instead.
+        """
         call = Call(model, args, kwargs)
         with watched(guide, (args, kwargs)):
             return self._loss_and_grads(call, guide)
@@ -162,7 +167,7 @@ class Truncated_ELBO(Described, ELBO):
             return total(self._others.parts(call, guide), _checked(self._others.loss_and_grads(call, guide)))
 
     def _searched(self, call: Call, guide: Any) -> Batch:
-        """The batch of a guide that stands alone, after a search if one is due."""
+        """Returns the batch of a single guide, after a search if due."""
         self._meet(call, guide)
         is_due = self._search_is_due()
         with together():
@@ -200,7 +205,10 @@ class Truncated_ELBO(Described, ELBO):
             yield
 
     def _searching(self, call: Call, guide: Any) -> AbstractContextManager[Any]:
-        """Lets the truncated part of a guide search when it next runs: for the very minibatch and draws of other latents the loss is of."""
+        """A context in which the guide's truncated part searches when it runs.
+
+        It uses the minibatch and the draws of the loss.
+        """
         if self._temperature() != 1.0:
             raise NotImplementedError("a temperature needs a guide that is one AutoTruncated; beside other guides train without")
         with spare_random_numbers():
@@ -216,7 +224,7 @@ class Truncated_ELBO(Described, ELBO):
         return Searching(self.search, self.search_steps) if self._search_is_due() else nullcontext()
 
     def _meet(self, call: Call, guide: Any) -> None:
-        """Before a guide is trained for the first time, and once it has been set up."""
+        """Prepares a guide before its first training step."""
         if self._known_guide is not guide:
             refuse_shadowed(call.model, guide, training=True)
             start_alike(call, guide, self)
@@ -237,11 +245,14 @@ class Truncated_ELBO(Described, ELBO):
 
 
 class _TruncatedModule(TakesPrefixed, ELBOModule):
-    """Model and guide as one module, whose state may come from what wrapped it."""
+    """Model and guide as one module; loads states of wrappers too."""
 
 
 def _stands_alone(call: Call, guide: Any) -> bool:
-    """Whether the guide is one AutoTruncated outside of any list, of this very model (and not of one that a handler changes)."""
+    """Whether the guide is one AutoTruncated of this very model.
+
+    Lists and handlers around the model are excluded.
+    """
     if not isinstance(guide, AutoTruncated):
         return False
     guide.setup(*call.args, **call.kwargs)

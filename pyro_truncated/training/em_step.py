@@ -1,4 +1,4 @@
-"""The E-step of models with closed-form M-steps: better populations, and the expected sufficient statistics that they change."""
+"""E-step of closed-form EM: better populations and their statistics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pyro_truncated.utils.budget import memory_budget, rows_per_block
 
 
 class EMStep:
-    """Collects the statistics of batch after batch; remembers as of which change of the populations they are."""
+    """Collects statistics of batches, and remembers their population versions."""
 
     def __init__(self) -> None:
         self._revision: int | None = None
@@ -29,7 +29,7 @@ class EMStep:
     def __call__(
         self, closed_form: ClosedForm, batch: Batch, improve: Callable[[Batch], Population], temperature: float, *, is_annealed: bool
     ) -> float:
-        """Improves the populations of a batch and collects their statistics; returns minus the free energy.
+        """Improves a batch's populations, collects statistics, returns the loss.
 
         Args:
             closed_form: what collects.
@@ -46,7 +46,7 @@ class EMStep:
         if store.is_part:
             _refuse_local_steps(closed_form.model)
         with poutine.block(), memory_budget(scorer.memory_budget):
-            # Somebody else scored or searched: what will be subtracted is not what is in the sums.
+            # Another caller scored or searched: the sums do not hold the old contribution.
             is_stale = self._revision is not None and self._revision != store.revision and closed_form.visited is not None
             chosen = _chosen(batch)
             previous = closed_form.previous(store.take(batch.indices if chosen is batch.chosen else chosen), chosen)
@@ -69,7 +69,10 @@ class EMStep:
 
 
 def _chosen(batch: Batch) -> Tensor | None:
-    """Positions of the data points, ``None`` for all of all processes: where all of this one's are in a minibatch, others may have more."""
+    """Returns positions of the data points, ``None`` for all.
+
+    All means all of all processes: others may have more.
+    """
     indices, minibatch = batch.chosen, current_batch()
     if not batch.populations.is_part:
         return indices
@@ -83,7 +86,7 @@ def _anywhere(condition: bool, is_part: bool) -> bool:
 
 
 def _refuse_local_steps(model: Any) -> None:
-    """Refuses models that choose a step by the data at hand, where these are a part of all, unless they ask the other processes."""
+    """Refuses models whose M-step looks only at this process's data."""
     if not getattr(model, "statistics_are_additive", True) and not getattr(model, "statistics_span_processes", False):
         raise NotImplementedError(
             f"{type(model).__name__} chooses its M-step where the data are at hand, and these are spread over processes: train it in one"
@@ -91,7 +94,7 @@ def _refuse_local_steps(model: Any) -> None:
 
 
 def _statistics(closed_form: ClosedForm, population: Population, temperature: float, call: Call) -> Statistics:
-    """Sufficient statistics, taken over blocks of data points one after the other where they add up."""
+    """Returns sufficient statistics, by blocks where they add up."""
     model = closed_form.model
     rows = len(population)
     if getattr(model, "statistics_are_additive", True):

@@ -1,4 +1,7 @@
-"""Exchangeable latents, or values of one latent: which parameters of a program belong to which of them, as the program itself shows."""
+"""Exchangeable latents or values, and their parameters.
+
+The program itself shows which parameters belong to which latent.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ _RELATIVE, _ABSOLUTE = 1e-4, 1e-3
 
 
 class Exchangeable(NamedTuple):
-    """The latents of a site that may change places, if their parameters do; or the values of a single latent, the components of a mixture.
+    """Exchangeable latents of a site, or values of a single latent.
+
+    Their parameters change places with them. Components of a mixture are an example.
 
     Attributes:
         latents: positions of theirs among the latents of a data point.
@@ -34,7 +39,7 @@ class Exchangeable(NamedTuple):
     num_values: int = 0
 
     def replaced(self, state: dict[str, Tensor], here: Tensor, other: dict[str, Tensor], there: Tensor) -> dict[str, Tensor]:
-        """Parameters in which the latents ``here`` have those that the latents ``there`` have in ``other``."""
+        """Returns parameters with latents ``here`` replaced by ``there`` of ``other``."""
         moved = {}
         for name, axis in self.axes.items():
             to, origin = (index.to(state[name].device) for index in (here, there))
@@ -42,7 +47,10 @@ class Exchangeable(NamedTuple):
         return {**state, **moved}
 
     def disturbed(self, state: dict[str, Tensor], here: Tensor, size: float, generator: torch.Generator | None) -> dict[str, Tensor]:
-        """Parameters with noise on those of the latents ``here``, so large in units of the root mean square of the whole parameter."""
+        """Adds noise to parameters of the latents ``here``.
+
+        Its unit is the root mean square of the whole parameter.
+        """
         moved = {}
         for name, axis in self.axes.items():
             value, to = state[name], here.to(state[name].device)
@@ -52,18 +60,20 @@ class Exchangeable(NamedTuple):
         return {**state, **moved}
 
     def sums(self, state: dict[str, Tensor], here: int, other: int) -> list[dict[str, Tensor]]:
-        """Parameters in which the latent ``here`` shows what it and the latent ``other`` show together.
+        """Returns parameters in which ``here`` shows itself plus ``other``.
 
-        What latents show are vectors: these are added, and of what is one number per latent, such as its log odds, ``here`` keeps its own.
-        As numbers may be what latents show, too, parameters in which everything is added come second, or alone where there are no vectors
-        or nothing else.
+        Vectors of latents are added. Of single numbers per latent, such as log odds, ``here`` keeps its own. Numbers may be part of
+        what a latent shows too. So parameters in which everything is added come second, or alone if there is nothing else.
         """
         vectors = [name for name in self.axes if state[name].ndim > 1]
         chosen = [vectors, list(self.axes)] if 0 < len(vectors) < len(self.axes) else [list(self.axes)]
         return [{**state, **{name: self._added(state[name], self.axes[name], here, other) for name in names}} for names in chosen]
 
     def cosines(self, state: dict[str, Tensor]) -> Tensor:
-        """The cosines ``(H, H)`` of the vectors that latents have as parameters; zero if these are single numbers."""
+        """Returns cosines ``(H, H)`` of the latents' parameter vectors.
+
+        They are zero for single numbers.
+        """
         vectors = [state[name].movedim(axis, 0).flatten(1).double().cpu() for name, axis in self.axes.items() if state[name].ndim > 1]
         number = self.latents.stop - self.latents.start
         joint = torch.nn.functional.normalize(torch.cat(vectors, 1) if vectors else torch.zeros(number, 1, dtype=torch.float64))
@@ -75,14 +85,14 @@ class Exchangeable(NamedTuple):
         return value.index_add(axis, index[:1], value.index_select(axis, index[1:]))
 
     def permuted(self, levels: Tensor, order: Tensor) -> Tensor:
-        """Unpacked states ``(..., L)`` with the latents, or values, at ``order`` in the place of each."""
+        """Permutes latents or values of unpacked states ``(..., L)`` by ``order``."""
         moved = levels.clone()
         chosen = levels[..., self.latents]
         moved[..., self.latents] = order.argsort()[chosen] if self.num_values else chosen[..., order]
         return moved
 
     def probabilities(self, population: Population) -> Tensor:
-        """Posterior probabilities that each of the latents is on, or that the latent has each of the values, ``(N, H)``."""
+        """Returns posterior probabilities of latents or values, ``(N, H)``."""
         if self.num_values:
             return population.value_probabilities()[:, self.latents.start, : self.num_values]
         return population.marginals()[:, self.latents]
@@ -92,7 +102,7 @@ class Exchangeable(NamedTuple):
         return sum(state[name].numel() // state[name].shape[axis] for name, axis in self.axes.items())
 
     def distances(self, one: dict[str, Tensor], other: dict[str, Tensor], there: Tensor) -> Tensor:
-        """How far the parameters of each latent, ``(H,)``, are from those of latents ``there`` in ``other``.
+        """Returns distances ``(H,)`` of parameters to those of ``there`` in ``other``.
 
         A root mean square in units of that of the whole parameter, of the parameter that differs most.
         """
@@ -108,10 +118,10 @@ class Exchangeable(NamedTuple):
 def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exchangeable]:
     r"""Finds the groups of latents that a program treats alike.
 
-    They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`, which move the latents of
-    the states and the entries of the parameters along one axis each. That is tried, with random states and the parameters as they are, for
-    two permutations that generate all others, and for the axes that are as long as there are latents. The same is tried with the values of
-    latents that are alone in their site.
+    They are exchangeable if :math:`p(P s, y \mid P \theta) = p(s, y \mid \theta)` for all permutations :math:`P`. These move the
+    latents of the states, and the entries of the parameters along one axis each. It is tested with random states for two permutations
+    that generate all others, and for axes as long as there are latents. Values of latents that are alone in their site are tested
+    likewise.
 
     Args:
         learned: scores states; the populations of its guide stay as they are.
@@ -129,7 +139,10 @@ def exchangeable_latents(learned: Medians, state: dict[str, Tensor]) -> list[Exc
 
 
 def _alike(guide: AutoTruncated) -> list[tuple[slice, int]]:
-    """The latents of sites that are vectors of one cardinality, and single latents with their number of values; what is longest first."""
+    """Returns candidate groups: vectors of one cardinality, values of single latents.
+
+    The longest come first.
+    """
     start, found = 0, []
     for site in guide.layout.sites.values():
         latents = slice(start, start + site.num_latents)
@@ -149,7 +162,7 @@ def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, nu
         return None
 
     def is_same(group: Exchangeable, order: Tensor) -> bool:
-        """Whether log joints are the same once latents and parameters have been permuted."""
+        """Whether permuted latents and parameters have the same log joints."""
         permuted = learned.scorer(group.replaced(state, torch.arange(len(order)), state, order))
         return torch.allclose(permuted.score(words(group.permuted(levels, order))), expected, rtol=_RELATIVE, atol=_ABSOLUTE)
 
@@ -159,7 +172,10 @@ def _exchangeable(learned: Medians, state: dict[str, Tensor], latents: slice, nu
 
 
 def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[str, int]]:
-    """Axes by name, as many as possible first; at most some dozens of combinations."""
+    """Yields axes by name, as many as possible first.
+
+    There are at most some dozens of combinations.
+    """
     choices = [[axis for axis, size in enumerate(value.shape) if size == number] + [None] for value in parameters.values()]
     for chosen in itertools.islice(itertools.product(*choices), _MOST_TRIED):
         axes = {name: axis for name, axis in zip(parameters, chosen, strict=True) if axis is not None}
@@ -168,7 +184,7 @@ def _possible_axes(parameters: dict[str, Tensor], number: int) -> Iterator[dict[
 
 
 def _orders(num_latents: int) -> list[Tensor]:
-    """A cycle of all and an exchange of two: all permutations are products of them."""
+    """Returns a cycle and a transposition, which generate all permutations."""
     positions = torch.arange(num_latents)
     return [positions.roll(1), torch.cat([positions[:2].flip(0), positions[2:]])]
 

@@ -1,4 +1,4 @@
-"""What starts exchange latents by, and the steps that a model takes after an exchange."""
+"""Exchange of latents between restarts, and training after it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from pyro_truncated.training.starts import Start, start_of
 
 
 def are_behind_a_network(model: Any, y: Tensor, state: dict[str, Tensor], groups: Sequence[Exchangeable]) -> bool:
-    """Whether layers of a network hold more numbers that belong to no latent than latents have: these mean nothing in another network."""
+    """Whether most parameters are shared by all latents, as in a network.
+
+    They mean nothing in another network.
+    """
     own = {name for group in groups for name in group.axes}
     shared = sum(state[name].numel() for name in layers_of(model, y) - own)
     return shared > sum(state[name].numel() for name in own)
 
 
 def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
-    """A short run from parameters and populations that are nearly where they should be, in ever smaller steps."""
+    """Trains briefly in ever smaller steps from a nearly final state."""
     with forgetting_guides(model, y):
         run = _run_from(model, y, settings.slowing(steps), member)
         offer(run, y, member.population.states())
@@ -36,7 +39,7 @@ def settled(model: Any, y: Tensor, settings: Settings, member: Member, steps: in
 
 
 def fitted(model: Any, y: Tensor, settings: Settings, member: Member, steps: int) -> Start:
-    """A short run in which only the parameters change: to those of the likeliest states, which stay as they are."""
+    """Fits parameters briefly to fixed likeliest states."""
     with forgetting_guides(model, y):
         run = _run_from(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1), member)
         words, scorer = member.population.mode().unsqueeze(1), run.scorer(y)
@@ -63,7 +66,7 @@ def _run_from(model: Any, y: Tensor, settings: Settings, member: Member) -> Run:
 
 
 def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: float, state: dict[str, Tensor]) -> list[Recombination]:
-    """How models that have learned something else may exchange latents of each group that is exchangeable.
+    """Returns recombinations for each group of exchangeable latents.
 
     Args:
         model: the model.
@@ -73,7 +76,7 @@ def recombinations_of(model: Any, y: Tensor, settings: Settings, tolerance: floa
         state: parameters, and medians of continuous latents beside, in which latents differ.
     """
     if isinstance(model, ConditionalModel):
-        return []  # what it draws given the states is known for no other states
+        return []  # its draws given the states hold for these states only
     guide = settings.guide_for(model, y)
     learned = Medians(model, y, guide)
     groups = exchangeable_latents(learned, state)

@@ -1,4 +1,7 @@
-"""The free energy given draws of other guides: for models that Pyro's enumerating ELBO cannot run on many states at once."""
+"""The free energy given draws of other guides.
+
+It is for models that Pyro's ELBO cannot run on many states at once.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ from pyro_truncated.program.sites import log_density, sample_nodes
 
 
 def free_energy_given_draws(part: AutoTruncated, guide: Call) -> Tensor:
-    r"""The free energy of a guide with a truncated part, of one draw :math:`z` of its other parts, differentiable in all parameters.
+    r"""Returns the differentiable free energy of a guide with other parts.
+
+    It is that of one draw :math:`z` of the other parts.
 
     .. math:: \sum_n \log \sum_{s \in K_n} p(s, y_n, z_n \mid z) + \log p(z) - \log q(z), \qquad z \sim q
 
-    with :math:`z_n` the draws inside the data plates and :math:`z` those outside: what the enumerating ELBO computes for the same draws,
-    with the states scored the way the guide scores them.
+    with :math:`z_n` the draws inside the data plates and :math:`z` those outside. The enumerating ELBO computes the same for these
+    draws; here the guide's own scores are used.
 
     Args:
         part: the truncated part.
@@ -46,7 +51,7 @@ def _check_reparametrised(nodes: Mapping[str, Any]) -> None:
         fn = node["fn"]
         if not fn.has_rsample and torch.is_grad_enabled() and fn.log_prob(node["value"]).requires_grad:
             raise NotImplementedError(
-                f"site '{name}' of the guide ({type(fn).__name__}) is not reparametrised, and this model scores states in a way that "
-                "Pyro's enumerating ELBO does not know, so that nothing gives its gradient. Guide it with a reparametrised distribution "
-                "(Normal, LogNormal, Beta, ...), or let the model take many states at once (see the VectorizationWarning)."
+                f"site '{name}' of the guide ({type(fn).__name__}) is not reparametrised, and has no gradient, as this model does not "
+                "take many states at once (see the VectorizationWarning). Use a reparametrised distribution (Normal, LogNormal, ...), "
+                "or let the model vectorise."
             )

@@ -1,4 +1,4 @@
-"""Starts with more latents than asked for first and fewer later, compared by those of them that the data support."""
+"""Restarts that begin overcomplete and are pruned."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from pyro_truncated.utils.parameter_store import empty_store
 # Chosen on bars of other seeds than those of the tables.
 _GROWTH = 2
 _SETTLING = 3
-# So many latents may make up for one that is spare: sums of causes stand for what two or ten data points happen to have of them.
+# Most latents that may substitute for a redundant one.
 _DEPTH = 8
 
 
 def grown_start(
     model: Any, y: Tensor, settings: Settings, temperature: Temperature, steps: int, generator: torch.Generator | None, tolerance: float
 ) -> Start:
-    """A short run that begins with more latents than asked for, and goes on without those that it misses least.
+    """Trains with surplus latents, then prunes the redundant ones.
 
-    Spare latents, which the data do not support (see :func:`~pyro_truncated.training.redundancy.is_spare`), fit noise, slowly and never
-    alike: where M-steps are in closed form they are taken away, too, before the run is at rest. The free energy is that of the others
-    alone. Parameters are those of all latents that were asked for; spare ones are as they were, and off in all states.
+    Redundant latents (see :func:`~pyro_truncated.training.redundancy.is_spare`) fit noise, slowly and never alike. With closed-form
+    M-steps they are removed too, before the run has converged. The free energy is that of the others alone. Parameters are those of all
+    latents asked for; redundant ones are unchanged and inactive in all states.
 
-    More than 256 binary latents are no more than asked for, and none is taken away: what each of them is worth costs more than the steps.
+    More than 256 binary latents are neither doubled nor pruned: to evaluate each of them costs more than the steps.
 
     Args:
         model: can be resized; stays as it is.
@@ -50,7 +50,7 @@ def grown_start(
     """
     with empty_store():
         is_many = are_many(model, y, settings)
-        # It has run, and in the names of its parameters the larger one has others.
+        # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         larger = model.with_latents(torch.arange(model.num_latents).repeat(1 if is_many else _GROWTH)).initialize(y, generator)
         shrinking = _Shrinking(larger, y, settings, temperature)
@@ -70,7 +70,10 @@ def grown_start(
 
 
 def are_many(model: Any, y: Tensor, settings: Settings) -> bool:
-    """Whether a model has more than 256 binary latents, of which a start with twice as many would cost several times the training."""
+    """Whether a model has more than 256 binary latents.
+
+    A restart with twice as many would cost several times the training.
+    """
     return is_of_many(layout_of(model, y, settings).space)
 
 
@@ -92,17 +95,20 @@ class _Shrinking:
             self.run.step(self._y)
 
     def losses(self) -> tuple[Tensor, Tensor]:
-        """What the data would lose without each latent, ``(H,)``, and what makes up for it, ``(H, H)``."""
+        """Returns deletion losses ``(H,)`` of latents, and substitutes ``(H, H)``."""
         assert self.run.truncated is not None
         return losses_and_stand_ins(self.run.truncated.population(), self.run.scorer(self._y), _DEPTH)
 
     def to(self, number: int) -> None:
-        """Takes latents away, a third of the surplus at a time, until there are so many."""
+        """Prunes to so many latents, a third of the surplus each time."""
         while (surplus := self.model.num_latents - number) > 0:
             self._lose(least_missed(*self.losses(), max(1, surplus // 3)))
 
     def to_what_is_needed(self) -> Tensor:
-        """Takes spare latents away, a third at a time; the positions of those that are left, among all before, ``(K,)``."""
+        """Prunes redundant latents, a third at a time.
+
+        Returns the positions ``(K,)`` of the remaining ones.
+        """
         kept = torch.arange(self.model.num_latents)
         while len(kept) > 1:
             losses, stand_ins = self.losses()
@@ -113,13 +119,13 @@ class _Shrinking:
         return kept
 
     def _lose(self, lost: Tensor) -> Tensor:
-        """Goes on without some latents; the positions of the others, in the order of the model."""
+        """Drops some latents and returns the positions of the others."""
         kept = torch.ones(self.model.num_latents, dtype=torch.bool, device=lost.device).index_fill(0, lost, False).nonzero().squeeze(1)
         states = states_of(self.run)[..., kept]
         self.model = self.model.with_latents(kept)
-        if len(kept) > 1:  # one that is left alone has what it had beside another one
+        if len(kept) > 1:  # a single latent keeps its parameters
             self.num_parameters = _num_parameters_of_one(self.model, self._y)
-        # In the names of the parameters of this one, a module of Pyro's own has those of the larger one.
+        # Pyro's store holds the larger model's parameters under these names.
         pyro.clear_param_store()
         before, self.run = self.run, Run(self.model, self._y, self._settings)
         self.run.take_over(before.beside, self._y)
@@ -129,7 +135,10 @@ class _Shrinking:
 
 
 def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) -> Start:
-    """What a model of the latents ``kept`` has learned, with the others of ``asked`` beside them, which are off; it is left there."""
+    """Adds inactive latents of ``asked`` to the learned latents ``kept``.
+
+    The model keeps these parameters.
+    """
     assert found.states is not None
     assert asked.states is not None
     number = asked.states.shape[-1]
@@ -138,7 +147,7 @@ def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) 
     put_back(model, y, found.parameters)
     parameters = copies(model.with_latents(place), y)
     for name, value in parameters.items():
-        # Sizes differ along axes of latents; along two of them lies what is of pairs, such as covariances, and is left as it is.
+        # Sizes differ along axes of latents. Parameters of pairs, such as covariances, have two and stay.
         axes = [axis for axis, (one, other) in enumerate(zip(value.shape, found.parameters[name].shape, strict=True)) if one != other]
         if len(axes) == 1:
             index = spare.to(value.device)
@@ -149,7 +158,10 @@ def _filled_up(model: Any, y: Tensor, found: Start, asked: Start, kept: Tensor) 
 
 
 def _num_parameters_of_one(model: Any, y: Tensor) -> int:
-    """How many parameters a model of one latent less would not have: covariances are of pairs, and fewer where there are fewer latents."""
+    """Returns how many parameters one latent has.
+
+    Covariances are of pairs, and fewer with fewer latents.
+    """
     return _num_parameters(model, y) - _num_parameters(model.with_latents(torch.arange(model.num_latents - 1)), y)
 
 

@@ -1,4 +1,4 @@
-"""Networks fitted to known states: units of the last hidden layer are drawn anew, one after the other, where others explain more."""
+"""Fits networks to known states, and redraws poor hidden units."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Steps of L-BFGS for all weights at first, and after each new unit: it begins near an optimum. Evaluations for each step at most, and
-# steps whose gradients are remembered.
+# L-BFGS: first steps, steps after each new unit, evaluations per step, history.
 _FITTING, _REFITTING, _EVALUATIONS, _REMEMBERED = 200, 60, 1.25, 20
-# Evaluations of all fits together, and their states times weights: of 160 states and 16 units 4000 take 3 CPU seconds, of 450 and 64 seven.
+# Most evaluations of all fits, and their states times weights: 3 to 7 CPU seconds.
 _MOST, _MOST_WORK = 4000, 1e10
 # Candidates for a unit.
 _CANDIDATES = 256
-# The part of the square error that a new unit has to take away: of 25 numbers that is .01 nats.
+# Relative gain in squared error that a new unit needs; for 25 numbers 0.01 nats.
 _LITTLE = 1e-3
-# The least mean square of weights, and of what a unit adds to the others for a single state.
+# Least mean square of weights, and of a unit's part that is new, for a single state.
 _LEAST = 1e-4
-# What keeps equal units apart where there is no noise, as a part of what units are.
+# Relative ridge for equal units without noise.
 _RIDGE = 1e-12
 
 
@@ -55,23 +54,23 @@ class Targets(NamedTuple):
 
 
 class FittedUnits:
-    r"""The last hidden units :math:`h(s)` of a network, under a last layer that is the best one for them.
+    r"""Hidden units :math:`h(s)` of a network under their optimal last layer.
 
     .. math:: \min_\theta \min_{V, b} \sum_m w_m \|V h_\theta(s_m) + b - t_m\|^2
         + \sigma^2 (\|V\|^2 / v_V + \sum_i \|\theta_i\|^2 / v_i)
 
-    with the noise :math:`\sigma^2` and the mean squares :math:`v` of weights as they are at first, which a normal prior gives its variance:
-    without it few states under many units lead to weights that cancel each other, and that the next step of an optimiser tears apart. The
-    offset :math:`b` has none: data may lie far from zero. The inner minimum is in closed form, and the gradient of the outer one is that of
-    the parameters :math:`\theta` alone (variable projection).
+    with the noise :math:`\sigma^2` and the prior variance :math:`v`, the mean squares of the initial weights. Without the prior, few states
+    under many units lead to large weights that cancel each other, and the next step of an optimiser destroys them. The offset :math:`b` has
+    no prior, as data may lie far from zero. The inner minimum is in closed form. The gradient of the outer one is that of the parameters
+    :math:`\theta` alone (variable projection).
 
     Args:
         decoder: the network, changed in place.
         targets: what it shall decode.
 
     Attributes:
-        learned: the parameters :math:`\theta`: those of the network that take gradients and change its hidden units, as other heads do not,
-            and what the program uses elsewhere.
+        learned: the parameters :math:`\theta`: those of the network that take gradients and change its hidden units. Other heads and
+            uses elsewhere are excluded.
         evaluations: how often the network has been evaluated.
 
     Reference:
@@ -115,7 +114,7 @@ class FittedUnits:
 
     @torch.no_grad()
     def put_last_layer(self) -> None:
-        """Gives the network the last layer that is the best one for its units."""
+        """Gives the network the optimal last layer."""
         solution, _ = self._solved(self._design())
         self._last.weight.copy_(solution[: self._last.in_features].mT)
         if self._last.bias is not None:
@@ -123,14 +122,17 @@ class FittedUnits:
 
     @torch.no_grad()
     def worth(self) -> Tensor:
-        """By how much square error and penalties would rise without each of the units, the others as they are, ``(J,)``."""
+        """Returns the rise of the penalised error without each unit, ``(J,)``."""
         solution, moments = self._solved(self._design())
         rises: Tensor = solution.square().sum(1) / torch.linalg.inv(moments).diagonal()
         return rises[: self._last.in_features]
 
     @torch.no_grad()
     def redraw(self, unit: int) -> None:
-        """Gives a unit those of many random incoming weights that take the largest part of the square error that the others leave."""
+        """Redraws a unit: the best of many random incoming weights.
+
+        It explains most of the error that the other units leave.
+        """
         before = [value.clone() for value in self._incoming]
         size = math.sqrt(_mean_square(torch.cat([value.flatten() for value in before])))
         design = self._design()
@@ -138,7 +140,7 @@ class FittedUnits:
         left, basis = self._weighted - others @ self._solved(others)[0], torch.linalg.qr(others).Q
         best, gained = [value[unit] for value in before], 0.0
         for _ in range(-(-_CANDIDATES // self._hidden.out_features)):
-            # All units at once are other candidates.
+            # All units together are further candidates.
             for value in self._incoming:
                 value.copy_(size * torch.randn(value.shape, dtype=value.dtype))
             gains = _gains(self._design()[:, : self._hidden.out_features], basis, left)
@@ -150,7 +152,10 @@ class FittedUnits:
             value[unit] = own
 
     def _design(self) -> Tensor:
-        """What the last layer sees, and ones if it has an offset, by the root of the weights: ``(M, J + 1)``."""
+        """Returns the weighted inputs of the last layer, ``(M, J + 1)``.
+
+        They have a column of ones if there is an offset.
+        """
         self.evaluations += 1
         seen: list[Tensor] = []
         handle = self._last.register_forward_pre_hook(lambda _, *given: seen.extend((*given[0], *given[1].values())), with_kwargs=True)
@@ -191,9 +196,11 @@ def put(parameters: Iterable[torch.nn.Parameter], values: Sequence[Tensor]) -> N
 
 
 def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
-    """Fits a network to states, and draws its last hidden units anew, the one that is missed least first, until none is better redrawn.
+    """Fits a network to states and redraws its least useful units.
 
-    A network as narrow as the one that made the data has many bad optima: two of its units do what one unit should, and others are missing,
+    It ends when no redrawn unit is better.
+
+    A network as narrow as the one that made the data has many bad optima. Two of its units do what one should, and others are missing,
     which no gradient mends. Random numbers are torch's own.
 
     Args:
@@ -210,7 +217,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
     error, work = units.square_error(), len(targets.states) * sum(value.numel() for value in before)
     units.fit(_FITTING)
     units.put_last_layer()
-    # The noise and the sizes of weights are now those of a network that fits.
+    # Noise and weight sizes now belong to a network that fits.
     units = FittedUnits(decoder, targets)
     lowest, failed = units.fit(_REFITTING), 0
     while failed < decoder.last.in_features and units.evaluations < min(_MOST, _MOST_WORK / work):
@@ -230,7 +237,7 @@ def fit_unit_by_unit(decoder: Decoder, targets: Targets) -> bool:
 
 
 def _gains(columns: Tensor, basis: Tensor, left: Tensor) -> Tensor:
-    """How much of a square error that others leave each column takes away, beside a basis of the others, ``(J,)``."""
+    """Returns the error that each column removes beside a basis, ``(J,)``."""
     columns = columns - basis @ (basis.mT @ columns)
     return (columns.mT @ left).square().sum(1) / columns.square().sum(0).clamp(min=_LEAST)
 

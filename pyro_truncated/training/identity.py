@@ -1,4 +1,4 @@
-"""What tells one training run from another: descriptions of its parts, and hashes of the data."""
+"""Fingerprints of training runs: descriptions of parts, hashes of data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from torch.utils._pytree import tree_flatten
 from pyro_truncated.distributed.fingerprint import fingerprint
 from pyro_truncated.distributed.shards import Shard
 
-# Arguments of constructors that do not say what a run computes, or that are described elsewhere.
+# Constructor arguments that do not change results, or that are described elsewhere.
 _LEFT_OUT = {"self", "name", "model", "guide", "search", "init", "generator", "memory_budget", "max_plate_nesting"}
 _DEPTH = 6
 _CHUNK = 2**24
 
 
 def describe_run(svi: SVI) -> dict[str, str]:
-    """Class names and arguments of the parts of a run: ``model``, ``guide``, ``optimizer``, ``elbo`` and, where there is one, ``search``.
+    """Returns class names and arguments of the parts of a run.
+
+    They are ``model``, ``guide``, ``optimizer``, ``elbo`` and perhaps ``search``.
 
     Functions are known by their qualified names and modules by their classes, arguments of constructors and submodules. Neither
     addresses nor anything that changes while a run goes on is part of a description.
@@ -36,13 +38,13 @@ def describe_run(svi: SVI) -> dict[str, str]:
 
 
 def describe_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, str]:
-    """One line for each of a model's arguments, with hashes of the tensors and arrays in it."""
+    """Describes each of a model's arguments in one line, with hashes."""
     named = {f"argument {position}": value for position, value in enumerate(args, 1)} | {f"argument {k}": v for k, v in kwargs.items()}
     return {name: _describe_argument(value) for name, value in named.items()}
 
 
 def describe(value: Any, depth: int = _DEPTH) -> str:
-    """A line that is the same in every process that makes an object in the same way."""
+    """Describes an object by a line that is equal in every process."""
     if isinstance(value, float):
         return repr(float(value))
     if value is None or isinstance(value, (bool, int, complex, str, torch.dtype, torch.device)):
@@ -69,7 +71,7 @@ def _call(name: str, arguments: Mapping[Any, Any], depth: int) -> str:
 
 
 def _configuration(value: Any) -> Iterator[tuple[str, Any]]:
-    """What an object was made with, as far as it keeps it, and the submodules of a module."""
+    """Returns the constructor arguments that an object stores, and its submodules."""
     if hasattr(value, "pt_optim_constructor"):
         yield from ((name, held) for name, held in vars(value).items() if name.startswith("pt_") or name == "kwargs")
         return
@@ -112,7 +114,7 @@ def _label(tensor: Tensor) -> str:
 
 
 def _as_tensor(leaf: Any) -> Tensor | None:
-    """The entries of a tensor, an array or what turns into one (a data frame, say); ``None`` of anything else."""
+    """Returns a tensor of an array or data frame, else ``None``."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to_dense() if leaf.layout != torch.strided else leaf.detach()
     if isinstance(leaf, type) or not hasattr(leaf, "__array__"):

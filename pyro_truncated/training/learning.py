@@ -1,4 +1,4 @@
-"""learn: a model trained from several annealed starts, until two of them agree."""
+"""learn: training from random restarts with annealing, until two agree."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ from pyro_truncated.utils.arrays import as_tensors
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 from pyro_truncated.utils.counts import check_count
 
-# Data points that starts use: at least so many, and so many for each latent, or for each value of a single one. Starts of 100 latents
-# found 5 to 50 of them on 1000 data points, on 2000 to 6000 88 to 100.
+# Data points of a restart: at least, and for each latent (or value of a single one). Of 100 latents,
+# restarts found 5 to 50 on 1000 data points, and 88 to 100 on 2000 to 6000.
 _SHORT_DATA, _DATA_PER_LATENT = 1000, 50
-# Starts of mixtures, and for each number that these hold: of fewer data they find optima that all data do not have.
+# Data points of a mixture's restart: at least, and for each parameter. Fewer data have other optima.
 _SHORT_DATA_OF_MIXTURES, _DATA_PER_NUMBER = 10_000, 2
-# States per data point. Of 200 components 16 lost .0001 nats of free energy, eight .0007, four .006.
+# States per data point. Of 200 components 16 states lost 0.0001 nats, eight 0.0007, four 0.006.
 _NUM_STATES, _NUM_STATES_OF_LARGE_MIXTURES = 64, 16
-# Training that began near its end ends where five steps raise the free energy by this part of what the last five of the start did.
+# Relative to the restart's last five steps: the gain of five steps that ends an informed training.
 _LITTLE = 0.5
-# That of other closed-form M-steps: where five steps raise the free energy per data point by so little, and nothing moves.
+# Gain of five steps in nats per data point that ends other closed-form training.
 _LITTLE_OF_ALL = 0.001
-# Steps on all data. Draws of continuous latents make gradients noisy: a hundred down to a tenth of the rate end .004 to .12 nats lower.
+# Steps on all data. Continuous latents make gradients noisy: 100 steps ended 0.004 to 0.12 nats lower.
 _STEPS, _STEPS_BESIDE, _LAST_RATE_BESIDE = 100, 200, 0.01
-# What models have learned to draw given the states has to follow them: faster ones left it behind, and no two starts agreed.
+# Learning rate with a conditional guide, which must follow the model: at larger rates no restarts agreed.
 _RATE, _RATE_OF_CONDITIONALS = 0.1, 0.02
-# The temperature that starts begin with, and free energies that are the same. Components that a high temperature makes equal do not part
-# again; chains of a Gibbs sampler over few selected latents lose most components at one, and gradients do not bring them back in time.
+# First temperature and tolerance. Mixture components that a high temperature makes equal do not separate.
+# Gibbs chains and gradients lose most components at the high temperature, and recover too slowly.
 _DEFAULTS = 20.0, 0.05
 _DEFAULTS_OF_MIXTURES = 1.0, 0.01
 _DEFAULTS_OF_SLOW_STEPS = 5.0, 0.05
 _DEFAULTS_NEAR_THE_END = 1.0, 0.05
-# Free energies of all data together that are the same: those of starts with one posterior, and one optimum, were up to .15 nats apart.
+# Tolerance for all data together: with one posterior, restarts in one optimum differed by up to 0.15 nats.
 _NEAR_OF_ALL = 0.5
 
 
 class DisagreeingStartsWarning(UserWarning):
-    """No two starts reached the same optimum, or found the same latents: the best one may be a local optimum.
+    """No two restarts agree: the best one may be a local optimum.
 
     Example:
         >>> y = linear_bars(100, 3, mean_active=2.0).data
@@ -93,7 +93,7 @@ def learn(
     generator: torch.Generator | None = None,
     progress: bool | None = None,
 ) -> Any:
-    r"""Trains a model from several annealed starts, until two of them agree, and returns the trained guide.
+    """Trains a model from random restarts with annealing, until two agree.
 
     Example::
 
@@ -103,64 +103,33 @@ def learn(
         guide = learn(model, y)
         guide.marginals()["s"]
 
-    EM finds the local optimum that its start leads to. Here short runs on a part of the data start from different points, each at a
-    temperature that falls to one (:func:`cooling`), until two of them agree, which chance hardly does in a bad optimum; the best one is
-    then trained on all data. Models of causes that are off at zero (``with_latents``,
-    :class:`~pyro_truncated.training.model_kinds.ResizableModel`) start with twice as many latents, and give up those that are missed
-    least. The best start takes over from others the latents that it has missed, of functions as far as their latents are exchangeable.
-    What agreement means, and what changes with the kind of model: the page :doc:`/explanation/learn`.
-
-    Closed-form M-steps are used where the model has them, :class:`~pyro_truncated.GibbsEM` where it has a Gibbs sampler, and gradients
-    (``ClippedAdam``) otherwise. Continuous latents of a model trained by gradients get an
-    :class:`~pyro.infer.autoguide.AutoNormal` beside the truncated guide, at first at a draw from their prior, without annealing, unless the
-    model says by ``default_conditional()`` what samples them given the states, as :class:`~pyro_truncated.models.GatedDecoder` does.
+    EM converges to the local optimum that its initialisation leads to. Restarts are annealed (:func:`cooling`) and exchange latents. The
+    best one is trained on all data. Agreement, exchange and defaults: :doc:`/explanation/learn`.
 
     Args:
-        model: a model that is called with the data; its parameters are changed in place. With ``draw_start(y, generator)`` or
-            ``initialize(y, generator)`` it says itself where a start may lie. Others start where they are (where ``initialize(y)`` takes
-            them, if they have it), then there with noise as large as what their parameters have reached; in turn with where the best start
-            has ended, if they cannot exchange latents. Networks from binary latents to real numbers start there, then near states that a
-            linear model finds, or that the best start has ended with.
-        y: data, ``(N, ...)``, the model's argument; of a model of several arrays these side by side, ``torch.cat([x, y], 1)``.
-        search: fills the populations; default: the model's ``default_search(num_states)`` if it has one; else exhaustive where a
-            population holds all states, evolutionary with crossover for latents most of which are binary (unless all of more
-            than 256 are), otherwise an :class:`~pyro_truncated.search.AutomaticSearch`.
-        num_states: states per data point; default: 64, but 16 for a mixture of more than 64 components, of which starts then have 8.
-        steps: training steps on all data after the best start, of networks passes over these in parts; with closed-form M-steps the most
-            of them, by gradients and by Gibbs sampling all of them; default: 100, but 200 where continuous latents are beside.
-        starts: the most starts; default: 8, but 16 where they exchange latents, and 2 of more than 256 binary latents.
-        short_steps: steps of a start, of mixtures the most of them; those with more latents take a few more while these are removed, and at
-            most as many until the free energy is at rest; by gradients up to four times as many until it is, and twenty in which the
-            learning rate falls.
-        temperature: temperature that a start begins with; default: 20, but 5 for gradients and Gibbs sampling, and 1 for models that start
-            near the end or have ``draw_start``, and for mixtures, those with a single discrete latent per data point: the components that a
-            high temperature makes equal do not part again. Networks that begin with the states of a linear model have 1, always.
-        tolerance: free energies per data point, in nats, that differ by less than this are the same; default: 0.05 (at least half a nat of
-            all data together, as where these share one posterior), but 0.01 for mixtures,
-            whose optima lie closer together; of those with closed-form M-steps, twice what another start may be expected to gain, and a
-            quarter of what the best two may differ by, however many starts there are.
-        lr: learning rate of gradient steps, which falls to a tenth, beside continuous latents to a hundredth: of parameters that may be any
-            number in units of their root mean square at the beginning (but at least .2), of all others as it is; default: .1, but .02 for
-            models that guide their continuous latents themselves.
-        max_count: largest value of count sites, one number or by site name, where their support is infinite, as of a ``Poisson`` number of
-            animals of which some are seen; see :class:`~pyro_truncated.AutoTruncated`.
-        generator: source of randomness of the starts; default: torch's global one.
-        progress: whether to show a progress bar, which counts steps of starts, too; default: if the output is a terminal.
+        model: called with the data, changed in place; optional methods: :doc:`/how-to/models`.
+        y: data, ``(N, ...)``; several arrays side by side, ``torch.cat([x, y], 1)``.
+        search: default: the model's own, else one that fits the space of states.
+        num_states: states per data point; default: 64, or 16 for more than 64 mixture components.
+        steps: training steps on all data, with closed-form M-steps at most; default: 100, or 200 beside continuous latents.
+        starts: most restarts; default: 8, 16 with exchange of latents, 2 for more than 256 binary latents.
+        short_steps: steps of a restart; more follow until convergence.
+        temperature: first temperature; default: 20, 5 without closed-form M-steps, 1 for mixtures and informed initialisation.
+        tolerance: largest difference in nats per data point of restarts that agree; default: 0.05, 0.01 for mixtures.
+        lr: learning rate of gradient steps, in units of a parameter's root mean square; default: 0.1.
+        max_count: largest value of count sites, one number or by site name.
+        generator: source of randomness; default: torch's global one.
+        progress: whether to show a progress bar; default: if the output is a terminal.
 
     Returns:
-        The trained :class:`~pyro_truncated.AutoTruncated`, :class:`~pyro_truncated.GibbsGuide`, or an ``AutoGuideList`` whose last part
-        is the truncated guide. Its attribute ``starts`` holds the free energy per data point that each start reached, before any exchange,
-        and without spare latents where M-steps are in closed form; ``steps`` is the number of training steps on all data.
+        The trained guide. Its ``starts`` are the free energies per data point of the restarts, ``steps`` the training steps.
 
     Warns:
-        DisagreeingStartsWarning: if the best two starts do not agree - of those that began where another one had ended only those that
-            rose above it count - and, where they exchange latents, one of them alone has found a latent of the best that is not spare.
-            Starts of mixtures with closed-form M-steps agree if the best two differ by no more than half the tolerance times the number of
-            starts, at most four tolerances: with the defaults .01 nats for two starts, .04 for eight and more.
+        DisagreeingStartsWarning: if no two restarts agree.
 
     Raises:
-        ValueError: if a number is out of range, a count has no bound, a Gibbs sampler gets one, or the search is for other latents.
-        TypeError: if the search selects no latents for a Gibbs sampler, or is a second array of data.
+        ValueError: if a number is out of range, a count has no bound, or the search does not fit.
+        TypeError: if the search is of another kind, or is a second array of data.
     """
     short_steps = check_count("short_steps", short_steps)
     steps = None if steps is None else check_count("steps", steps)
@@ -236,7 +205,10 @@ def _check_search(model: Any, search: Search | None) -> None:
 
 
 def _num_states(model: Any, space: StateSpace | None) -> int:
-    """States per data point where nobody says how many: of mixtures all components, or some of very many."""
+    """Returns the default number of states.
+
+    Of small mixtures these are all components.
+    """
     is_large = space is not None and is_mixture(model, space) and space.size > _NUM_STATES
     return _NUM_STATES_OF_LARGE_MIXTURES if is_large else _NUM_STATES
 
@@ -250,7 +222,7 @@ def _number_for_starts(model: Any, y: Tensor, space: StateSpace | None) -> int:
 
 
 def _num_causes(model: Any, space: StateSpace | None) -> int:
-    """What the data have to be shared among: the latents of a data point, or the values of a single one."""
+    """Returns how many latents, or values of one, share the data."""
     if space is None:
         return model.num_latents  # type: ignore[no-any-return]
     return space.cardinalities[0] if space.num_latents == 1 else space.num_latents
@@ -269,10 +241,10 @@ def _rate(model: Any) -> float:
 
 
 def _little(model: Any, run: Run, noise: float) -> float:
-    """By how little five steps must raise the free energy for the training to end before all steps are taken."""
+    """Returns the gain of five steps below which training ends early."""
     if starts_near_the_end(model):
         return noise * _LITTLE
-    # Draws make the free energy noisy, of chains and of continuous latents beside.
+    # Gibbs chains and continuous latents make the free energy noisy.
     return _LITTLE_OF_ALL if isinstance(model, ClosedFormModel) and run.guide is run.truncated else -math.inf
 
 

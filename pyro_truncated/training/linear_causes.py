@@ -1,4 +1,4 @@
-"""Binary causes that add up: the model whose causes a network of a user's own begins with."""
+"""Binary additive causes, the warm start of neural decoders."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from pyro_truncated.em.closed_form import Statistics
 from pyro_truncated.states.population import Population
 from pyro_truncated.utils.devices import device_of
 
-# The smallest noise, in units of the data, and probability; what the M-step is regularised by, as a part of how often latents are on.
+# Least noise in units of the data, least probability, and relative ridge of the M-step.
 _SCALE_FLOOR, _PRIOR_FLOOR, _RIDGE = 1e-3, 1e-6, 1e-10
-# The least part of a data point that a latent starts with.
+# Least share of a data point in an initial element.
 _LEAST_PART = 0.1
 
 
 class LinearCauses(torch.nn.Module):
     r"""Binary sparse coding with an offset, :math:`s_h \sim \mathrm{Bernoulli}(\pi)`, :math:`y \sim \mathcal N(W s + b, \sigma^2 I)`.
 
-    The least that :class:`~pyro_truncated.training.several_starts.SeveralStarts` need to find causes of data that are of size one about
-    zero, complete, and in one process.
+    A minimal model for :class:`~pyro_truncated.training.several_starts.SeveralStarts`. Its data are complete, of size one about zero,
+    and in one process.
 
     Args:
         num_observed: number of observed dimensions ``D``.
@@ -59,7 +59,9 @@ class LinearCauses(torch.nn.Module):
 
     @torch.no_grad()
     def initialize(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
-        """Starts from random data points: that part of each that as many data points have in them as have a latent on at first.
+        """Initialises elements by the shared parts of random data points.
+
+        A part counts if as many data points have it as have a latent active at first.
 
         A whole one may explain that data point, and no other one.
         """
@@ -76,7 +78,10 @@ class LinearCauses(torch.nn.Module):
         return self
 
     def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one; as many are on, on average."""
+        """Returns a model whose latent ``i`` copies latent ``index[i]``.
+
+        The mean number of active latents is kept.
+        """
         other = copy.deepcopy(self)
         other.num_latents = len(index)
         other.weight = self.weight[:, index.to(self.weight.device)].clone()
@@ -89,7 +94,10 @@ class LinearCauses(torch.nn.Module):
 
     @torch.no_grad()
     def maximize(self, statistics: Statistics) -> None:
-        r"""Least squares, with the offset as the element of a latent that is always on; what is never on stays as it is."""
+        """Solves least squares, with the offset as an always active element.
+
+        Elements that are never active stay unchanged.
+        """
         number, often = statistics["num_data"], statistics["states"]
         moments = torch.cat([torch.cat([statistics["pairs"], often.unsqueeze(1)], 1), torch.cat([often, number.view(1)]).unsqueeze(0)])
         cross = torch.cat([statistics["cross"], statistics["sums"].unsqueeze(1)], 1)

@@ -1,4 +1,4 @@
-"""Codes that a network of a user's own begins with: the causes that a linear model finds in the same data."""
+"""Warm starts of neural decoders by the codes of a linear model."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ from pyro_truncated.utils.devices import device_of
 
 
 def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
-    """The real numbers ``(N, D)`` that a network decodes the states of one site of binary latents into, in units of their deviation.
+    """Returns the real numbers ``(N, D)`` that a network decodes states into.
 
-    ``None`` for models that are something else: whose starts are drawn, or of which parts are elsewhere - data points that share latents,
-    several processes, files -, whose networks are frozen, and of which a linear model says little: latents of several sites, or beside
-    continuous ones, counts, missing values.
+    They are in units of their deviation.
+
+    ``None`` for other models. They draw their restarts, have shared latents, several processes or files, with frozen networks,
+    several discrete sites or continuous latents, and with counts or missing values.
     """
     if isinstance(model, (ClosedFormModel, GibbsModel)) or draws_starts(model) or not is_a_network(model, y):
         return None
@@ -50,7 +51,7 @@ def decoded_values(model: Any, y: Tensor, settings: Settings) -> Tensor | None:
 
 
 def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, found: Start) -> Tensor:
-    """The likeliest state of each data point, ``(N, H)``, of those that a linear model has found."""
+    """Returns a linear model's likeliest state of each data point, ``(N, H)``."""
     assert found.states is not None
     put_back(model, values, found.parameters)
     with forgetting_guides(model, values):
@@ -61,21 +62,24 @@ def likeliest_states(model: LinearCauses, values: Tensor, settings: Settings, fo
 
 
 def likeliest_code(found: Start) -> Tensor:
-    """Which latents are more probably on than off, ``(N, H)``, in a start of a network."""
+    """Returns which latents are probably active, ``(N, H)``, in a restart."""
     assert found.probabilities is not None
     return (found.probabilities > 0.5).to(torch.int64)
 
 
 def takes_gradients(model: Any, value: Tensor) -> bool:
-    """Whether a parameter is learned: all of Pyro's store are, and of modules those that are not frozen."""
+    """Whether a parameter is learned.
+
+    All of Pyro's store are, and of modules those that are not frozen.
+    """
     return value.requires_grad or not isinstance(model, torch.nn.Module)
 
 
 @torch.no_grad()
 def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
-    """Draws parameters that gradients change anew: each has the numbers that it has, in another order; frozen ones stay.
+    """Permutes the entries of learned parameters; frozen ones stay.
 
-    To weights that are all the same, which any order leaves so and the units that they lead to, noise is added.
+    Weights that are all equal get noise instead, since any order leaves them and their units equal.
     """
     for value in parameters_of(model, y).values():
         if not takes_gradients(model, value):
@@ -89,7 +93,7 @@ def shuffle(model: Any, y: Tensor, generator: torch.Generator | None) -> None:
 
 
 def teach(model: Any, y: Tensor, settings: Settings, code: Tensor, steps: int) -> None:
-    """Steps in which a network learns to decode states ``(N, H)``, one of each data point, which stay as they are."""
+    """Trains a network to decode fixed states ``(N, H)``, one per data point."""
     with forgetting_guides(model, y):
         run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1))
         assert run.truncated is not None

@@ -1,4 +1,4 @@
-"""A loop around ``svi.step``: progress bar, record, early stopping, checkpoints. It hides nothing of SVI."""
+"""A loop around ``svi.step`` with progress bar, record, and checkpoints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Callback = Callable[["Training"], Mapping[str, float] | bool | None]
 
 @dataclasses.dataclass
 class Training:
-    """What happened in a training run; callbacks get to see it after every step.
+    """The record of a training run; callbacks see it after every step.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data
@@ -96,22 +96,23 @@ def fit(
 ) -> Training:
     r"""Calls ``svi.step(*args, **kwargs)`` up to ``steps`` times and keeps a record.
 
-    With ``patience`` the run ends once the free energy, averaged over the last ``patience`` steps, exceeds its average over as many steps
-    before by less than ``tolerance`` of its size: :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`.
-    Averaging lets it work on minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
+    With ``patience`` the run ends early. Let :math:`\bar F_t` be the free energy averaged over the last :math:`p` = ``patience`` steps.
+    The run ends once :math:`\bar F_t - \bar F_{t - p} < \mathrm{tolerance} \cdot \max(1, |\bar F_t|)`. Averaging makes this work on
+    minibatches too. While a temperature falls, or a search still finds states in leaps, choose it generously.
 
     With ``checkpoint`` the run is saved every so many seconds and at its end (see
-    :func:`~pyro_truncated.training.checkpoint.save_checkpoint`), and continued from the file if that exists: to the very
-    numbers of a run that was never interrupted, early stopping and what a search has learned of the data included. A file of another
-    run is refused before anything changes: of other data (by hashes of all tensors and arrays among the arguments) or a model, guide,
-    optimiser, ELBO or search of another class or made with other arguments. ``steps``, ``patience``, callbacks and what else only this
-    function sees may change. A destination that cannot be written to is refused before the first step; a checkpoint that cannot be
-    written later (a full disk) is a :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried again.
+    :func:`~pyro_truncated.training.checkpoint.save_checkpoint`). It continues from the file if that exists, to the numbers of a run
+    that was never interrupted. Early stopping and what a search has learned are included.
 
-    Where several processes train on shards of the data (:func:`pyro_truncated.distributed.shard`), all of them call this function. The
-    first one decides when the run ends and when it is saved, and shows the bar; callbacks run on all of them, and what they return counts
-    on the first. An error of one of them ends all, with an error that names it. The checkpoint is then a small file with a folder
-    ``<name>.rows`` beside it, and any other number of processes, one too, can go on from it (and from that of one process).
+    A file of another run is refused before anything changes. Runs differ in their data (by hashes of all tensors and arrays among the
+    arguments), or in class or arguments of model, guide, optimiser, ELBO or search. ``steps``, ``patience`` and callbacks may change. A
+    destination that cannot be written to is refused before the first step. A later failure (a full disk) is a
+    :class:`~pyro_truncated.training.checkpoint.CheckpointWarning`, and tried again.
+
+    On several processes with shards of the data (:func:`pyro_truncated.distributed.shard`) all call this function. The first one
+    decides when the run ends and is saved, and shows the bar. Callbacks run on all of them, and what they return counts on the first.
+    An error of one of them ends all, and is named. The checkpoint is a small file with a folder ``<name>.rows`` beside it. Any other
+    number of processes can continue from it, and from that of one process.
 
     Example::
 
@@ -140,8 +141,8 @@ def fit(
 
     Raises:
         TypeError: if ``svi`` is not Pyro's SVI, or ``callbacks`` is no sequence of functions.
-        ValueError: if a count is no positive integer, a number out of range, the checkpoint damaged or of another run (the message names
-            what differs), or a callback does not return the same names at every step.
+        ValueError: if a number is out of range, the checkpoint is damaged or of another run, or callbacks change the names that they
+            return. The message says what differs.
         OSError: if checkpoints cannot be written to that place, or the one there cannot be read.
         RuntimeError: if another run is writing checkpoints there.
         OtherProcessError: if another process of the run has failed.
@@ -250,7 +251,7 @@ def _has_ended(training: Training, patience: int | None, tolerance: float) -> bo
 
 
 class _Saving:
-    """Writes checkpoints every so often and at the end; one that cannot be written is a warning."""
+    """Writes checkpoints at intervals and at the end; failures are warnings."""
 
     def __init__(
         self, path: Path, seconds: float, settings: Mapping[str, Any] | None, run: Mapping[str, str], portion: Portion | None

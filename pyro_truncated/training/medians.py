@@ -1,4 +1,4 @@
-"""What has been learned of a model together with the medians of continuous latents beside the truncated ones."""
+"""A model's solution with medians of its continuous latents."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pyro_truncated.program.sites import log_density
 from pyro_truncated.training.model_parameters import copies, parameters_of, put_back
 
 _MEDIAN = "median of "
-# What the state of an AutoNormal calls the medians of its latents, in coordinates without constraints.
+# Prefix of unconstrained medians in the state of an AutoNormal.
 _LOC = "locs.{}_unconstrained"
 
 
 class Medians:
-    """Scores states under parameters and given medians of continuous latents, which it treats as parameters that may be any number.
+    """Scores states given medians of continuous latents, treated as parameters.
 
     So they change places as parameters do: a program may learn the weights of its latents by either. Shares are in the coordinates of
     Pyro's parameters, one number for each of them.
@@ -45,12 +45,12 @@ class Medians:
         return self.guide.log_joint_of(self.y, values=values)
 
     def beyond(self, scorer: LogJoint) -> float:
-        """The log density per data point of the medians that belong to no data point."""
+        """Returns the log density per data point of global medians."""
         nodes = [scorer.nodes[name] for name in self._supports if not scorer.is_inside(scorer.nodes[name])]
         return float(log_density(nodes)) / self.guide.layout.num_data
 
     def state(self, beside: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What the model has learned as it is, with the medians that a guide of continuous latents has, of which this is the state."""
+        """Returns the model's parameters and the medians of a guide's state."""
         free = {name: biject_to(support)(beside[_LOC.format(name)]) for name, support in self._supports.items()}
         return copies(self.model, self.y) | {_MEDIAN + name: transform_to(self._supports[name]).inv(value) for name, value in free.items()}
 
@@ -60,7 +60,7 @@ class Medians:
         return {name: state[name] for name in names}
 
     def beside(self, state: dict[str, Tensor], near: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The state of a guide of continuous latents that is as another one, but for its medians."""
+        """Returns a guide's state with other medians."""
         medians = {
             _LOC.format(name): biject_to(support).inv(transform_to(support)(state[_MEDIAN + name]))
             for name, support in self._supports.items()

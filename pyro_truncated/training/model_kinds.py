@@ -18,12 +18,15 @@ from pyro_truncated.states.space import StateSpace
 
 @runtime_checkable
 class ResizableModel(Protocol):
-    """A model of exchangeable discrete latents, off at zero, that can have more or fewer of them."""
+    """A model of exchangeable discrete latents whose number can change.
+
+    They are off at zero.
+    """
 
     num_latents: int
 
     def with_latents(self, index: Tensor) -> Self:
-        """A new model whose latent ``i`` is a copy of latent ``index[i]`` of this one."""
+        """Returns a model whose latent ``i`` copies latent ``index[i]``."""
 
 
 @runtime_checkable
@@ -36,7 +39,7 @@ class SearchedModel(Protocol):
 
 @runtime_checkable
 class ConditionalModel(Protocol):
-    """A model that says itself how its continuous latents are sampled given the discrete ones."""
+    """A model that samples its continuous latents given the discrete ones."""
 
     def default_conditional(self) -> Conditional:
         """What :class:`~pyro_truncated.AutoTruncated` takes as its ``conditional``."""
@@ -44,26 +47,33 @@ class ConditionalModel(Protocol):
 
 @runtime_checkable
 class StartingModel(Protocol):
-    """A model trained by gradients that says itself where a start may lie, otherwise than by ``initialize``; starts are not annealed."""
+    """A model that draws its own restarts, which are not annealed.
+
+    It is trained by gradients.
+    """
 
     def draw_start(self, y: Tensor, generator: torch.Generator | None = None) -> Self:
         """Goes there, for each start anew."""
 
 
 def starts_near_the_end(model: Any) -> bool:
-    """Whether ``initialize`` finds the components by a search of its own, as the model says by an attribute of this name.
+    """Whether ``initialize`` searches for the components itself.
 
-    Starts then need no annealing, and they and the training end as soon as little rises any more. Only of models with closed-form M-steps:
-    the first steps of an optimiser may lose more than what it finds in the end, and of how much little is they say nothing.
+    The model says so by an attribute of this name.
+
+    Such restarts need no annealing, and end with the training as soon as gains are small. It holds only for closed-form M-steps: the
+    first steps of an optimiser may lose more than they gain in the end.
     """
     return isinstance(model, ClosedFormModel) and bool(getattr(model, "starts_near_the_end", False))
 
 
 def is_mixture(model: Any, space: StateSpace | None) -> bool:
-    """Whether a model has closed-form M-steps, a single discrete latent per data point, and a search of its own for the likeliest values.
+    """Whether a model is a mixture with closed-form M-steps and own search.
 
-    That is the component of a mixture. A single cause that is on or off is none, which such models have no search of their own for; nor are
-    models whose ``initialize`` finds the components.
+    Each data point has a single discrete latent.
+
+    The latent is the component. Models of a single binary cause have no search of their own, and models whose ``initialize`` finds the
+    components do not count.
     """
     has_one = space is not None and space.num_latents == 1
     return has_one and isinstance(model, ClosedFormModel) and isinstance(model, SearchedModel) and not starts_near_the_end(model)
@@ -76,7 +86,10 @@ def has_others_beside(model: Any, layout: Layout | None) -> bool:
 
 @contextlib.contextmanager
 def starting(model: Any) -> Iterator[None]:
-    """Tells a model that has the attribute ``is_starting`` that starts are being made: details may wait for the training on all data."""
+    """A context that sets a model's ``is_starting`` during restarts.
+
+    Details may then wait for the training on all data.
+    """
     if not hasattr(model, "is_starting"):
         yield
         return

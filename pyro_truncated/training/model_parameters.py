@@ -1,4 +1,4 @@
-"""The parameters of any model, a module or a function with parameters in Pyro's store: copies of them, starts near them, units of steps."""
+"""Parameters of modules and functions: copies, noise, and units of steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from pyro_truncated.utils.constraints import signed
 from pyro_truncated.utils.devices import device_of
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Parameters may start near zero, from where steps in their own unit would be too small; of what is small since the data are, they are not.
+# Least size of a parameter: from near zero, steps in its own unit would be too small.
 _LEAST_SIZE = 0.2
-# What Pyro has in the names of parameters that ``pyro.module`` registers.
+# Separator in names of parameters that ``pyro.module`` registers.
 _OF_A_MODULE = "$$$"
 
 
@@ -36,12 +36,15 @@ def tensors_of(model: Any, y: Tensor) -> dict[str, Tensor]:
 
 
 def parameters_of(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """Those of them that gradients change, by name: buffers of modules are none."""
+    """Returns learned parameters by name, without buffers."""
     return dict(model.named_parameters()) if isinstance(model, torch.nn.Module) else tensors_of(model, y)
 
 
 def layers_of(model: Any, y: Tensor) -> set[str]:
-    """The names of those that are weights and biases of torch's own layers, as networks have them; of functions, of all their modules."""
+    """Returns names of weights and biases of torch's own layers.
+
+    Of functions they are those of all their modules.
+    """
     if not isinstance(model, torch.nn.Module):
         return {name for name in tensors_of(model, y) if _OF_A_MODULE in name}
     layers = {name: part for name, part in model.named_modules() if hasattr(part, "reset_parameters")}
@@ -49,7 +52,10 @@ def layers_of(model: Any, y: Tensor) -> set[str]:
 
 
 def is_a_network(model: Any, y: Tensor) -> bool:
-    """Whether at least two layers of torch's own hold weights, on top of each other or beside: what is behind them is no sum of latents."""
+    """Whether two or more of torch's layers hold weights.
+
+    A function behind them is no sum of latents.
+    """
     tensors = tensors_of(model, y)
     return sum(tensors[name].dim() > 1 for name in layers_of(model, y)) > 1
 
@@ -61,14 +67,14 @@ def copies(model: Any, y: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def put_back(model: Any, y: Tensor, state: dict[str, Tensor]) -> None:
-    """Writes values in place, so that Pyro's parameter store and optimisers keep the tensors they know."""
+    """Writes values in place, so that stores and optimisers keep their tensors."""
     for name, value in tensors_of(model, y).items():
         value.copy_(state[name])
 
 
 @torch.no_grad()
 def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.Generator | None) -> None:
-    """Adds noise to the (unconstrained) parameters, as large as their root mean square.
+    """Adds noise of their root mean square to unconstrained parameters.
 
     Args:
         model: the model.
@@ -83,7 +89,10 @@ def disturb(model: Any, y: Tensor, reached: dict[str, Tensor], generator: torch.
 
 
 def draws_starts(model: Any) -> bool:
-    """Whether a model draws starts, by ``draw_start`` or by ``initialize(y, generator)``, which of ``y`` alone is one place."""
+    """Whether a model draws restarts.
+
+    It does by ``draw_start`` or by ``initialize(y, generator)``; ``initialize(y)`` is one place.
+    """
     initialize = getattr(model, "initialize", None)
     return isinstance(model, StartingModel) or (initialize is not None and len(inspect.signature(initialize).parameters) > 1)
 
@@ -94,35 +103,42 @@ def draw_start(model: Any, y: Tensor, generator: torch.Generator | None) -> None
 
 
 def least_size(y: Tensor) -> float:
-    """The size at which a parameter that is smaller is taken to be: a fifth, or a fifth of the largest value of the data below one.
+    """Returns the least size of a parameter: 0.2, or less for small data.
 
-    Which unit a parameter has is not known: log odds, say, that start small but not at zero move slowly beside data in a small unit. Of
-    several processes each looks at its own data.
+    It is a fifth of the data's largest value below one.
+
+    The unit of a parameter is not known. Log odds, for instance, that start small but not at zero move slowly beside data in a small
+    unit. Each of several processes looks at its own data.
     """
     low, high = signed(y).nan_to_num().aminmax()
     return _LEAST_SIZE * min(1.0, max(-float(low), float(high)))
 
 
 def rate_of(lr: float, lrd: float, least: float, is_in_parts: bool, name: str) -> dict[str, float]:
-    """Options for a parameter in Pyro's store: steps relative to its root mean square, as it is now, if it may be any number.
+    """Returns optimiser options: steps relative to a parameter's size.
 
-    The unit of one that is zero is not known: it is taken to be of size one fifth. Gradients of parts of the data are not clipped: they add
-    up to zero in the end, and clipped they would do so elsewhere.
+    They hold for parameters that may be any number.
+
+    A zero parameter is taken to be of size 0.2. Gradients of parts of the data are not clipped: they add up to zero in the end, and
+    clipped ones would not.
     """
     store = pyro.get_param_store()
-    # Optimisers are told the names of parameters of plain modules as these have them, which are not those of the store.
+    # Optimisers get a plain module's own parameter names, not those of the store.
     key = next(key for key in store if normalize_param_name(key) == name)
     value: Any = store[key]
     free = _unconstrained(value)
     clipping = {"clip_norm": math.inf} if is_in_parts else {}
-    # Others move on logarithmic scales or alike, which know no units.
+    # Constrained parameters move on logarithmic or similar scales, without units.
     size = _size(free) if torch.equal(free, value.detach()) else 1.0
     return {"lr": lr * max(least if size else _LEAST_SIZE, size), "lrd": lrd, **clipping}
 
 
 @contextmanager
 def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
-    """Takes parameters that are not the model's out of Pyro's store: those of a guide, whose name the next one will bear."""
+    """Removes parameters of guides from Pyro's store.
+
+    The next guide will have the same names.
+    """
     store = pyro.get_param_store()
     before = set(store)
     try:
@@ -133,7 +149,7 @@ def forgetting_guides(model: Any, y: Tensor) -> Iterator[None]:
 
 
 def _names_in(layer: Any) -> Iterator[str]:
-    """The names of a layer's own parameters, also of those that a weight is made of, normalised say, in a module within the layer."""
+    """Returns names of a layer's parameters, parametrised ones included."""
     yield from (name for name, _ in layer.named_parameters(recurse=False))
     if is_parametrized(layer):
         yield from (f"parametrizations.{name}" for name, _ in layer.parametrizations.named_parameters())

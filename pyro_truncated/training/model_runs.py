@@ -1,4 +1,4 @@
-"""A model with its guide and the SVI that trains them, as learn takes them."""
+"""A model with its guide and SVI, as learn trains them."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# The most rounds in which states are looked for, and the rise of the free energy per data point below which there is no more of them.
+# Most search rounds; the gain per data point in nats that ends them.
 _LOOKING, _HARDLY_MORE = 10, 0.01
 LAST_RATE = 0.1
-# Parents of evolution under models of one's own, whose scores are most of what a step costs: their 30 children led as far as the 56 of the
-# usual eight; those of four parents once to a worse optimum.
+# Parents of evolution under user-defined models, whose scores dominate the cost. Their 30 children
+# reached as much as the 56 of eight parents; four parents once ended in a worse optimum.
 _PARENTS = 6
 
 
@@ -84,18 +84,24 @@ class Settings:
         return guide
 
     def slowing(self, steps: int, last: float = LAST_RATE) -> Settings:
-        """The same with a learning rate that falls to a tenth, or to another part of it, in so many steps."""
+        """Returns settings with a decaying learning rate.
+
+        It falls to a tenth or another part in so many steps.
+        """
         return dataclasses.replace(self, lrd=last ** (1 / steps))
 
     def halved(self, space: StateSpace) -> Settings:
-        """The same with half the states, enough to tell starts apart, unless all there are fit into a population."""
+        """Returns settings with half the states, enough to compare restarts.
+
+        Populations that hold all states stay whole.
+        """
         return self if space.size <= self.num_states else dataclasses.replace(self, num_states=max(1, self.num_states // 2))
 
 
 class Run:
-    """A model with its guide, and the SVI that trains them in the way that the model allows.
+    """A model with guide and SVI, trained as the model allows.
 
-    A start has a temperature, and no parameters yet that chains of a Gibbs sampler would have to come to before these change.
+    A restart has a temperature. Chains of a Gibbs sampler need no burn-in there, as there are no learned parameters yet.
     """
 
     def __init__(self, model: Any, y: Tensor, settings: Settings, temperature: Temperature | None = None) -> None:
@@ -114,7 +120,7 @@ class Run:
             search = settings.search or default_search(model, space, settings.num_states)
             elbo = Truncated_ELBO(search, temperature=1.0 if temperature is None or self.guide is not self.truncated else temperature)
         self._elbo, self.relocations = elbo, Relocations(model, self.truncated, y)
-        # A search of somebody's own may remember what it has seen of the data points, each by its place among all.
+        # A user's search may remember data points by their position among all.
         is_divisible = self._is_search_ours or isinstance(settings.search, (EvolutionarySearch, ExhaustiveSearch))
         self._parts = parts_of(model, y, self.guide, elbo, partial(settings.guide_of, model)) if is_divisible else None
         self._steps_each = 1 if self._parts is None else self._parts.number
@@ -129,24 +135,27 @@ class Run:
 
     @property
     def is_in_parts(self) -> bool:
-        """Whether a step is a pass over the data in parts, see :class:`~pyro_truncated.training.passes.Parts`."""
+        """Whether a step is a pass over parts of the data.
+
+        See :class:`~pyro_truncated.training.passes.Parts`.
+        """
         return self._parts is not None
 
     @property
     def beside(self) -> dict[str, Tensor]:
-        """What has been learned of continuous latents beside the truncated ones, by name."""
+        """Returns learned states of continuous latents by name."""
         has_others = self.truncated is not None and self.guide is not self.truncated
         return cast("dict[str, Tensor]", self.guide[0].state_dict()) if has_others else {}
 
     @torch.no_grad()
     def see(self, y: Tensor) -> None:
-        """Lets the guide see the data that it is for, as its first step would."""
+        """Sets the guide up on its data, as its first step would."""
         with spare_random_numbers(), poutine.block():
             self.guide(y)
 
     @torch.no_grad()
     def take_over(self, beside: dict[str, Tensor], y: Tensor) -> None:
-        """Begins with what another run has learned of continuous latents, but for those of other data points."""
+        """Takes another run's continuous latents, except those of data points."""
         if beside:
             self.see(y)
             for name, value in self.beside.items():
@@ -163,7 +172,7 @@ class Run:
             return self.truncated.log_joint_of(y, values=values)
 
     def step(self, y: Tensor) -> float:
-        """One step of training; the free energy per data point before it. Every so many steps components of mixtures move first."""
+        """Takes a training step; returns the free energy before it."""
         self.relocations.before_step()
         loss = float(self._svi.step(y)) if self._parts is None else self._parts.step(self._svi)
         value = -loss / (total_rows(y) if self.truncated is None else num_posteriors(self.truncated.layout, y))
@@ -171,20 +180,22 @@ class Run:
         return value
 
     def fit_decoder(self, y: Tensor) -> None:
-        """Fits a network that decodes states to those of the populations, unit by unit, if it is trained in parts, between two steps."""
+        """Refits a network trained in parts to the states of the populations."""
         if self._parts is not None:
             assert self.truncated is not None
             self._parts.give()
             fit_decoder(self._svi.model, y, self.truncated)
 
     def slow_down(self, steps: int) -> None:
-        """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
+        """Lets the learning rate fall to a tenth in so many steps."""
         for optimizer in self._svi.optim.optim_objs.values():
             for group in optimizer.param_groups:
                 group["lrd"] = LAST_RATE ** (1 / (steps * self._steps_each))
 
     def look_closely(self) -> bool:
-        """Searches more thoroughly from now on, if nobody asked for the evolution there is, and says so: that misses less, and costs more.
+        """Searches more thoroughly from now on, and says whether it does.
+
+        It does not where you have named the search.
 
         By full conditionals, or, of more than 64 binary latents, of which these hit few that matter, by combined flips.
         """
@@ -196,14 +207,15 @@ class Run:
         return is_evolving
 
     def find_states(self, y: Tensor) -> None:
-        """Searches under the model as it is: from the first states of data that nobody has looked at it would learn what is wrong.
+        """Searches without training, so that bad first states teach nothing.
 
-        There are ten rounds, or, of data points with a posterior each, as many as raise the free energy; where the search is ours, by
-        combined flips of binary latents: under a model that has learned they come as far as full conditionals, at a tenth of the cost.
+        There are ten rounds. If data points have a posterior each, rounds end when the free energy rises no more. Binary latents are
+        searched by combined flips unless you named a search: under a trained model they reach as far as full conditionals at a tenth of
+        the cost.
         """
         if self.truncated is not None and self.guide is self.truncated:
             before, reached = self._elbo.search, -math.inf
-            # In a single posterior a round may well find nothing by chance.
+            # In a single posterior a round may find nothing by chance.
             are_apart = num_posteriors(self.truncated.layout, y) == total_rows(y)
             least = _HARDLY_MORE if are_apart else -math.inf
             if self.look_closely() and are_apart and self.truncated.space.is_binary:
@@ -217,7 +229,7 @@ class Run:
             self._elbo.search = before
 
     def end(self) -> None:
-        """Leaves the model to whoever trains it next, and the guide with what has been found."""
+        """Releases the model for other training, and keeps the guide's results."""
         if self._parts is not None:
             self._parts.give()
         if self._driver is not None:
@@ -225,15 +237,15 @@ class Run:
 
 
 def _guides(model: Any, y: Tensor, settings: Settings, is_start: bool = False) -> tuple[Any, AutoTruncated, StateSpace]:
-    """The guide of all latents of a model, the part of it that is truncated, and the space of its states."""
+    """Returns a model's guide, its truncated part, and the state space."""
     truncated = settings.guide_for(model, y)
     layout = truncated.layout
     if not has_others_beside(model, layout):
         return truncated, truncated, layout.space
     guide = AutoGuideList(model)
-    # Guides of earlier calls keep what they have learned, and this one begins anew.
+    # Earlier guides keep their parameters; this one begins anew.
     guide._pyro_name = _free_name(type(guide).__name__)
-    # A draw from the prior: where all starts began at one point, such as components all at zero, two agreed in what leads away from it.
+    # A draw from the prior: restarts from one point, such as zero, agreed without need.
     guide.append(AutoNormal(poutine.block(model, hide=list(layout.sites)), init_loc_fn=prior_draw if is_start else init_to_feasible))
     truncated = settings.guide_of(model)
     guide.append(truncated)
@@ -252,7 +264,10 @@ def layout_of(model: Any, y: Tensor, settings: Settings) -> Layout:
 
 
 def num_posteriors(layout: Layout, y: Tensor) -> float:
-    """Posteriors that rows of data have: one each, or fewer where they share latents; one of all data if these are not in a plate."""
+    """Returns how many posteriors the rows of data have.
+
+    Rows may share latents; without a plate all data have one posterior.
+    """
     return total_rows(y) * min(1.0, layout.num_data / len(y))
 
 
@@ -274,7 +289,7 @@ def default_search(model: Any, space: StateSpace, num_states: int) -> Search:
 
 @torch.no_grad()
 def offer(run: Run, y: Tensor, states: Tensor) -> None:
-    """Merges states, which may repeat each other, into the populations of a guide that has just been made."""
+    """Merges states, repetitions allowed, into a new guide's populations."""
     guide = run.truncated
     if guide is None:
         return

@@ -1,4 +1,4 @@
-"""Codes that explain values by the effects of their latents and of pairs of these, as the causes that a linear model finds do not."""
+"""Codes with pairwise interactions, refined from a linear model's."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from torch import Tensor
 
 from pyro_truncated.utils.devices import device_of
 
-# Passes in which states follow effects, unless the square error falls by less than that part in one.
+# Alternations of states and effects; the relative gain in squared error that ends them.
 _PASSES, _AT_REST = 30, 1e-4
-# The part of the square error that a latent drawn anew has to take away, and how often each is drawn in vain before the search ends.
+# Relative gain that a redrawn latent needs; vain redraws of each latent before the search ends.
 _LITTLE, _DRAWS = 2e-3, 5
-# Principal components of what the other latents leave, of which a random direction tells where a latent drawn anew is on.
+# Principal components of the residual, in whose span a redrawn latent gets its direction.
 _COMPONENTS = 4
-# A normal prior of effects, in data points; and data points for each effect without which nothing is learned of them.
+# Prior of effects in data points; least data points per effect.
 _RIDGE, _FEWEST_FOR_EFFECT = 0.3, 4
-# Products of effects, values, latents and data points in a pass, at most.
+# Largest product of effects, values, latents and data points in a pass.
 _MOST_WORK = 1e9
 
 
 @torch.no_grad()
 def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | None) -> Tensor:
-    r"""A code near another one that explains values better, if latents may change each other's effects.
+    r"""Refines a code by effects of latents and of pairs.
 
     .. math:: \min_{s, a, b, c} \sum_n \|v_n - a - \sum_h b_h s_{nh} - \sum_{h < j} c_{hj} s_{nh} s_{nj}\|^2
 
-    by turns for the states - one latent of every data point after the other - and for the effects. Then latents are drawn anew, one after
-    the other: on where what the others leave points into a random one of its main directions; that is kept if it ends lower.
+    by alternating optimisation of states (one latent of every data point after the other) and effects. Then latents are redrawn one
+    after the other. A redrawn latent is active where the residual points into a random one of its main directions. It is kept if the
+    error ends lower.
 
     Args:
         code: binary, ``(N, H)``, on any device.
@@ -36,8 +37,8 @@ def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | 
         generator: source of randomness.
 
     Returns:
-        The code ``(N, H)``, where the values are; the one that was given if pairs have more effects than data points tell, or there are
-        too many.
+        The code ``(N, H)``, where the values are. It is the given one if the effects of pairs are more than the data determine, or too
+        many.
     """
     code = code.to(values.device)
     size = code.shape[1]
@@ -57,7 +58,7 @@ def explaining_pairs(code: Tensor, values: Tensor, generator: torch.Generator | 
 
 
 def _settled(code: Tensor, values: Tensor) -> tuple[Tensor, float]:
-    """A code and its square error, once states and effects fit each other."""
+    """Alternates states and effects to convergence; returns code and error."""
     weights, before = _effects(code, values), math.inf
     for _ in range(_PASSES):
         error = _errors(code, values, weights)
@@ -76,7 +77,10 @@ def _settled(code: Tensor, values: Tensor) -> tuple[Tensor, float]:
 
 
 def _redrawn(code: Tensor, latent: int, values: Tensor, generator: torch.Generator | None) -> Tensor:
-    """A code with another latent: on, as often as it was, where what the others leave is largest in a random direction."""
+    """Redraws a latent where the residual is largest in a random direction.
+
+    It is active as often as before.
+    """
     without = code.clone()
     without[:, latent] = 0
     left = values - _pairs(without) @ _effects(without, values)

@@ -1,4 +1,7 @@
-"""Passes over the data in parts, with a step of the optimiser for each: networks need many more steps than searches."""
+"""Training in parts of the data, with an optimiser step for each.
+
+Networks need many more steps than searches.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +21,14 @@ from pyro_truncated.training.elbo import Truncated_ELBO
 from pyro_truncated.training.model_parameters import is_a_network
 from pyro_truncated.utils.isolation import spare_random_numbers
 
-# Rows of a part, and the most parts: of very many data a step for so many of them is enough, and each has a guide of its own.
+# Rows of a part; most parts, each of which has a guide.
 _ROWS, _MOST = 150, 32
-# What the same log joints differ by from rounding.
+# Rounding error of equal log joints.
 _EQUAL = 1e-3
 
 
 class Parts:
-    """The data of a model in parts, each with a guide of its own, for which an optimiser takes a step one after the other.
+    """A model's data in parts, each with a guide, trained in turn.
 
     Rows of a part lie as far apart as there are parts: data are often in some order.
 
@@ -50,7 +53,7 @@ class Parts:
         return len(self._guides)
 
     def step(self, svi: SVI) -> float:
-        """A pass over all data with the model and the optimiser of an SVI; its loss, of each part before its own step."""
+        """Passes over all parts; returns the summed loss before each step."""
         if not self._have_begun:
             self._begin()
         loss = 0.0
@@ -68,7 +71,7 @@ class Parts:
 
     @torch.no_grad()
     def give(self) -> None:
-        """Puts what has been found together, with log joints under the model as it is."""
+        """Collects all states, with log joints under the present model."""
         if not self._have_begun:
             return
         population = self._guide.population()
@@ -82,15 +85,17 @@ class Parts:
 
 
 def part_of(rows: Tensor, first: int, number: int) -> Tensor:
-    """Every so many rows, from one on: a view of the same memory."""
+    """Returns every so many rows from one on, as a view."""
     return rows.as_subclass(Tensor)[first::number]
 
 
 def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[], AutoTruncated]) -> Parts | None:
-    """What a network is trained in whose data points share no latents, if one process has all of them; ``None`` for all other models.
+    """Returns the parts of a network's data, ``None`` for other models.
 
-    Programs in which parts are not what they are among all data are trained on all at once: such that hold others beside these rows, look
-    at neighbours, or have something to observe that belongs to no data point and would count once for each part.
+    Data points must share no latents, and lie in one process.
+
+    Programs whose parts differ from all data are trained on all at once. They hold other data beside these rows, look at neighbours, or
+    observe something of no data point, which would count once for each part.
     """
     if not isinstance(guide, AutoTruncated) or isinstance(model, ClosedFormModel) or guide.conditional is not None:
         return None
@@ -114,19 +119,22 @@ def parts_of(model: Any, y: Tensor, guide: Any, elbo: Any, guide_of: Callable[[]
 
 
 def _guide_of(guide: AutoTruncated, rows: Tensor, first: int, guide_of: Callable[[], AutoTruncated]) -> AutoTruncated | None:
-    """A guide of a part, with random numbers of its own, of the same states as that of all data; ``None`` if there is none."""
+    """Returns a guide of a part with its own random numbers.
+
+    Its state space is that of all data.
+    """
     assert guide.populations.seed is not None
     made = guide_of()
     made.populations.seed = ops.mixed(guide.populations.seed, first)
     try:
         made.setup(rows)
-    except Exception:  # whatever a program says that takes all rows, but not some of them
+    except Exception:  # any error of a program that takes all rows only
         return None
     is_alike = made.layout.num_data == len(rows) and made.space.cardinalities == guide.space.cardinalities
     return made if is_alike and made.num_states == guide.num_states else None
 
 
 def _are_as_among_all(guide: AutoTruncated, rows: Tensor, words: Tensor, scores: Tensor) -> bool:
-    """Whether states of a part have the log joints ``scores`` that they have among all data."""
+    """Whether a part's states keep their log joints ``scores``."""
     own = guide.log_joint_of(rows).score(words)
     return own.shape == scores.shape and torch.allclose(own, scores, rtol=_EQUAL, atol=_EQUAL)

@@ -7,11 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-# The lead of the best may grow with the number of starts to so many tolerances: what eight may leave. However little one more start may be
-# expected to gain, a best one that no other comes near may be an accident.
+# Largest lead of the best restart in tolerances, for any number of restarts.
 _FARTHEST = 4
-# Free energies of two networks of the same latents that are the same, for each number of a data point: a noise larger by a fiftieth.
-# Of bars, all found, two were .006 apart at most; of random networks up to .08, and the better of them 1.5 nats below the truth.
+# Nats per observed number by which agreeing networks may differ: a noise larger by a fiftieth.
+# Two networks that found all bars differed by 0.006 at most, random networks by up to 0.08.
 _GAP_OF_A_NUMBER = 0.02
 
 
@@ -20,19 +19,18 @@ class Plan:
     """How many starts there are, of which kind, and when they agree.
 
     Attributes:
-        starts: the most starts; ``None``: 8, or 16 if they exchange latents, which have half the states each and end as soon as they may.
+        starts: largest number of restarts; ``None``: 8, or 16 if they exchange latents. The latter have half the states each.
         steps: steps of each.
         temperature: as a function of the step.
         tolerance: free energies per data point that differ by less are the same.
         generator: source of randomness.
-        is_of_gains: whether the tolerance is twice what another start may be expected to gain: that is the lead of the best divided by the
-            number of starts, what the last of them gained on average over all orders. Best starts further apart than four tolerances
-            do not agree, however many there are. Of small mixtures, where the values of the data times the components are at most 50 000,
-            eight are made even if two of less agree.
-        is_shared: whether data points share latents: their starts are :func:`woken`, and eight are made even if two of less agree, as a
-            single posterior has few optima, and bad ones are met twice.
-        are_compared: whether starts agree only if they have found the same latents, too: with closed-form M-steps, on for the same data
-            points; by gradients, with free energies of the same data points (see :func:`are_alike`).
+        is_of_gains: whether the tolerance is twice the expected gain of another restart. That gain is the lead of the best divided by
+            the number of restarts. Best restarts further apart than four tolerances do not agree. Small mixtures (data values times
+            components at most 50 000) have eight restarts at least.
+        is_shared: whether data points share latents. Their restarts are :func:`woken`, and there are eight at least, as a single
+            posterior has few optima and bad ones are met twice.
+        are_compared: whether agreement also needs the same latents. With closed-form M-steps these are active for the same data points.
+            By gradients data points have the same free energies (see :func:`are_alike`).
     """
 
     starts: int | None
@@ -49,7 +47,9 @@ class Plan:
         return self.tolerance * (min(number / 2, _FARTHEST) if self.is_of_gains else 1)
 
     def gap(self, size: int) -> float:
-        """How far apart two networks of the same latents may be, by the numbers of a data point that they decode them into.
+        """Returns the largest difference of two agreeing networks.
+
+        It is proportional to the numbers of a data point.
 
         The weights of one may have ended in a worse optimum than the other's.
         """

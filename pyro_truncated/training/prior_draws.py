@@ -1,4 +1,4 @@
-"""Where guides of continuous latents begin: at draws from the prior, of vectors and shares, too."""
+"""Initialisation of guides of continuous latents at prior draws."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pyro.infer.autoguide import init_to_feasible, init_to_sample
 from torch import Tensor
 from torch.distributions import biject_to, constraints
 
-# How much of the draw of shares is replaced by equal ones: components whose share is drawn as nearly nothing stay without data. With a
-# tenth one of five mixtures of three clusters lost one in silence, with half none of eleven.
+# Weight of equal shares in drawn shares: components with a tiny share get no data. At a tenth one of
+# five mixtures of three clusters lost a cluster silently, at a half none of eleven.
 _EQUAL = 0.5
 
 
 def prior_draw(site: dict[str, Any]) -> Tensor:
-    """A draw of a latent from its prior, for the ``init_loc_fn`` of Pyro's guides.
+    """Draws a latent from its prior, for ``init_loc_fn`` of Pyro's guides.
 
-    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors; its ``init_to_sample`` may
-    begin at the end of the support, which is infinitely far away in a guide's coordinates.
+    Pyro's ``init_to_median(num_samples=1)`` draws numbers, but takes the same feasible point for all vectors. Its ``init_to_sample``
+    may begin at the end of the support, which is infinitely far away in a guide's coordinates.
 
     Args:
         site: the latent's node in a trace of the model.
 
     Returns:
-        The draw, of the shape of the latent, for simplices the mean of it and equal shares; a feasible point where the draw, or what it
-        is in unconstrained coordinates, is not finite.
+        The draw, of the shape of the latent. For simplices it is the mean of the draw and equal shares. A feasible point replaces draws
+        that are not finite in unconstrained coordinates.
     """
     fn = site["fn"]
     drawn: Tensor = init_to_sample(site)

@@ -17,29 +17,28 @@ from pyro_truncated.training.exchangeable import Exchangeable
 from pyro_truncated.training.medians import Medians
 from pyro_truncated.training.redundancy import is_spare, losses_without, losses_without_values
 
-# Search steps that fill populations, and those that adapt them to parameters which have changed a little.
+# Search steps that fill populations, and that adapt them to slightly changed parameters.
 _FILLING, _ADAPTING = 8, 2
-# Correlations above which latents explain the same; those of parts of one code are small, those of latents that replace each other large.
+# Correlations of latents that explain the same: small within one code, large for substitutes.
 _CORRELATIONS = 0.15, 0.3, 0.5, 0.7
-# Latents whose parameters differ by less than a fifth of their size are the same.
+# Relative difference of parameters below which latents are equal.
 _SAME = 0.2
-# The correlation below which a latent has no counterpart at all.
+# Correlation below which a latent is unmatched.
 _COUNTERPART = 0.5
-# The part of the latents up to which models have found nearly the same: of others every latent would be tried.
+# Share of differing latents up to which solutions are nearly equal.
 _MOST_DIFFERENT = 0.25
-# The part of the data points that have a latent which have another one, too, if it is on only beside that.
+# Co-activation above which a latent counts as a difference code.
 _BESIDE = 0.9
-# The same of a latent whose vector points away from that of the other one, as differences from it do: the cosine is below that. Of a cause
-# that is much weaker than the other one their difference alone shows enough in many data points.
+# Lower co-activation threshold for latents whose elements are anti-correlated, and the cosine for it.
 _OFTEN_BESIDE, _AWAY = 0.4, -0.5
-# How many such latents are looked at.
+# Most such latents that are tried.
 _MOST_BESIDE = 10
-# The part of the data points above which a latent may be on where its cause is missing.
+# Activity above which a latent may be the complement of its cause.
 _MOSTLY = 0.5
-# How many such latents are looked at, and in what part of the data points that it is off for one may differ from another that is the same.
+# Most such latents that are tried; relative difference of inactive data points of equal ones.
 _MOST_TURNED, _DIFFERENT = 10, 0.2
 
-# Noise on the parameters of a latent that begins near another one, in units of their root mean square.
+# Noise on parameters of a latent initialised near another one, in units of their root mean square.
 _APART = 0.3
 
 
@@ -71,15 +70,15 @@ class Member(NamedTuple):
 
 
 class Recombination:
-    r"""Exchanges latents between models that were trained from different starts.
+    """Exchanges latents between models that were trained from different starts.
 
-    In a local optimum most latents are as in the best one, and a few share what they should divide; which ones differs between starts. The
-    latents of two models are matched, by the correlation of their posterior probabilities over the data points. Pairs that explain the
-    same data points (whose latents correlate across the pairs) form blocks, from single pairs to nearly all as the least correlation
-    falls. Of latents without a counterpart those that are missed least in one model are paired with those that are missed most in the
-    other, see :func:`~pyro_truncated.training.redundancy.losses_without`. Every block of the better model is replaced by that of the other
-    one, the populations are adapted, and the blocks are taken over in the order of what the free energy gains, as long as it gains: the
-    crossover by partition of Whitley, Hains and Howe (2009).
+    In a local optimum most latents are as in the best one, and a few share what they should divide. The latents of two models are
+    matched by the correlation of their posterior probabilities. Pairs that explain the same data points form blocks, from single pairs
+    to nearly all, as the least correlation falls. Unmatched latents of least deletion loss in one model are paired with those of
+    largest loss in the other, see :func:`~pyro_truncated.training.redundancy.losses_without`.
+
+    Every block of the better model is replaced by that of the other one, and populations are adapted. Blocks are accepted in the order
+    of their gains in free energy, as long as it rises. This is the partition crossover of Whitley, Hains and Howe (2009).
 
     Args:
         learned: scores states; the populations of its guide are changed.
@@ -94,7 +93,7 @@ class Recombination:
         self._first_words = learned.guide.words.clone()
 
     def member(self, parameters: dict[str, Tensor], near: Member | None = None) -> Member:
-        """A model with populations of its own, which begin with those of another one that is near if it is given."""
+        """Returns a solution with populations, begun from a near one if given."""
         if near is None:
             return self._adapted(parameters, self._first_words, _FILLING)
         return self._adapted(parameters, near.population.words, _ADAPTING).near(near)
@@ -106,7 +105,7 @@ class Recombination:
         return Member(parameters, Population(self._guide.space, words, self._learned.scorer(parameters).score(words)))
 
     def cross(self, one: Member, other: Member) -> Member:
-        """The better of two models with the latents of the other one that raise its free energy; itself if none does."""
+        """Returns the better model with gainful latents of the other, or itself."""
         better, other = sorted((one, other), key=lambda member: member.free_energy, reverse=True)
         correlation, partner = self._matched(better, other)
         partner = self._with_the_least_needed_first(better, other, correlation, partner)
@@ -114,7 +113,7 @@ class Recombination:
         return self._with_blocks_of(better, other, correlation, partner, differs)
 
     def complete(self, one: Member, other: Member) -> Member:
-        """The first of two models that have found nearly the same, with what differs in the other one as far as that gains; or itself.
+        """Completes the first of two similar solutions by differing latents that gain.
 
         What differs are latents that are not on for the same data points: most often none.
         """
@@ -138,24 +137,26 @@ class Recombination:
         return best
 
     def beside(self, member: Member, spare: int, other: int, generator: torch.Generator | None) -> Member:
-        """A model in which one latent begins near another one, its parameters with noise of a part of their size."""
+        """Re-initialises one latent near another one, with noise."""
         here, there = torch.tensor([spare]), torch.tensor([other])
         moved = self.latents.replaced(member.parameters, here, member.parameters, there)
         return self.member(self.latents.disturbed(moved, here, _APART, generator), near=member)
 
     def untangled(self, member: Member) -> Member:
-        """A model in which a latent that is on only beside another one takes over what they show together; itself if none gains by that.
+        """Resolves difference codes; returns the model itself if none gains.
 
-        Two similar causes end in such a code often: one latent is on for either, and their difference beside it for the second one; of
-        both together nothing is known. Starts that share it agree. A latent that points away from another one, as differences from it do,
-        is tried where it is on beside that in two of five data points.
+        A latent active only beside another one takes over their sum.
+
+        Two similar causes often end in such a code: one latent for either, and their difference beside it for the second. Restarts that
+        share the code agree. A latent with a negative cosine to another one is tried if it is active beside that in two of five data
+        points.
         """
         if self.latents.num_values:
             return member
         best, start = member, self.latents.latents.start
         for other, here in self._only_beside(member):
             words, states = best.population.words, best.population.states()
-            # What was both of them is the second one alone.
+            # States with both latents have the second one alone.
             states[..., start + other] *= states[..., start + here] == 0
             others = best.population.space.pack(states)
             for parameters in self.latents.sums(best.parameters, here, other):
@@ -164,7 +165,9 @@ class Recombination:
         return best
 
     def mostly_on(self, member: Member, known: Sequence[Tensor] = ()) -> dict[int, Tensor]:
-        """At most ten binary latents that are on for more than half of the data points, those that are on most often first.
+        """Returns up to ten binary latents active in most data points.
+
+        The most frequent come first.
 
         Args:
             member: the model.
@@ -181,13 +184,19 @@ class Recombination:
         return {latent: each[:, latent] for latent in new[:_MOST_TURNED]}
 
     def turned(self, member: Member, latent: int) -> Member:
-        """A model with states in which a binary latent is off where it was on, ranked as they were; its parameters do not fit them yet."""
+        """Returns a model with a binary latent complemented in all states.
+
+        States keep their ranks; parameters do not fit them yet.
+        """
         states, place = member.population.states(), self.latents.latents.start + latent
         states[..., place] = 1 - states[..., place]
         return member._replace(population=dataclasses.replace(member.population, words=member.population.space.pack(states)))
 
     def _only_beside(self, member: Member) -> list[tuple[int, int]]:
-        """Pairs of latents of which the second is on only where the first is, or often and points away from it; the first kind first."""
+        """Returns pairs whose second latent is active only beside the first.
+
+        Then pairs with negative cosine that are often active together.
+        """
         share = self._marginals(member)
         together, number = share.mT @ share, share.sum(0)
         is_only = together > _BESIDE * number
@@ -197,20 +206,23 @@ class Recombination:
         return [(one, two) for one, two in pairs[rank.argsort(descending=True)[:_MOST_BESIDE]].tolist()]
 
     def badly_explained(self, member: Member) -> Tensor:
-        """How far the mean free energy of the data points that have each latent is below that of all data points, ``(H,)``."""
+        """Returns the deficit ``(H,)`` of data points with each latent.
+
+        It is a difference of mean free energies.
+        """
         share, each = self._marginals(member), member.population.free_energy().cpu()
         return each.mean() - share.mT @ each / share.sum(0).clamp(min=ROUNDING)
 
     def are_shared(self, one: Member, other: Member) -> Tensor:
-        """Whether each latent of a model has a partner in the other one that is on for the same data points, or off, ``(H,)``."""
+        """Whether each latent has a partner in the other model, ``(H,)``."""
         return are_shared(self._marginals(one), self._marginals(other))
 
     def share_most(self, one: Member, other: Member, most_apart: float) -> bool:
-        """Whether no larger part of the latents that are on for some data points is without a partner in the other model, either way."""
+        """Whether most latents of both models have a partner in the other."""
         return share_most(self._marginals(one), self._marginals(other), most_apart)
 
     def are_spare(self, member: Member) -> Tensor:
-        """Whether each latent is missed by less than what the Bayesian information criterion asks for its parameters, ``(H,)``."""
+        """Whether latents are redundant by the Bayesian information criterion, ``(H,)``."""
         return is_spare(self._losses(member).cpu(), self.latents.num_parameters(member.parameters), self._guide.layout.num_data)
 
     def _losses(self, member: Member) -> Tensor:
@@ -220,11 +232,11 @@ class Recombination:
         return losses_without(member.population, self._learned.scorer(member.parameters))[self.latents.latents]
 
     def _matched(self, one: Member, other: Member) -> tuple[Tensor, Tensor]:
-        """Correlations ``(H, H)`` of the latents of two models, and the partner of each latent of the first."""
+        """Returns correlations ``(H, H)`` of two models' latents, and partners."""
         return matched(self._marginals(one), self._marginals(other))
 
     def _with_the_least_needed_first(self, one: Member, other: Member, correlation: Tensor, partner: Tensor) -> Tensor:
-        """Pairs anew what has no counterpart: the latent that is missed least in one model with that which is missed most in the other."""
+        """Re-pairs unmatched latents: the least needed with the most needed."""
         is_left = correlation.gather(1, partner.unsqueeze(1)).squeeze(1) < _COUNTERPART
         here, there = is_left.nonzero().squeeze(1), partner[is_left]
         if len(here) < 2:
@@ -242,7 +254,10 @@ class Recombination:
         return self._adapted(parameters, member.population.words, _ADAPTING, states).near(member)
 
     def _with_states_of(self, other: Member, member: Member, here: Tensor, there: Tensor) -> Tensor | None:
-        """The states of a model whose latents at ``here`` are what those at ``there`` are in the likeliest states of the other one."""
+        """Returns states with latents ``here`` set as ``there`` in the other model.
+
+        The other model's likeliest states are used.
+        """
         if self.latents.num_values:
             return None
         start, space = self.latents.latents.start, member.population.space
@@ -257,7 +272,7 @@ class Recombination:
         if others is not None:
             population = population.merge(Population(self._guide.space, others, scorer.score(others)))
         if bool((population.log_joint.amax(-1) == -torch.inf).any()):
-            # What either of them explains the two together may not.
+            # Two latents may explain together what neither does.
             return Member(parameters, population, beyond)
         self._guide.populations.store_(population.log_joint, None, population.words)
         population = self._guide.search_(self._search, scorer, steps)
@@ -265,12 +280,15 @@ class Recombination:
 
 
 def _are_off_together(one: Tensor, other: Tensor) -> bool:
-    """Whether two latents with probabilities ``(N,)`` are off for nearly the same data points."""
+    """Whether two latents are inactive for nearly the same data points."""
     return bool((one - other).abs().mean() <= _DIFFERENT * (1 - one).mean() + ROUNDING)
 
 
 def _blocks(correlation: Tensor) -> list[tuple[int, ...]]:
-    """Pairs that correlate with each other ``(H, H)``: the connected components at several least correlations, and single pairs."""
+    """Returns connected components of correlated pairs at several thresholds.
+
+    Single pairs are included. Correlations are ``(H, H)``.
+    """
     linked = torch.maximum(correlation, correlation.mT)
     found: dict[tuple[int, ...], None] = {(position,): None for position in range(len(linked))}
     for least in _CORRELATIONS:

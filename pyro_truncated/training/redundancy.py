@@ -12,20 +12,21 @@ from pyro_truncated.program.log_joint import LogJoint
 from pyro_truncated.search.moves import Moves, moves_of
 from pyro_truncated.states.population import Population
 
-# The part of the data points that have a latent above which another one is said to stand in for it.
+# Share of a latent's data points above which another one is its substitute.
 _OFTEN = 0.1
-# States whose differences are counted at a time.
+# States compared at a time.
 _AT_A_TIME = 2**16
 
 
 def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) -> Tensor:
-    r"""What the best states of the data points would lose if a latent had to stay off, at zero, as far as ``depth`` others make up for it.
+    r"""Returns deletion losses: best log joints lost without each latent.
+
+    Up to ``depth`` other latents may substitute for it.
 
     .. math:: L_h = \sum_n \Big( \log p(s^*_n, y_n) - \max_{s} \log p(s, y_n) \Big), \qquad s^*_n = \arg\max_{s \in K_n} \log p(s, y_n),
 
-    where the second maximum is over :math:`s^*_n` without :math:`h`, and with up to ``depth`` other latents that take values above zero,
-    chosen greedily. A latent that repeats another one, or stands for two that are there as well, loses little; one that nothing else
-    explains loses what it explained.
+    where the second maximum is over :math:`s^*_n` without :math:`h`, with up to ``depth`` other latents switched on greedily. A latent
+    that repeats another one, or stands for two others, has a small loss. One that nothing else explains loses what it explained.
 
     Args:
         population: populations of a batch of data points.
@@ -40,7 +41,7 @@ def losses_without(population: Population, log_joint: LogJoint, depth: int = 2) 
 
 @torch.no_grad()
 def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int = 2) -> tuple[Tensor, Tensor]:
-    """The losses of :func:`losses_without`, and for how much of each latent each other one makes up.
+    """Returns :func:`losses_without`, and the share of each substitute.
 
     Args:
         population: populations of a batch of data points.
@@ -48,7 +49,7 @@ def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int
         depth: number of latents that may replace one.
 
     Returns:
-        Losses ``(H,)``, and the part ``(H, H)`` of the data points with latent ``h`` in which latent ``j`` changes once ``h`` is off.
+        Losses ``(H,)``, and the share ``(H, H)`` of data points with latent ``h`` in which latent ``j`` changes without ``h``.
     """
     space = population.space
     words, top = population.mode(), population.log_joint.amax(-1).double()
@@ -60,7 +61,7 @@ def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int
     may_rise = torch.arange(len(row), device=words.device)
     for _ in range(depth):
         best, improved = _best_with_one_more(log_joint, row[may_rise], latent[may_rise], states[may_rise], moves_of(space, words.device))
-        # What one more latent does not raise no other one will.
+        # A row that no single latent raises is final.
         rises = best > reached[may_rise]
         may_rise = may_rise[rises]
         reached[may_rise], states[may_rise] = best[rises], improved[rises]
@@ -74,7 +75,9 @@ def losses_and_stand_ins(population: Population, log_joint: LogJoint, depth: int
 
 
 def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
-    """Positions of latents that are missed least, at most so many and at least one, none of which stands in for another one of them.
+    """Returns latents of least deletion loss, none a substitute of another.
+
+    At least one, at most a given number.
 
     Of two that share a component each is missed little, and both together much.
 
@@ -91,7 +94,7 @@ def least_missed(losses: Tensor, stand_ins: Tensor, number: int) -> Tensor:
 
 
 def losses_without_values(population: Population, latent: int, num_values: int) -> Tensor:
-    """What the best states of the data points would lose if a latent could not have each of its values, ``(V,)`` in float64.
+    """Returns deletion losses of a latent's values, ``(V,)`` in float64.
 
     Other states are those of the populations; of a data point that holds none without the value the loss is infinite.
 
@@ -107,7 +110,9 @@ def losses_without_values(population: Population, latent: int, num_values: int) 
 
 
 def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
-    """Which latents are spare, ``(H,)``: those missed by less than twice what the Bayesian information criterion asks for their parameters.
+    """Returns which latents are redundant, ``(H,)``.
+
+    Their deletion loss is below twice the penalty of the Bayesian information criterion.
 
     Twice, because of two that share a component the one that stays would move half of the way to the other.
 
@@ -120,7 +125,9 @@ def is_spare(losses: Tensor, num_parameters: int, num_data: int) -> Tensor:
 
 
 def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> float:
-    """What spare latents may have gained where there is nothing to explain: half a nat per parameter, in nats per data point.
+    """Returns the overfit of redundant latents in nats per data point.
+
+    It is half a nat per parameter.
 
     Of two spare latents that share a component one has such parameters: half of them count.
 
@@ -134,7 +141,10 @@ def gained_from_noise(losses: Tensor, num_parameters: int, num_data: int) -> flo
 
 
 def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
-    """The largest log joints ``(P,)``, and where: of states ``(P, W)`` with a latent switched on that is not the one they must not have."""
+    """Returns the best log joints ``(P,)`` with one more latent, and which.
+
+    States are ``(P, W)``; one latent is forbidden in each.
+    """
     best, improved = torch.empty(len(row), dtype=torch.float64, device=states.device), torch.empty_like(states)
     for rows, places, counts in _blocks(log_joint, row, moves.count):
         every = torch.arange(moves.count, device=states.device).expand(*places.shape, -1)
@@ -148,9 +158,12 @@ def _best_with_one_more(log_joint: LogJoint, row: Tensor, latent: Tensor, states
 
 
 def _blocks(log_joint: LogJoint, row: Tensor, num_states: int) -> Iterator[tuple[Tensor | None, Tensor, Tensor]]:
-    """Data points that are scored together, and the places ``(n, k)`` of theirs in ``row (P,)``, ascending, with those of them that count.
+    """Yields data points scored together, with places ``(n, k)`` of their rows.
 
-    Data points that have equally many, if the model can be scored on some of them: if not, all have as many as the one with most.
+    The places are in ``row (P,)``, ascending; a mask says which count.
+
+    Blocks hold data points with equally many rows if the model can be scored on some of them. Otherwise all have as many as the
+    largest.
     """
     number = torch.bincount(row, minlength=log_joint.num_data)
     first = number.cumsum(0) - number

@@ -1,4 +1,4 @@
-"""What speaks against going on with a run from a checkpoint: another run, other settings, another model, parameters in the way."""
+"""Compatibility of a run with a checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAY_DIFFER = ("model", "guide", "optimizer", "elbo", "search", "data")
 def refuse_other_runs(
     content: dict[str, Any], run: Mapping[str, str], settings: Mapping[str, Any] | None, may_differ: Collection[str], path: str | Path
 ) -> None:
-    """Compares what a run is known by, and its settings, with those saved.
+    """Compares a run and its settings with the saved ones.
 
     Raises:
         ValueError: naming what differs.
@@ -45,7 +45,7 @@ def _group(name: str) -> str:
 
 
 def _difference(name: str, saved: str, now: str) -> str:
-    """Where two descriptions differ; of long ones, only what is around the first difference."""
+    """Returns where two descriptions differ, shortened around the first difference."""
     same = next((i for i, (a, b) in enumerate(zip(saved, now, strict=False)) if a != b), min(len(saved), len(now)))
     start = max(0, same - 40) if max(len(saved), len(now)) > 160 else 0
     cut = ["..." * bool(start) + text[start : start + 160] + "..." * (len(text) > start + 160) for text in (saved, now)]
@@ -67,7 +67,7 @@ def refuse_other_settings(saved: dict[str, Any], wanted: dict[str, Any], path: s
 
 
 def refuse_stale(svi: SVI) -> None:
-    """Refuses modules whose parameters are shadowed: Pyro looks a parameter up in its store first, by name."""
+    """Refuses modules whose parameters are shadowed in Pyro's store."""
     stale = sorted(parameter.name for parameter, _ in replaced_parameters(*modules_of_run(svi).values()))
     if stale:
         raise ValueError(
@@ -77,7 +77,7 @@ def refuse_stale(svi: SVI) -> None:
 
 
 def refuse_other_models(content: dict[str, Any], svi: SVI, params: Mapping[str, Tensor], path: str | Path) -> None:
-    """Refuses states that do not fit the modules, before any of them is loaded."""
+    """Refuses states that do not fit the modules, before loading any."""
     modules, saved = modules_of_run(svi), content["modules"]
     problems = [f"it holds the state of {sorted(saved)}, the run has {sorted(modules)}"] if saved.keys() != modules.keys() else []
     pairs = {name: (value, params[name]) for name, value in content["params"].items()}
@@ -98,7 +98,10 @@ def _other_names(module: torch.nn.Module, state: Mapping[str, Any], name: str) -
 
 
 def names_alone(module: torch.nn.Module, state: Mapping[str, Any]) -> list[str]:
-    """Names that either state has alone, but for those of parts that decide themselves what they load."""
+    """Returns names that only one of two states has.
+
+    Parts that decide themselves what they load do not count.
+    """
     standard = torch.nn.Module._load_from_state_dict
     own = tuple(prefix for prefix, part in module.named_modules() if type(part)._load_from_state_dict is not standard)
     if "" in own:

@@ -1,4 +1,4 @@
-"""Components of a mixture that move to where they explain more, between steps of training."""
+"""Moves of mixture components between training steps."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from torch import Tensor
 from pyro_truncated.training.loop import Training
 from pyro_truncated.utils.counts import check_count
 
-# Steps after which EM has settled well enough to see where components are missing.
+# Steps after which missing components show.
 _SETTLED = 10
 
 
 @runtime_checkable
 class RelocatingModel(Protocol):
-    """A mixture that moves its components where the free energy rises by it, such as ``GaussianMixture``."""
+    """A mixture with moves of components, such as ``GaussianMixture``."""
 
     def split_and_merge(self, guide: Any, y: Tensor, generator: torch.Generator | None = None) -> int:
-        """Moves components, as far as the free energy of all data rises; how many."""
+        """Moves components while the free energy rises; returns how many."""
 
 
 class SplitAndMerge:
-    """A callback of :func:`~pyro_truncated.fit` that moves components of a mixture between steps, until nothing moves.
+    """A callback of :func:`~pyro_truncated.fit` that moves mixture components.
 
-    Every so many steps it calls :meth:`GaussianMixture.split_and_merge <pyro_truncated.models.GaussianMixture.split_and_merge>`, which
-    never lowers the free energy of all data and costs about two passes through them; once that has moved nothing, never again. The
-    record gets the number of components that have moved, as ``moved``.
+    Every so many steps it calls :meth:`GaussianMixture.split_and_merge <pyro_truncated.models.GaussianMixture.split_and_merge>`. That
+    never lowers the free energy of all data, and costs about two passes through them. Once nothing moves, it is not called again. The
+    record ``moved`` counts the components.
 
     Example:
         >>> from pyro_truncated.callbacks import SplitAndMerge
@@ -57,7 +57,7 @@ class SplitAndMerge:
         self.is_done = False
 
     def start(self, training: Training) -> None:
-        """Called once before the first step, of a run that is continued as well."""
+        """Prepares a run, new or continued, before its first step."""
         model = training.svi.model
         is_relocating: bool = isinstance(model, RelocatingModel)
         if not is_relocating:
@@ -78,7 +78,9 @@ class SplitAndMerge:
 
 
 class Relocations:
-    """Moves between the steps of a run: of mixtures all of whose data are here, every ten steps, by chance of their own; of others none.
+    """Moves mixture components every ten steps of a run.
+
+    All data must be here. Random numbers are its own.
 
     Args:
         model: any model.
@@ -97,12 +99,12 @@ class Relocations:
         return self._moves is None or self._moves.is_done
 
     def before_step(self) -> None:
-        """Moves components if it is time; before the first step there is nothing to see."""
+        """Moves components if it is time, never before the first step."""
         if self._moves is not None and self._steps:
             self._moves.after(self._steps, self._model, self._guide)
         self._steps += 1
 
     def at_rest(self) -> None:
-        """Moves components at once: EM has settled, and the time until they would move is saved."""
+        """Moves components at once, after EM has converged."""
         if self._moves is not None and not self._moves.is_done:
             self._moves.after(0, self._model, self._guide)

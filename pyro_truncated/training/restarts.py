@@ -34,7 +34,7 @@ class Restarts:
 
     Attributes:
         trainings: one record per start.
-        best: position of the start with the highest final free energy (mean over its last tenth of the steps, at least one).
+        best: position of the restart with the highest final free energy, a mean over its last tenth of the steps.
         stores: states of Pyro's parameter store after each run, for models that are plain functions.
     """
 
@@ -49,7 +49,10 @@ class Restarts:
 
     @property
     def record(self) -> dict[str, np.ndarray]:
-        """Records of all runs, ``(num_restarts, steps)``, NaN after the end of runs that stopped early; for ``to_arviz(training=...)``."""
+        """Returns records ``(num_restarts, steps)`` for ``to_arviz(training=...)``.
+
+        They are NaN after the end of a run.
+        """
         longest = max(training.steps for training in self.trainings)
         names = self.trainings[0].record
         return {
@@ -61,7 +64,9 @@ class Restarts:
 def fit_restarts(
     make: Callable[[int], SVI], *args: Any, restarts: int = 5, checkpoint: str | Path | None = None, **kwargs: Any
 ) -> Restarts:
-    """Runs :func:`fit` from several starts, each with a parameter store of its own, and leaves the best one's parameters in the store.
+    """Runs :func:`fit` several times and keeps the best parameters.
+
+    Each restart has a parameter store of its own.
 
     Example:
         >>> y = linear_bars(50, 4, mean_active=2.0).data
@@ -94,7 +99,7 @@ def fit_restarts(
         with store.scope() as state:
             path = None if checkpoint is None else _numbered(Path(checkpoint), restart)
             trainings.append(fit(make(restart), *args, checkpoint=path, **kwargs))
-        # The parameters themselves, not copies: modules and optimisers go on with them.
+        # Not copies: modules and optimisers keep these tensors.
         stores.append(copy.copy(state))
     reached = [np.mean(training.record["free_energy"][-max(1, training.steps // 10) :]) for training in trainings]
     # A run that ended in NaN has reached nothing.

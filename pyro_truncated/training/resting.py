@@ -1,4 +1,4 @@
-"""How long a run takes steps: so many, or until these raise its free energy no more."""
+"""Length of runs: a number of steps, or until convergence."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pyro_truncated.training.model_kinds import is_mixture
 from pyro_truncated.training.relocation import Relocations
 from pyro_truncated.utils.annealing import Temperature, temperature_at
 
-# Steps of M-steps of a model's own that shall raise the free energy per data point by no more.
+# Steps of closed-form EM, and the gain in nats per data point that means convergence.
 _RESTING, _AT_REST = 5, 0.01
-# The same for models that start near the end, as a part of what all steps have raised it by.
+# The same for informed initialisation, relative to the total gain.
 _NEARLY_AT_REST = 0.003
-# The same for starts of mixtures.
+# The same for restarts of mixtures.
 _MIXTURES_AT_REST = 0.005
-# The part of the training on all data at the end in which an evolutionary search nobody asked for gives way to full conditionals.
+# The default evolutionary search becomes full conditionals in the last of so many parts of the training.
 _LOOKS_CLOSELY = 10
-# By gradients: so many steps that shall raise the mean of so many by no more; at the latest so many times the steps asked for are enough.
+# By gradients: steps of a mean, its gain that means convergence, and the limit in multiples of the steps.
 _CLIMBING, _ON_TOP, _LATEST = 10, 0.02, 4
-# The same of networks, whose weights go on changing for long once their latents are found.
+# The same for networks, whose weights change long after their latents are found.
 _NEARLY_ON_TOP = 0.1
-# Then so many steps in which the learning rate falls: at its full size parameters go on trembling, each start around another height.
+# Steps at a falling learning rate: at the full rate free energies fluctuate.
 _CALMING = 20
 
 
@@ -48,20 +48,23 @@ class Steps(Protocol):
         """Takes a step; the free energy per data point before it."""
 
     def fit_decoder(self, y: Tensor) -> None:
-        """Fits a network that decodes states to those that have been found, if there is one, between two steps."""
+        """Refits a neural decoder, if any, to the present states."""
 
     def slow_down(self, steps: int) -> None:
-        """Lets the learning rate of gradient steps fall to a tenth in so many steps."""
+        """Lets the learning rate fall to a tenth in so many steps."""
 
     def look_closely(self) -> bool:
-        """Searches more thoroughly from here on, if that may be; whether it does."""
+        """Searches more thoroughly if allowed; returns whether it does."""
 
     def end(self) -> None:
         """Makes the guide that of the parameters after the last step."""
 
 
 def started(run: Steps, model: Any, y: Tensor, temperature: Temperature, steps: int) -> Reached:
-    """The steps of a start: so many, but more by gradients, and less of mixtures that are not annealed, until they are at rest."""
+    """Runs the steps of a restart until convergence.
+
+    By gradients they are more, and fewer for mixtures without annealing.
+    """
     if run.is_by_gradients:
         return climbed(run, y, steps)
     if run.truncated is not None and is_mixture(model, run.truncated.space) and temperature_at(temperature, 0) == 1.0:
@@ -70,7 +73,10 @@ def started(run: Steps, model: Any, y: Tensor, temperature: Temperature, steps: 
 
 
 def trained(run: Steps, y: Tensor, steps: int) -> Reached:
-    """Takes so many steps; the free energy per data point before the last one, or the mean of the last sixth of a sampler's log joints."""
+    """Takes a number of steps; returns the free energy before the last.
+
+    Of a sampler it is the mean over the last sixth of its log joints.
+    """
     values = [run.step(y) for _ in range(steps)]
     run.end()
     if run.truncated is None:
@@ -79,9 +85,11 @@ def trained(run: Steps, y: Tensor, steps: int) -> Reached:
 
 
 def climbed(run: Steps, y: Tensor, steps: int) -> Reached:
-    """Takes so many steps, up to three times as many more while the free energy rises, as by gradients it mostly does, and some to rest.
+    """Takes steps while the free energy rises, then at a falling rate.
 
-    Before these a network that decodes states is fitted to those it has then, which is where steps have ended in bad optima.
+    There are up to three times as many more.
+
+    A neural decoder is refitted to its states before the learning rate falls, where training otherwise ends in bad optima.
     """
     values = [run.step(y) for _ in range(steps)]
     most = _NEARLY_ON_TOP if run.is_in_parts else _ON_TOP
@@ -100,7 +108,10 @@ def _rise(values: list[float]) -> float:
 
 
 def rested(run: Steps, y: Tensor, most: int) -> Reached:
-    """Takes steps until five of them hardly raise the free energy, or ``most``: what still rises cannot be compared with another start."""
+    """Takes steps until five hardly raise the free energy, at most ``most``.
+
+    Free energies that still rise cannot be compared.
+    """
     run.look_closely()
     values: list[float] = []
     while len(values) < most and not are_at_rest(values, _AT_REST):
@@ -111,7 +122,10 @@ def rested(run: Steps, y: Tensor, most: int) -> Reached:
 
 
 def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
-    """Takes steps until five of them raise the free energy by little of what all have: starts in one optimum may differ by as much."""
+    """Takes steps until five gain a small share of the total.
+
+    Restarts in one optimum may differ by as much.
+    """
     values = [run.step(y)]
     while not (is_at_rest := are_at_rest(values, _NEARLY_AT_REST * (values[-1] - values[0]))) and len(values) < most:
         values.append(run.step(y))
@@ -120,19 +134,22 @@ def nearly_rested(run: Steps, y: Tensor, most: int) -> Reached:
 
 
 def settled_down(run: Steps, y: Tensor, most: int) -> Reached:
-    """Takes steps of a mixture until five of them raise the free energy by little and no component moves any more."""
+    """Takes mixture steps until gains are small and no component moves."""
     values = _until_the_end(run, y, most, _MIXTURES_AT_REST)
     run.end()
     return _reached(run, values)
 
 
 def finished(run: Steps, y: Tensor, most: int, little: float) -> int:
-    """Trains on all data until five steps raise the free energy by no more, thoroughly in the end if steps are left; their number."""
+    """Trains on all data to convergence; returns the number of steps.
+
+    The last steps search thoroughly.
+    """
     values = _until_the_end(run, y, most - most // _LOOKS_CLOSELY, little)
-    # Of less than ten steps none is kept back: no search without a step to come, and what moved now would not be trained.
+    # With less than ten steps none is kept back: searched states need a step to be trained.
     is_left = len(values) < most
     if is_left and run.look_closely():
-        # Full conditionals leave nothing to chance: what five steps of evolution tell, one of them does, at several times the cost.
+        # One step of full conditionals tells as much as five of evolution, at several times the cost.
         values += _until_the_end(run, y, most - len(values), little / _RESTING, 1, values[-1:])
     elif is_left and not _is_at_the_end(run, values, little):
         values += _until_the_end(run, y, most - len(values), little)
@@ -148,7 +165,7 @@ def _until_the_end(run: Steps, y: Tensor, most: int, little: float, steps: int =
 
 
 def _is_at_the_end(run: Steps, values: list[float], little: float, steps: int = _RESTING) -> bool:
-    """Whether so many steps have raised the free energy by no more than that, and no component moves."""
+    """Whether recent steps gained no more, and no component moves."""
     if not are_at_rest(values, little, steps):
         return False
     run.relocations.at_rest()
@@ -156,13 +173,16 @@ def _is_at_the_end(run: Steps, values: list[float], little: float, steps: int = 
 
 
 def are_at_rest(values: list[float], little: float, steps: int = _RESTING) -> bool:
-    """Whether the free energy is by that little above or below the best before so many last steps: what has fallen is not at rest."""
+    """Whether the free energy is within a margin of its earlier best.
+
+    The last steps do not count. Free energies that have fallen have not converged.
+    """
     return len(values) > steps and abs(values[-1] - max(values[:-steps])) <= little
 
 
 def _reached(run: Steps, values: list[float]) -> Reached:
     assert run.truncated is not None
     if run.guide is not run.truncated or run.truncated.conditional is not None:
-        # Draws of continuous latents make the free energy noisy; what it still rises by is no noise.
+        # Continuous latents make the free energy noisy; its trend is no noise.
         return reached_on_a_curve(values[-_CLIMBING:])
     return Reached(values[-1], each=run.truncated.population().free_energy())

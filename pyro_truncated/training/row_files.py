@@ -1,4 +1,4 @@
-"""What checkpoints of several processes keep of every data point: files of successive rows, which any number of processes can read."""
+"""Files of per-data-point rows in checkpoints of several processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ def folder_of(path: Path) -> Path:
 
 
 def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> dict[str, Any]:
-    """Writes tensors with a row for each data point of this process, a ``.npy`` file each, and says what it has written.
+    """Writes tensors of this process's rows, a ``.npy`` file each.
+
+    Returns what it has written.
 
     Raises:
         OSError: if a file cannot be written.
@@ -43,7 +45,7 @@ def write_rows(folder: Path, values: Mapping[str, Tensor], portion: Portion) -> 
 
 
 def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: Portion) -> Tensor:
-    """The rows of one tensor that belong to a process, from the files that others have written.
+    """Reads a process's rows of one tensor from the files of all.
 
     Raises:
         OSError: if a file cannot be read.
@@ -57,7 +59,7 @@ def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: P
         file = folder / _file_name(name, first, piece["size"])
         if _checksum(file) != piece["sums"][name]:
             raise ValueError(f"{file} is damaged: its content does not have the checksum that it was written with")
-        # Mapped, so that only the rows that are asked for come into memory.
+        # Mapped: only requested rows are read.
         rows = np.load(file, mmap_mode="r", allow_pickle=False)[reached - first : min(end, last) - first]
         parts.append(torch.from_numpy(np.array(rows)))
         reached = min(end, last)
@@ -67,7 +69,7 @@ def read_rows(folder: Path, written: list[dict[str, Any]], name: str, portion: P
 
 
 def remove_others(folder: Path, kept: str) -> None:
-    """Removes the rows of earlier checkpoints, and what was left of one that was never finished."""
+    """Removes rows of earlier and of unfinished checkpoints."""
     for other in folder.iterdir():
         if other.name != kept:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""The state of a training run: where it is kept, and how it is put back."""
+"""The state of a training run, and its restoration."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _COUNTS = ("num_evaluations", "num_steps")
 
 
 def state_of(svi: SVI) -> dict[str, Any]:
-    """All that a run needs to go on, made of tensors and plain Python values, under names that mean the same in another process."""
+    """Returns the complete state of a run under portable names.
+
+    It is made of tensors and plain Python values.
+    """
     elbo, search = elbo_of(svi), search_of(svi)
     return {
         "modules": {name: module.state_dict() for name, module in modules_of_run(svi).items()},
@@ -34,7 +37,9 @@ def state_of(svi: SVI) -> dict[str, Any]:
 
 
 def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) -> None:
-    """Puts a state into a run whose parts it fits, but for those parts (``"optimizer"``, ``"search"``) that are left as they are.
+    """Loads a state into a run, without the parts that may differ.
+
+    These are ``"optimizer"`` and ``"search"``.
 
     Names of parameters are those of this process.
     """
@@ -58,13 +63,16 @@ def set_state(svi: SVI, state: Mapping[str, Any], leaves: Collection[str] = ()) 
 
 
 def _device_of(svi: SVI) -> torch.device:
-    """Where the model lives: what has been learned of its data lives there, too, wherever it was saved."""
+    """Returns the model's device, which learned values are loaded to."""
     loose = next(iter(loose_parameters(svi).values()), None)
     return device_of_module(modules_of_run(svi).get("model")) if loose is None else loose.device
 
 
 def remembered(svi: SVI) -> Callable[[], None]:
-    """A function that puts modules, parameters, optimiser, search, counts and generators back to what they are now."""
+    """Returns a function that restores the present state of a run.
+
+    It covers modules, parameters, optimiser, search, counts and generators.
+    """
     parts = [(part, _snapshot(part)) for module in modules_of_run(svi).values() for part in module.modules()]
     tensors = [*loose_parameters(svi).values(), *(param for module in modules_of_run(svi).values() for param in module.parameters())]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
@@ -104,14 +112,17 @@ def _innermost(optim: Any) -> Any:
 def _set_optimizer(optim: Any, state: Any) -> None:
     optim = _innermost(optim)
     if hasattr(optim, "optim_objs"):
-        # Pyro hands a state to the optimisers that it makes for parameters it has not met yet, and to no others.
+        # Pyro gives a state only to optimisers of parameters that it has not met.
         optim.optim_objs.clear()
         optim.grad_clip.clear()
     optim.set_state(copy.deepcopy(state))
 
 
 def modules_of_run(svi: SVI) -> dict[str, torch.nn.Module]:
-    """The modules that model and guide are, that they are methods of, or that handlers wrap; one of both is named once."""
+    """Returns the modules of model and guide, each once.
+
+    Methods and handlers are unwrapped.
+    """
     found = {name: module for name, part in (("model", svi.model), ("guide", svi.guide)) if (module := _module_of(part)) is not None}
     if found.get("model") is found.get("guide"):
         found.pop("guide", None)
@@ -126,7 +137,7 @@ def _module_of(part: Any) -> torch.nn.Module | None:
 
 
 def loose_parameters(svi: SVI) -> dict[str, Tensor]:
-    """Unconstrained parameters of the store that belong to no module of the run."""
+    """Returns unconstrained store parameters of no module of the run."""
     owned = {id(param) for module in modules_of_run(svi).values() for param in module.parameters()}
     return {name: param for name, param in pyro.get_param_store().named_parameters() if id(param) not in owned}
 
@@ -143,7 +154,10 @@ def search_of(svi: SVI) -> Search | None:
 
 
 def generators_of(svi: SVI) -> Iterator[tuple[str, torch.Generator]]:
-    """Torch's global generators, and the one that the ELBO was given; searches keep the state of their own."""
+    """Returns torch's global generators and that of the ELBO.
+
+    Searches save their own.
+    """
     yield "cpu", torch.default_generator
     if torch.cuda.is_available():
         torch.cuda.init()

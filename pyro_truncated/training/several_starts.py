@@ -1,4 +1,4 @@
-"""Annealed starts until two agree: the best of them, and whether it was reached twice."""
+"""Restarts with annealing until two agree, and the best of them."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from pyro_truncated.training.waking import woken
 from pyro_truncated.utils.console import ProgressBar, progress_bar
 
 _MOST, _MOST_THAT_EXCHANGE = 8, 16
-# Starts that are made even if two of less agree, which they do in bad optima, too: where data points share latents, of small mixtures, and
-# by gradients where there are less than so many rows for each latent.
+# Least number of restarts for problems in which two restarts often agree on a poor optimum:
+# shared latents, small mixtures, and (by gradients) fewer rows per latent than this.
 _FEWEST_OF_SOME, _FEW_ROWS_PER_LATENT = 8, 16
-# Values of the data times components of these: learning from eight starts took .9 to 5.1 CPU seconds in up to twenty dimensions.
+# Data values times components of a small mixture: eight restarts took 0.9 to 5.1 CPU seconds.
 _MOST_OF_SMALL_MIXTURES = 50_000
-# Of so many latents a start costs as much as the training.
+# Most restarts where one costs as much as the training: more than 256 binary latents.
 _MOST_OF_MANY = 2
-# Starts of networks that begin with codes before it is asked whether another one pays: the fourth is the first near the best one.
+# Warm-started network restarts before the expected gain counts; the fourth begins near the best.
 _FEWEST_OF_CODES = 4
-# The best starts, which are kept with their states.
+# Restarts that are kept with their states.
 _KEPT = 3
-# States, first temperature and tolerance of the starts of the linear model that networks take codes from: those of such a model by itself.
+# States, temperature and tolerance of the linear model's restarts, as for such a model alone.
 _STATES_OF_CODES, _TEMPERATURE_OF_CODES, _TOLERANCE_OF_CODES = 64, 20.0, 0.05
 
 
@@ -57,7 +57,7 @@ class SeveralStarts:
         self.best = Start(Reached(-math.inf), {}, None)
         self.energies: list[float] = []
         self._model, self._y, self._plan = model, y, plan
-        # Starts from one place agree in bad optima, too: only those count that began apart.
+        # Only independent restarts count: those from one place agree in poor optima.
         self._apart: list[Reached] = []
         self._first = None if draws_starts(model) else _first_place(model, y)
         is_full = plan.starts == 1 or (self._first is None and not starts_near_the_end(model))
@@ -66,17 +66,17 @@ class SeveralStarts:
         self._are_by_gradients = not (self._is_resized or isinstance(model, (ClosedFormModel, GibbsModel)))
         self._fewest = _FEWEST_OF_SOME if plan.is_shared or self._has_few_rows() else 1
         self._assembly: Assembly | None = None
-        # Starts of networks, which exchange nothing and hardly ever agree, all begin anew.
+        # Network restarts exchange nothing and are all independent.
         self._is_network = isinstance(model, StartingModel)
         self._found: list[Start] = []
-        # What a network decodes states into, where a linear model can find the first ones.
+        # Decoded values, if a linear model can warm-start the network.
         self._decoded: Tensor | None = None
-        # Near whose end a start begins, and what the last one had reached that a network has begun near.
+        # The restart that this one begins near; the last one near which a network began.
         self._near: Start | None = None
         self._tried = -math.inf
 
     def _has_few_rows(self) -> bool:
-        """Whether two starts agree easily in a bad optimum, and another one costs little."""
+        """Whether restarts easily agree on a poor optimum, and are cheap."""
         if isinstance(self._model, GibbsModel):
             return False
         space = layout_of(self._model, self._y, self._settings).space
@@ -85,7 +85,10 @@ class SeveralStarts:
         return self._are_by_gradients and total_rows(self._y) < _FEW_ROWS_PER_LATENT * space.num_latents
 
     def make(self, bar: ProgressBar) -> None:
-        """Makes starts until two agree that began apart: those that begin where another one has ended come back too often."""
+        """Makes restarts until two independent ones agree.
+
+        Those that begin at another's end return to it too often.
+        """
         number = 0
         while number < self._most():
             bar.set_description_str(f"start {number + 1}")
@@ -108,7 +111,7 @@ class SeveralStarts:
         return start(self._model, self._y, self._settings, 1.0, plan.steps, plan.generator, states)
 
     def _linear_code(self, decoded: Tensor) -> Tensor:
-        """The states ``(N, H)`` that a linear model of several starts explains what a network decodes by."""
+        """Returns states ``(N, H)`` of a linear model of the decoded values."""
         linear = LinearCauses(decoded.shape[1], layout_of(self._model, self._y, self._settings).space.num_latents).to(decoded.device)
         falling = cooling(_TEMPERATURE_OF_CODES, self._plan.steps)
         plan = Plan(None, self._plan.steps, falling, _TOLERANCE_OF_CODES, self._plan.generator, are_compared=True)
@@ -119,7 +122,10 @@ class SeveralStarts:
         return likeliest_states(linear, decoded, settings, found.best)
 
     def complete(self) -> None:
-        """Takes over what other starts of causes in closed form have found beside the best one, once it is known whether two agree."""
+        """Adds latents of other restarts to the best, after the comparison.
+
+        It is for causes with closed-form M-steps.
+        """
         if len(self._found) > 1 and can_complete(self._model):
             self.best = completed(self._model, self._y, self._settings, self._found, self._plan.tolerance, self._plan.steps)
 
@@ -159,14 +165,17 @@ class SeveralStarts:
         return self._have_agreed() and not self._gains_by_spare_latents()
 
     def _gains_by_spare_latents(self) -> bool:
-        """Whether the best start is mended by its own spare latents, which are not tried while others still add to it."""
+        """Whether the best gains by its own redundant latents.
+
+        They are not tried while other restarts still add to it.
+        """
         if self._assembly is None or not self._assembly.use_spare_latents():
             return False
         self.best = max(self.best, self._assembly.best, key=lambda one: one.reached.free_energy)
         return True
 
     def _have_agreed(self) -> bool:
-        """Whether two starts have reached the same free energy, by the same latents, and none has reached more.
+        """Whether two restarts reached the best free energy by the same latents.
 
         Of networks that have found the same latents none need have reached just what the other has: their weights differ everywhere.
         """
@@ -174,14 +183,17 @@ class SeveralStarts:
             return self._are_equal(self._plan.are_compared and self._are_by_gradients)
         best, *others = self._found
         if best.probabilities is not None:
-            # Covariates beside what is decoded do not count.
+            # Covariates do not count.
             size = (self._y if self._decoded is None else self._decoded)[0].numel()
             return bool(self._of_one_code(self._plan.gap(size))) or self._are_equal(must_be_alike=True)
         near = [other for other in others if have_agreed([best.reached, other.reached], self._plan.lead(len(self._apart)))]
         return any(have_found_the_same(self._model, self._y, self._settings, best, other) for other in near)
 
     def _of_one_code(self, gap: float = math.inf) -> list[Start]:
-        """The starts of networks that have found the latents of the best one, and no free energy lower by more than that."""
+        """Returns network restarts with the latents of the best one.
+
+        Their free energies must not be lower by more than the gap.
+        """
         best, *others = self._found
         return [
             other
@@ -193,7 +205,10 @@ class SeveralStarts:
         ]
 
     def _are_equal(self, must_be_alike: bool = False) -> bool:
-        """Whether two starts that began apart have reached the same free energy, with that of the same data points, and none more."""
+        """Whether two independent restarts have equal free energies everywhere.
+
+        They must be those of the same data points, and none may be higher.
+        """
         if not self._apart:
             return False
         best, *others = sorted(self._apart, key=lambda one: one.free_energy, reverse=True)
@@ -203,7 +218,10 @@ class SeveralStarts:
         return is_met and self.best.reached.free_energy <= best.free_energy + lead
 
     def _begin(self, number: int) -> None:
-        """Goes where a start shall begin if the model does not say it: near where it was, or near where the best one has ended."""
+        """Initialises a restart if the model does not.
+
+        It begins near the model's parameters, or near the end of the best.
+        """
         self._near = None
         if self._first is None or number == 0:
             return
@@ -220,7 +238,10 @@ class SeveralStarts:
         self._disturb(self._first if self._near is None else self._near.parameters)
 
     def _can_begin_near_best(self) -> bool:
-        """Networks do if they can begin with its states, once for each best one, and from the fourth start on."""
+        """Whether a network can begin with the best restart's states.
+
+        It may once for each best one, from the fourth restart on.
+        """
         if not self._is_network:
             return bool(self._first) and self._assembly is None
         is_better = self.best.reached.free_energy > self._tried + self._plan.tolerance
@@ -231,7 +252,10 @@ class SeveralStarts:
         disturb(self._model, self._y, self.best.parameters, self._plan.generator)
 
     def _assembled(self, first: dict[str, Tensor]) -> Assembly | None:
-        """What exchanges latents between starts, if these are exchangeable, which random parameters show."""
+        """Returns the exchange between restarts, if latents are exchangeable.
+
+        Random parameters show whether they are.
+        """
         self._disturb(first)
         state = {**self.best.parameters, **copies(self._model, self._y)}
         recombinations = recombinations_of(self._model, self._y, self._settings, self._plan.tolerance, state)
@@ -246,11 +270,11 @@ class SeveralStarts:
     def _end(self, number: int, found: Start) -> None:
         if self._plan.is_shared:
             found = woken(self._model, self._y, self._settings, found, self._plan.tolerance, self._plan.steps)
-        # What began near the best one and has ended above it did not come back.
+        # A restart that began near the best and ended above it is independent.
         is_above = found.reached.free_energy > self.best.reached.free_energy + self._plan.tolerance
         is_new = self._near is None or is_above
         if self._near is not None and self._is_network and is_above:
-            # What has become of another start does not agree with it.
+            # A restart does not agree with its own continuation.
             self._found = [one for one in self._found if one is not self._near]
             self._apart = [one for one in self._apart if one is not self._near.reached]
         if can_complete(self._model) or (found.probabilities is not None and is_new):
@@ -265,7 +289,10 @@ class SeveralStarts:
 
 
 def _first_place(model: Any, y: Tensor) -> dict[str, Tensor]:
-    """Where the first start of a model begins that draws none: where it is, or where it goes with these data."""
+    """Returns the first initialisation of a model that draws none.
+
+    It is where the model is, or where ``initialize`` goes with these data.
+    """
     if hasattr(model, "initialize"):
         model.initialize(y)
     return copies(model, y)

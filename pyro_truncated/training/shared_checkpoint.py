@@ -1,4 +1,4 @@
-"""Checkpoints that know no number of processes: a small file of what all have in common, and the rows of every data point beside it."""
+"""Checkpoints for any number of processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pyro_truncated.guide.saved_portion import PORTION
 from pyro_truncated.training.checkpoint import content_of, write_checkpoint
 from pyro_truncated.training.row_files import folder_of, read_rows, remove_others, write_rows
 
-# What the search has learned of data points is in files of names that begin so.
+# Prefix of files with per-data-point values of the search.
 _SEARCH = "search"
 
 
@@ -33,8 +33,8 @@ def refuse_unsaved(svi: SVI) -> None:
     """
     if not isinstance(svi.guide, (AutoTruncated, AutoGuideList, GibbsGuide)) or getattr(svi.guide, "siblings", None) is not None:
         raise NotImplementedError(
-            "checkpoints of several processes hold what an AutoTruncated, a list of guides or a GibbsGuide keeps of every data point; "
-            f"this guide is {type(svi.guide).__name__}: train without a checkpoint, or in one process"
+            "checkpoints of several processes need an AutoTruncated, an AutoGuideList or a GibbsGuide; "
+            f"got {type(svi.guide).__name__}. Train without a checkpoint, or in one process"
         )
     if local := sorted(local_names()):
         raise NotImplementedError(
@@ -46,10 +46,10 @@ def refuse_unsaved(svi: SVI) -> None:
 def save_shared(
     path: Path, svi: SVI, number: int, portion: Portion, *, history: Any, settings: Mapping[str, Any] | None, run: Mapping[str, str]
 ) -> None:
-    """Writes a checkpoint of a run of several processes, all of which call this.
+    """Writes a checkpoint of several processes; all call it.
 
-    Each writes the populations of its own data points, and what the search has learned of them, into a folder beside the file; then the
-    first one writes the file, which says where they are and appears under its name last.
+    Each process writes its populations, and what the search has learned of them, into a folder beside the file. Then the first one
+    writes the file, which appears under its name last.
 
     Args:
         path: the file.
@@ -81,7 +81,7 @@ def save_shared(
 
 
 def _by_all(act: Any) -> list[Any]:
-    """What the processes' actions return; if one of them cannot write, nobody goes on."""
+    """Returns all processes' results, or fails together."""
     error, found = None, None
     try:
         found = act()
@@ -95,7 +95,7 @@ def _by_all(act: Any) -> list[Any]:
 
 
 def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: Any) -> dict[str, Any]:
-    """What a checkpoint holds for this process, whoever has written it, one process or several.
+    """Returns a checkpoint's part for this process, whoever wrote it.
 
     Raises:
         ValueError: if files are damaged or missing, or the checkpoint is of another number of data points.
@@ -129,7 +129,7 @@ def for_this_process(content: dict[str, Any], path: Path, svi: SVI, arguments: A
 
 
 def _row_names(guide: torch.nn.Module) -> list[str]:
-    """Names of what a guide keeps of every data point, in its ``state_dict``."""
+    """Returns names of per-data-point values in a guide's ``state_dict``."""
     parts = ((prefix, getattr(part, "ROWS", ())) for prefix, part in guide.named_modules())
     return [f"{prefix}.{name}" if prefix else name for prefix, names in parts for name in names]
 

@@ -1,4 +1,7 @@
-"""Guides beside others on several processes: each takes its data points, and of what belongs to none an equal share."""
+"""Guides beside others on several processes.
+
+Each takes its data points, and an equal share of global terms.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ _LISTS = 2**40
 
 
 class EqualShares(Messenger):
-    """Effect handler that divides the log probability of what is outside of the data plates by the number of processes.
+    """Effect handler that divides global log probabilities by the process number.
 
     The sum of their losses and gradients is then that of all data.
 
@@ -42,7 +45,9 @@ class EqualShares(Messenger):
 
 @contextmanager
 def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
-    """Lets the other guides of shards of data draw what they would for all data: what the model draws depends on how many it has.
+    """A context in which other guides draw as for all data.
+
+    Otherwise draws would depend on the size of a shard.
 
     Args:
         call: of the model.
@@ -65,7 +70,7 @@ def drawing_alike(call: Call, guide: Any, number: int) -> Iterator[None]:
 
 @contextmanager
 def shared_out(parts: Sequence[AutoTruncated]) -> Iterator[None]:
-    """Shares the loss of a guide with these truncated parts out to processes that hold parts of the data."""
+    """Divides the loss of a guide over processes with shards."""
     with EqualShares(_data_plates(parts)) if are_shared(parts) else nullcontext():
         yield
 

@@ -26,8 +26,8 @@ class Start(NamedTuple):
         parameters: those of the model, and medians of continuous latents beside.
         states: those that training shall begin with.
         beside: the state of the guide of the continuous latents.
-        probabilities: of networks of binary latents, which have no counterparts by their parameters: that these are on, ``(N, H)``; none
-            where all latents are the same for all data points, as where nothing was found.
+        probabilities: probabilities ``(N, H)`` that binary latents of a network are active; ``None`` where all are constant. Parameters
+            of networks do not match.
     """
 
     reached: Reached
@@ -46,7 +46,7 @@ def start(
     generator: torch.Generator | None,
     states: Tensor | None = None,
 ) -> Start:
-    """A short run from where the model says that one may start, by ``initialize``, or from where it is.
+    """Runs a short training from ``initialize``, or from present parameters.
 
     Args:
         model: the model; left where the run ends.

@@ -1,4 +1,4 @@
-"""Training on several processes: they start alike, and losses are those of all data."""
+"""Data-parallel training: equal starts, and losses of all data."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from pyro_truncated.program.call import Call
 
 
 def is_shared_run(guide: Any, arguments: Any) -> bool:
-    """Whether other processes take the same steps with other data points: those of the arguments are a shard, or the guide is of one."""
+    """Whether other processes take the same steps with other data.
+
+    Arguments are shards, or the guide belongs to one.
+    """
     return shared_portion(guide, arguments) is not None
 
 
 def shared_portion(guide: Any, arguments: Any) -> Portion | None:
-    """The data points of this process where others have the rest, else ``None``."""
+    """Returns this process's data points if others have the rest, else ``None``."""
     if not world.is_shared():
         return None
     portion = portion_of(arguments)
@@ -34,22 +37,25 @@ def shared_portion(guide: Any, arguments: Any) -> Portion | None:
 
 
 def watched(guide: Any, arguments: Any) -> AbstractContextManager[None]:
-    """A context whose errors end the processes that take the same steps, too."""
+    """A context whose errors also end processes with the same steps."""
     return world.failing_together() if is_shared_run(guide, arguments) else nullcontext()
 
 
 def are_shared(parts: Sequence[AutoTruncated]) -> bool:
-    """Whether other processes hold the populations of other data points of these truncated parts of a guide."""
+    """Whether other processes hold other populations of these truncated parts."""
     return any(part.populations.is_part for part in parts)
 
 
 def total(parts: Sequence[AutoTruncated], loss: float) -> float:
-    """The sum of the losses of all processes, where they hold parts of the data."""
+    """Sums the losses of processes that hold parts of the data."""
     return float(world.add([torch.tensor(loss, dtype=torch.float64)])[0]) if are_shared(parts) else loss
 
 
 def averaged_by_others(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
-    """The total loss, whose gradient, averaged over the processes as ``DistributedDataParallel`` does, is that of the total loss."""
+    """Returns the total loss for ``DistributedDataParallel``.
+
+    The mean of its gradients over processes is that of the total loss.
+    """
     if not are_shared(parts):
         return loss
     own = world.size() * loss
@@ -57,7 +63,7 @@ def averaged_by_others(parts: Sequence[AutoTruncated], loss: Tensor) -> Tensor:
 
 
 def start_alike(call: Call, guide: Any, elbo: Any) -> None:
-    """Before the first step: all processes take the first one's parameters, buffers of the model, generators and searches.
+    """Broadcasts parameters, buffers, generators and searches before the first step.
 
     Warns:
         UnsharedDataWarning: if each of several processes trains on data that are no shard.
@@ -67,8 +73,8 @@ def start_alike(call: Call, guide: Any, elbo: Any) -> None:
         portion = guide.populations.portion
     if portion is None and launched_processes() > 1:
         warnings.warn(
-            f"this is one of {launched_processes()} processes, each of which trains a model of its own that knows nothing of the others: "
-            "call distributed.start(), and train on distributed.shard(data)",
+            f"this is one of {launched_processes()} processes, each of which trains a model of its own on all data. "
+            "Call distributed.start(), and train on distributed.shard(data)",
             UnsharedDataWarning,
             stacklevel=6,
         )

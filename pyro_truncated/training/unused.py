@@ -1,4 +1,4 @@
-"""Latents that are hardly ever on get another start, between steps of training."""
+"""Re-initialisation of latents that are hardly ever active."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RestartingModel(Protocol):
 
 
 class RestartUnused:
-    """A callback of :func:`~pyro_truncated.fit` that gives latents which are hardly ever on another start, every so many steps.
+    """A callback that re-initialises latents that are hardly ever active.
 
     It calls :meth:`BinarySparseCoding.restart_unused <pyro_truncated.models.BinarySparseCoding.restart_unused>`. The record gets the number
     of latents that started again, as ``restarted``. Those of the last steps have no time to learn: leave some after the last call.
@@ -43,8 +43,8 @@ class RestartUnused:
 
     Raises:
         ValueError: if a number of steps is below 1.
-        TypeError: when training starts, if the model has no ``restart_unused``, or has closed-form M-steps and is not trained by them: only
-            their statistics tell how often its latents are on.
+        TypeError: when training starts, if the model has no ``restart_unused``, or has closed-form M-steps but is not trained by them.
+            Only their statistics tell how often latents are active.
     """
 
     def __init__(self, y: Tensor, *, every: int = 20, until: int | None = None, generator: torch.Generator | None = None) -> None:
@@ -52,7 +52,7 @@ class RestartUnused:
         self.until = None if until is None else check_count("until", until)
 
     def start(self, training: Training) -> None:
-        """Called once before the first step, of a run that is continued as well."""
+        """Prepares a run, new or continued, before its first step."""
         model: Any = training.svi.model
         is_restarting: bool = isinstance(model, RestartingModel)
         if not is_restarting:
@@ -60,7 +60,7 @@ class RestartUnused:
         is_closed_form: bool = isinstance(model, ClosedFormModel)
         if is_closed_form and ClosedForm.driving(model) is not training.svi.optim:
             raise TypeError(
-                f"RestartUnused needs a {type(model).__name__} that is trained by ClosedForm, whose statistics tell which are unused: "
+                f"RestartUnused needs a {type(model).__name__} that is trained by ClosedForm, whose statistics tell activity: "
                 f"pass ClosedForm(model), the last one made for the model, to SVI; got {type(training.svi.optim).__name__}"
             )
 

@@ -1,4 +1,4 @@
-"""Latents that data share and that no state has on: nothing teaches their parameters, so that they stay off, unless they are woken."""
+"""Revival of dead shared latents: active in no state, so never trained."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ from pyro_truncated.utils.budget import rows_per_block
 
 # At this temperature all states count alike.
 _HOT = 1e9
-# Probabilities, and gradients, that Adam takes for nothing.
+# Probabilities and gradients that count as zero.
 _NOTHING = 1e-8
-# The most latents that are woken at once, each in a state of its own, and how often, as far as likelihoods have no bound.
+# Most latents revived at once, each in a state of its own; most rounds, as likelihoods may be unbounded.
 _MOST, _ROUNDS = 512, 4
-# What these states of all posteriors may take; of more posteriors fewer latents are woken at once.
+# Memory of these states; with more posteriors fewer latents are revived at once.
 _BYTES = 2**28
 
 
 def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: float, steps: int) -> Start:
-    r"""A start in which binary latents that all data share, and that no state has on, have been on for a while; or itself.
+    r"""Revives dead binary latents that all data share, if that gains.
 
-    Where each data point has a posterior, most latents are on somewhere, and their parameters are learned there. Of a single posterior a
-    latent may be off in all states of the population, because its parameters are wrong where the start began, and then nothing corrects
-    these. Here parameters are fitted to the likeliest state :math:`s` and, alike, to all states in which one such latent :math:`l` is on
-    beside,
+    With a posterior for each data point most latents are active somewhere, and their parameters are learned. In a single posterior a
+    latent may be inactive in all states because of its initial parameters, which nothing then corrects. Here parameters are fitted to
+    the likeliest state :math:`s`, and to all states with one dead latent :math:`l` added,
 
     .. math:: \max_\theta \; \log p(s, y \mid \theta) + \sum_l \log p(s + e_l, y \mid \theta),
 
-    so that each learns what it can explain of what the others leave. Then the states are searched and the model is trained as before, again
-    and again while the free energy rises.
+    so that each explains a part of the residual. Then states are searched and the model is trained, while the free energy rises.
 
     Args:
         model: the model, trained by gradients; left somewhere else.
@@ -62,7 +60,10 @@ def woken(model: Any, y: Tensor, settings: Settings, start: Start, tolerance: fl
 
 
 def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
-    """Binary latents that are on in no state that counts, if a step leaves parameters where they are; of too many some, drawn at random."""
+    """Returns dead binary latents whose parameters a step does not change.
+
+    Of too many a random part.
+    """
     assert start.states is not None
     put_back(model, y, start.parameters)
     with forgetting_guides(model, y):
@@ -81,13 +82,16 @@ def _asleep(model: Any, y: Tensor, settings: Settings, start: Start) -> Tensor:
 
 
 def _have_moved(after: Tensor, before: Tensor) -> bool:
-    """Whether a first step of Adam, which is as long for all gradients that are not nothing, has moved all entries of a parameter."""
+    """Whether a first Adam step has moved all entries of a parameter.
+
+    It is equally long for all gradients that are not zero.
+    """
     step = (after.detach() - before).abs()
     return bool((step.max() > 0) & (step >= step.max() / 2).all())
 
 
 def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: Tensor, steps: int) -> None:
-    """Fits the parameters to the likeliest state of each posterior, and to those in which one of the latents is on beside."""
+    """Fits parameters to the likeliest states, with dead latents added in turn."""
     put_back(model, y, start.parameters)
     with forgetting_guides(model, y):
         run = Run(model, y, dataclasses.replace(settings, search=AsTheyAre(), num_states=1 + len(asleep)), lambda _: _HOT)
@@ -104,7 +108,7 @@ def _fit_awake(model: Any, y: Tensor, settings: Settings, start: Start, asleep: 
 
 
 def _trained(model: Any, y: Tensor, settings: Settings, start: Start, steps: int) -> Start:
-    """A run from the parameters as they are, and from the states of a start, which are searched first."""
+    """Trains from present parameters and searched states of a restart."""
     assert start.states is not None
     with forgetting_guides(model, y):
         run = Run(model, y, settings)

@@ -1,4 +1,4 @@
-"""Groups of several guides side by side, and what is said of all of them."""
+"""Groups of several guides as chains, and their common attributes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def side_by_side(chains: list[dict[str, xr.Dataset]]) -> dict[str, xr.Dataset]:
 
 
 def named_like(arrays: Mapping[str, np.ndarray], data: xr.Dataset) -> xr.Dataset:
-    """Arrays ``(N,)`` over the data points, with the dimensions that the free energy has."""
+    """Names arrays ``(N,)`` like the free energy of the data points."""
     like = data["free_energy"]
     for name, values in arrays.items():
         if values.size != like.size:

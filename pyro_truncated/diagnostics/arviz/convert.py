@@ -39,56 +39,12 @@ def to_arviz(
     memory_budget: int = DEFAULT_BUDGET,
     **kwargs: Any,
 ) -> Any:
-    r"""Converts a model trained by SVI to what ArviZ reads: ``InferenceData``, or a ``DataTree`` from ArviZ 1.0 on.
+    r"""Converts a model trained by SVI to ArviZ's ``InferenceData`` or ``DataTree``.
 
-    ========================  =========================================================================================================
-    group                     content
-    ========================  =========================================================================================================
-    ``posterior``             independent draws of every latent site, of what the model computes from them (``pyro.deterministic``,
-                              reparametrised latents, data completed by ``obs_mask``), and of the index of the drawn state
-                              (``<sites>_index``). Discrete sites are integers of the smallest type that holds them.
-    ``sample_stats``          ``lp`` :math:`= \log p(y, z, \theta)`, ``log_q`` of the guide, ``log_weight`` their difference.
-    ``log_likelihood``        for each data point :math:`\log \sum_{s \in K_n} p(y_n, s \mid \theta)`, the states summed out: what
-                              leave-one-out cross-validation needs (conditioning on drawn states makes it badly wrong). Where the states
-                              are global, they are parameters like others: each observation given them. Terms of ``pyro.factor`` belong
-                              to the data in the same plates.
-    ``log_prior``             log prior density of each latent that belongs to no data point.
-    ``prior``                 draws of the latents, and what is computed from them, from the model.
-    ``prior_predictive``      draws of the observations that go with them.
-    ``posterior_predictive``  observations drawn given ``posterior``: the data points as they were inferred, repeated.
-    ``marginal_predictive``   observations of *new* data points: global latents from the posterior, those of data points from their prior.
-    ``observed_data``         the observed sites (``x_observed`` of an ``obs_mask``), integers where their support is discrete; NaN where
-                              a mask hides an entry from the model. Data points that masks hide altogether are left out here, in the
-                              predictive groups and the likelihoods.
-    ``constant_data``         tensors among the arguments that are not observed.
-    ``truncated_posterior``   the posterior over the discrete latents without sampling noise: ``states``, their ``weights``,
-                              ``free_energy``, ``effective_states`` :math:`= \exp` of the entropy of the weights, ``activation_prob``
-                              (the probability that a latent is not at its lowest value), ``support_mass_bound`` (an upper bound on the
-                              posterior mass of the population, see :func:`~pyro_truncated.diagnostics.covered_mass`), and what ``checks``
-                              found. Means over the draws if there are other latents.
-    ``training``              what ``training`` holds.
-    ========================  =========================================================================================================
+    .. math:: \log p(y_n \mid \theta) \ge \log \sum_{s \in K_n} p(y_n, s \mid \theta)
 
-    Any guide will do; ``truncated_posterior`` is there for those with an ``AutoTruncated`` part. Discrete latents that the guide leaves to
-    enumeration (:class:`~pyro.infer.TraceEnum_ELBO`) are drawn from their exact posterior given the others
-    (:func:`~pyro.infer.infer_discrete`), and summed out of the log likelihood where data points have their own. Missing data are drawn from
-    the model. Other latents that the guide does not cover are an error: they would come from the prior.
-
-    Dimensions are named after the plates, variables after the sites; ``/`` becomes ``.``, and names that ArviZ or the group
-    ``truncated_posterior`` uses get an ending: the dimension ``draw_plate`` of a plate ``draw``. Data may be pandas' ``DataFrame`` and
-    ``Series`` and xarray's ``DataArray``: the names and labels of their rows are those of the plate, and of their columns those of the
-    event; what ``dims`` and ``coords`` say comes first. Axes without a name keep the default one.
-
-    All draws are independent; they are dealt to four chains so that ArviZ's chain diagnostics, which have nothing to find, run. Parameters
-    of the model are taken as they are. If the draws of no global latent differ (there is none, or ``AutoDelta`` holds it), whatever is made
-    from ``log_likelihood`` is a plug-in estimate; the attribute ``point_estimates_only`` says so, and ``arviz.loo`` warns of it in its way.
-    Latents of data points that another guide draws are not summed out; the attribute ``conditional_on`` of ``log_likelihood`` names them.
-
-    Several guides (restarts) become chains, each with its own ``truncated_posterior`` along the dimension ``chain``. Latents of restarts
-    come in any order: align them first (:func:`~pyro_truncated.diagnostics.compare_restarts`), or compare only what does not depend on it.
-
-    Where the data are spread over processes (:func:`pyro_truncated.distributed.shard`), all of them must call this. The first one brings
-    the populations together and converts the whole; the others get ``None``.
+    The right side is the group ``log_likelihood``, with the states of data points summed out. All groups and the rules for guides, names
+    and missing data: the page :doc:`/how-to/arviz`. From ArviZ 1.0 on a ``DataTree`` is returned.
 
     Example::
 
@@ -98,40 +54,29 @@ def to_arviz(
         az.summary(idata), az.loo(idata), az.plot_ppc(idata)
 
     Args:
-        model: the Pyro model, or one for each guide.
-        guide: the guide it was trained with: an :class:`~pyro_truncated.AutoTruncated`, any other autoguide, an ``AutoGuideList``, a guide
-            function, an effect such as ``AutoNormalMessenger``; or a list or tuple of guides with equal populations. A method of an object
-            that knows best how its posterior becomes data (``SpikeSlabGPLVM``, ``SpikeSlabMRD``, or whatever is registered with
-            :func:`~pyro_truncated.diagnostics.convert_owner`) leaves the work to it; of the options it gets ``num_samples``,
-            ``num_chains`` and ``seed``. ``to_arviz(owner, *args)`` does the same.
-        *args: the model's arguments, such that it does not subsample; a guide trained on minibatches is converted on the full data. What
-            pandas and xarray made becomes tensors of the type of the model's parameters, else of the guide's, else of torch's default.
-        num_samples: number of draws per chain.
+        model: the Pyro model, or one for each guide; or an object that converts itself
+            (:func:`~pyro_truncated.diagnostics.convert_owner`), without a guide.
+        guide: its guide, of any kind, or a list of guides with equal populations, which become chains.
+        *args: the model's arguments for all data, without subsampling.
+        num_samples: draws per chain.
         num_chains: number of chains, default 4; of several guides each is one chain.
-        num_predictive: number of draws per chain in each of the four predictive groups; default ``num_samples``, as ``arviz.loo_pit`` needs
-            it; 0 leaves them out. There are fewer where an array would exceed the memory budget.
+        num_predictive: draws per chain in predictive groups; default ``num_samples``; 0 leaves them out.
         dims: names of the event dimensions by site name, default ``<site>_dim_<i>``; of all dimensions by argument name.
         coords: coordinates by dimension name; default ``0, 1, ...``.
-        seed: seeds the draws and leaves torch's global generators as they were; without it they are used.
+        seed: seeds the draws and leaves torch's global generators unchanged.
         training: records of the training by name, each ``(num_steps,)`` or ``(num_restarts, num_steps)``.
-        checks: what :func:`~pyro_truncated.diagnostics.check_truncation` returned for the same data; its arrays are added to
-            ``truncated_posterior``.
-        stores: states of Pyro's parameter store, one per guide (``Restarts.stores``): parameters of plain functions, and of modules
-            whose names repeat, live there.
-        conditional_log_likelihood: whether to add the group ``log_likelihood_conditional``: of the observations given all that was drawn,
-            states included. It answers other questions than cross-validation, for which it is wrong.
-        memory_budget: bytes that a single array of draws or states may take; a larger one is left out, and the attribute ``omitted`` of
-            its group says so. States are always recoverable from the index and the guide.
+        checks: what :func:`~pyro_truncated.diagnostics.check_truncation` returned for the same data.
+        stores: states of Pyro's parameter store, one per guide (``Restarts.stores``).
+        conditional_log_likelihood: whether to add the likelihood given drawn states; wrong for cross-validation.
+        memory_budget: bytes of a single array; larger ones are left out (attribute ``omitted``).
         **kwargs: the model's keyword arguments.
 
     Returns:
-        The groups above, without those that would be empty. ``log_likelihood`` is missing where it does not exist: a latent of a data point
-        that another guide draws has a prior that depends on the discrete ones.
+        The groups that are not empty. On several processes the first one gets them, the others ``None``.
 
     Raises:
-        TypeError: if the guide cannot be called or is in the place of the model, or ``training`` or ``checks`` are something else.
-        ValueError: if the model subsamples, latents have no distribution but their prior, the guide has several ``AutoTruncated`` parts,
-            guides do not go together, or dims or coords do not fit.
+        TypeError: if an argument is of another kind.
+        ValueError: if the model subsamples, latents have no guide, guides do not go together, or dims or coords do not fit.
     """
     if is_spread(args, kwargs):
         options: dict[str, Any] = {"num_samples": num_samples, "num_chains": num_chains, "num_predictive": num_predictive, "seed": seed}

@@ -18,7 +18,7 @@ from pyro_truncated.utils.arrays import Axis, as_tensors, axes_of, is_labelled, 
 
 @dataclasses.dataclass(frozen=True)
 class LabelledTensor:
-    """What was a DataFrame, a Series or a DataArray among the arguments of a model.
+    """A tensor made of a DataFrame, Series or DataArray, with its labels.
 
     Attributes:
         value: its numbers.
@@ -96,7 +96,7 @@ class Naming:
         self.labels = DataLabels()
 
     def of(self, tensors: tuple[LabelledTensor, ...], arguments: Mapping[str, Any]) -> DataLabels:
-        """Names for the dimensions of observed sites and of arguments that are not observed."""
+        """Names the dimensions of observed sites and unobserved arguments."""
         self.used |= set(map(variable_name, arguments))
         for tensor in tensors:
             sites = [name for name, node in self.draws.nodes.items() if _holds(node, tensor.value)]
@@ -137,7 +137,7 @@ class Naming:
             self._label(dim, axis)
 
     def _name(self, axis: Axis, default: str) -> str:
-        """The axis' own name, unless the user speaks of the default one, or something else has this name."""
+        """Returns the axis' own name, unless it is taken."""
         own = None if axis.name is None else axis.name.replace("/", ".")
         if own is None or default in self.labelled or (own != default and own in self.used and not self._is_known(own, axis)):
             return default
@@ -145,7 +145,10 @@ class Naming:
         return own
 
     def _is_known(self, dim: str, axis: Axis) -> bool:
-        """Whether data have labelled another event's dimension of this name the same: genes in two tables, say."""
+        """Whether data have labelled another event's dimension of this name alike.
+
+        An example are genes in two tables.
+        """
         events = {name for names in (*self.labels.dims.values(), *self.labels.arguments.values()) for name in names}
         return dim in events and axis.labels is not None and np.array_equal(self.labels.coords.get(dim, ()), axis.labels)
 

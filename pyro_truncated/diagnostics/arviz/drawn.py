@@ -77,7 +77,10 @@ class Draws:
     states: States | None = None
 
     def observed(self) -> Tensor | None:
-        """Which data points have an observation that no mask hides, ``(N,)``; ``None`` if all have, or they lie in several plates."""
+        """Returns which data points have an unmasked observation, ``(N,)``.
+
+        ``None`` if all have, or they lie in several plates.
+        """
         if len(self.plates) != 1:
             return None
         ((plate, size),) = self.plates.items()
@@ -99,7 +102,7 @@ class Draws:
 
 
 class Collector:
-    """Gathers draws; ``states`` are those whose values are not kept, because they have an index."""
+    """Gathers draws; values of ``states`` are not kept, but their index."""
 
     def __init__(self, local: Collection[str], states: Collection[str] = ()) -> None:
         self.local, self.states = local, states
@@ -108,7 +111,7 @@ class Collector:
         self.groups: dict[str, dict[str, list[Tensor]]] = {"latents": {}, "computed": {}, "log_likelihood": {}, "log_prior": {}}
 
     def add(self, nodes: Mapping[str, Any], lp: Tensor, log_q: Tensor, log_likelihood: Mapping[str, Tensor]) -> None:
-        """Takes in a draw: the sites of the model's run, with their log probabilities, and what belongs to it."""
+        """Adds a draw: sites of a run with log probabilities."""
         self.lp.append(lp)
         self.log_q.append(log_q)
         latents = [name for name, node in nodes.items() if is_latent(node)]
@@ -128,13 +131,16 @@ class Collector:
 
 
 def latents_of_data(nodes: Mapping[str, Any]) -> frozenset[str]:
-    """Latents that belong to a single observation each: they lie in all plates of some data. Others are parameters."""
+    """Returns latents that lie in all plates of some data.
+
+    Each belongs to a single observation. Other latents are parameters.
+    """
     data = [plates_of(node) for node in nodes.values() if is_data(node) or is_factor(node)]
     return frozenset(name for name, node in nodes.items() if is_latent(node) and any(p and p <= plates_of(node) for p in data))
 
 
 def plates_of_data(nodes: Mapping[str, Any]) -> dict[str, int]:
-    """Sizes of the plates that hold all data, by dimension from left to right."""
+    """Returns sizes of the plates of all data, from left to right."""
     data = [node for node in nodes.values() if is_data(node)] or [node for node in nodes.values() if is_factor(node)]
     shared = frozenset.intersection(*map(plates_of, data)) if data else frozenset()
     frames = {frame.name: frame for node in data for frame in node["cond_indep_stack"] if frame.name in shared}
@@ -142,7 +148,7 @@ def plates_of_data(nodes: Mapping[str, Any]) -> dict[str, int]:
 
 
 def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
-    """What the likelihood of several sites is called: by the data among them, or else by the factors."""
+    """Names the likelihood of several sites by its data or factors."""
     found = [name for name in names if is_data(nodes[name])] or [name for name in names if is_factor(nodes[name])]
     # The observations of a long sequence would make a name that files cannot hold.
     return "_".join(found) if len(found) <= _MOST_NAMED else f"{found[0]}_to_{found[-1]}"
@@ -151,7 +157,8 @@ def joint_name(nodes: Mapping[str, Any], names: Collection[str]) -> str:
 def likelihoods_given_all(nodes: Mapping[str, Any]) -> Sites:
     """Log probabilities of the observations given everything else, by site.
 
-    The density of a ``pyro.factor`` joins that of data in the same plates; a factor in plates without data stands for itself.
+    The density of a ``pyro.factor`` joins that of data in the same plates. A factor in plates without data stands for
+    itself.
     """
     found = {name: node["log_prob"].double() for name, node in nodes.items() if is_data(node)}
     for name, node in nodes.items():

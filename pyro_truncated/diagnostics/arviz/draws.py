@@ -39,7 +39,10 @@ def draw(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: M
 
 
 def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> AutoTruncated | None:
-    """The truncated guide that takes part when a guide runs; it announces itself at its index site."""
+    """Returns the truncated guide that takes part when a guide runs.
+
+    It announces itself at its index site.
+    """
     with spare_random_numbers():
         nodes = sample_nodes(guide_trace_of(model, guide, args, kwargs)).values()
     marks: list[Any] = [mark for node in nodes if (mark := node["infer"].get("truncated")) is not None]
@@ -51,7 +54,10 @@ def _truncated_part(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
 
 @contextlib.contextmanager
 def _plates_like_the_model(guide: Any, model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
-    """A guide list remembers the minibatches it was set up with; meanwhile it takes all data of those plates of which the model does."""
+    """A context in which a guide list takes all data.
+
+    Otherwise it remembers the minibatches that it was set up with.
+    """
     if not isinstance(guide, AutoGuideList) or guide.prototype_trace is None or guide.create_plates is not None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Discrete latents that a guide leaves to enumeration: exact draws given the others, and likelihoods with them summed out."""
+"""Discrete latents left to enumeration: exact draws and marginal likelihoods."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Model = Callable[..., Any]
 class Enumeration:
     """The discrete latents that :class:`~pyro.infer.TraceEnum_ELBO` sums out of a model.
 
-    Those inside the plates that hold the data which depend on them (``plates``) are summed out of the log likelihood of each data point;
-    others are parameters, for which it takes the values drawn.
+    Latents inside the plates of the data that depend on them (``plates``) are summed out of the log likelihood of
+    each data point. Others are parameters, and keep the values drawn.
 
     Args:
         model: the model.
@@ -37,7 +37,7 @@ class Enumeration:
         hidden: latents that nobody knows, and on which nothing depends; their densities are left out.
 
     Attributes:
-        plates: the plates, by dimension from left to right, with their sizes; empty if no data point has such latents of its own.
+        plates: the plates from left to right, with their sizes; empty if no data point has such latents of its own.
         local: the latents inside them.
         inside: the sites inside them.
     """
@@ -57,7 +57,7 @@ class Enumeration:
         self._find_plates({name: node["value"] for name, node in nodes.items() if is_latent(node) and name not in names})
 
     def draw(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values of the discrete latents, drawn from their posterior given those of the other latents."""
+        """Draws the discrete latents from their posterior given the others."""
         prepared = self._prepared(values, self.names)
         with isolated():
             trace = poutine.trace(infer_discrete(prepared, first_available_dim=self.first_dim)).get_trace(*self.args, **self.kwargs)
@@ -70,7 +70,9 @@ class Enumeration:
         return sum((term.double().sum() for term in _contracted(trace, chosen, self.names)), torch.zeros(()).double())
 
     def log_likelihood(self, values: Mapping[str, Any], leaves: Collection[str]) -> Tensor:
-        """Log likelihood of each data point given all latents but its own discrete ones, of the shape of :attr:`plates`.
+        """Returns the log likelihood of each data point, discrete latents summed out.
+
+        Other latents are given. The shape is that of :attr:`plates`.
 
         ``leaves`` are latents on which nothing depends, such as missing data; their densities are left out.
         """
@@ -81,7 +83,10 @@ class Enumeration:
         return joint - prior
 
     def _prepared(self, values: Mapping[str, Any], names: Collection[str]) -> Model:
-        """The model with the other latents fixed, marked for enumeration, and without the density of latents that nobody knows."""
+        """Returns the model with other latents fixed, marked for enumeration.
+
+        The density of latents that nobody knows is left out.
+        """
         given = {name: value for name, value in values.items() if name not in names}
         marks: Any = {True: {"enumerate": "parallel"}, False: {"enumerate": None}}
         configured: Model = poutine.infer_config(self.model, lambda site: marks[site["name"] in names])
@@ -103,7 +108,7 @@ class Enumeration:
         return trace
 
     def _find_plates(self, values: Mapping[str, Any]) -> None:
-        """Finds the data points: the plates of the data that depend on the discrete latents."""
+        """Finds the plates of data that depend on the discrete latents."""
         trace = self._enumerated(values, self.names)
         nodes, summed = sample_nodes(trace), _sum_dims(trace, self.names)
         below = [node for node in nodes.values() if is_data(node) or is_factor(node)]
@@ -117,7 +122,7 @@ class Enumeration:
         self.inside = [name for name, node in nodes.items() if self.plates and set(self.plates) <= plates_of(node)]
 
     def _per_datum(self, terms: list[Tensor], trace: poutine.Trace) -> Tensor:
-        """Sums terms, which have their plates' dimensions, over all plates but those of the data points."""
+        """Sums terms over all plates but those of the data points."""
         total = torch.zeros(tuple(self.plates.values()), dtype=torch.float64)
         symbols = [trace.plate_to_symbol[name] for name in self.plates]
         for term in terms:
@@ -150,7 +155,10 @@ def _sum_dims(trace: poutine.Trace, names: Collection[str]) -> set[str]:
 
 
 def _contracted(trace: poutine.Trace, chosen: Collection[str], names: Collection[str]) -> list[Tensor]:
-    """Log densities of the chosen sites with the named ones summed out, one packed tensor for each connected part of the model."""
+    """Sums named sites out of the log densities of the chosen ones.
+
+    Returns one packed tensor for each connected part of the model.
+    """
     tree: OrderedDict[frozenset[str], list[Tensor]] = OrderedDict()
     for name in chosen:
         node = trace.nodes[name]

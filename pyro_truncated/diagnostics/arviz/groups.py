@@ -72,7 +72,10 @@ def groups_of(
 
 
 def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Writer) -> dict[str, xr.Dataset]:
-    """The groups on data without the data points of which nothing was observed: their likelihoods would be taken for observations."""
+    """Drops data points without observations from the groups on data.
+
+    Their likelihoods would be taken for observations.
+    """
     seen = draws.observed()
     if seen is None:
         return datasets
@@ -83,7 +86,7 @@ def _without_unseen(datasets: dict[str, xr.Dataset], draws: Draws, writer: Write
 
 
 def _counted(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str, xr.Dataset]:
-    """Counts that were floats for the sake of hidden entries only, which are gone, as integers."""
+    """Returns counts as integers once hidden entries are gone."""
     data = datasets["observed_data"]
     whole = [name for name in names if name in data and data[name].dtype.kind == "f" and bool((data[name] == data[name].round()).all())]
     return {
@@ -93,7 +96,7 @@ def _counted(datasets: dict[str, xr.Dataset], names: Sequence[str]) -> dict[str,
 
 
 def _has_parameters_drawn(draws: Draws) -> bool:
-    """Whether latents that belong to no data point have a posterior that is not a point."""
+    """Whether some global latent has a posterior that is no point."""
     if draws.states is not None and not draws.states.part.layout.plates:
         return True
     return any(_varies(values) for name, values in draws.latents.items() if name not in draws.local)

@@ -26,7 +26,10 @@ from pyro_truncated.utils.isolation import Assign, isolated, spare_random_number
 
 
 def guide_trace_of(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> poutine.Trace:
-    """A run of a guide: a callable with its own sample statements, or an effect around the model (``AutoNormalMessenger``)."""
+    """Runs a guide: a callable, or an effect around the model.
+
+    An example of the latter is ``AutoNormalMessenger``.
+    """
     effect: Any = poutine.unwrap(guide)
     is_effect = isinstance(effect, Messenger)
     if is_effect:
@@ -36,7 +39,7 @@ def guide_trace_of(model: Callable[..., Any], guide: Any, args: tuple[Any, ...],
 
 
 def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws of the latents that the guide samples, of discrete ones left to enumeration, and of missing data."""
+    """Draws latents of the guide, enumerated latents and missing data."""
     program: _Program | None = None
     for _ in range(num_draws):
         guide_trace = guide_trace_of(model, guide, args, kwargs)
@@ -48,7 +51,10 @@ def draw_from_guide(model: Callable[..., Any], guide: Any, args: tuple[Any, ...]
 
 
 class _Program:
-    """A model whose latents come from three sources: the guide, enumeration, and for missing data the model itself."""
+    """A model whose latents come from guide, enumeration, or the model.
+
+    The last are missing data.
+    """
 
     def __init__(self, model: Callable[..., Any], guide_trace: poutine.Trace, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.model, self.args, self.kwargs = model, args, kwargs
@@ -96,7 +102,7 @@ class _Program:
         self.collector.add(nodes, lp, lp - log_weight, likelihoods)
 
     def _with_marginal(self, likelihoods: dict[str, Tensor], values: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Puts one likelihood with discrete latents summed out in the place of those given their draws, where data points have any."""
+        """Replaces likelihoods given discrete draws by one with them summed out."""
         assert self.enumeration is not None
         if not self.enumeration.plates:
             return likelihoods

@@ -1,4 +1,4 @@
-"""Data drawn from the model: before the fit, for the data points as they were inferred, and for data points anew."""
+"""Predictive draws: prior, posterior, and of new data points."""
 
 from __future__ import annotations
 
@@ -16,13 +16,19 @@ from pyro_truncated.utils.isolation import Assign, isolated
 
 
 def affordable(num_samples: int, sites: Mapping[str, Any], memory_budget: int) -> int:
-    """How many draws of the sites fit into the budget, the largest counted; at least one, at most ``num_samples``."""
+    """Returns how many draws of the largest site fit into the budget.
+
+    At least one, at most ``num_samples``.
+    """
     largest = max((torch.as_tensor(node["value"]).numel() for node in sites.values()), default=1)
     return max(1, min(num_samples, memory_budget // (4 * max(1, largest))))
 
 
 def prior_draws(model: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], num_samples: int) -> tuple[Sites, Sites]:
-    """Draws from the model, parameters as they are: of latents and what follows from them, and of observations, ``(draws, *shape)``."""
+    """Draws latents, computed values and observations ``(draws, *shape)``.
+
+    Parameters are as they are.
+    """
     latents: dict[str, list[Tensor]] = {}
     observed: dict[str, list[Tensor]] = {}
     for _ in range(num_samples):
@@ -41,8 +47,8 @@ def posterior_draws(
         args: the model's arguments.
         kwargs: its keyword arguments.
         chosen: which of the draws.
-        anew: take only the global latents from the draws, and draw those of data points from their prior given these: what the model
-            expects of data points that it has not seen. Otherwise it repeats the data points it has inferred, which favours it.
+        anew: keep only the global latents of the draws, and draw those of data points from their prior: predictions
+            of unseen data points. Otherwise the data points that were inferred are repeated, which favours the model.
     """
     observed: dict[str, list[Tensor]] = {}
     left_out = draws.local if anew else frozenset()
@@ -65,7 +71,7 @@ def conditional_likelihoods(model: Callable[..., Any], draws: Draws, args: tuple
 
 
 def _free_run(model: Callable[..., Any], values: Mapping[str, Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Sites of a run of the model that observes nothing, with some latents given."""
+    """Runs the model without observations, with some latents given."""
     with isolated(), Assign(values), FreeData():
         return sample_nodes(poutine.trace(model).get_trace(*args, **kwargs))
 

@@ -1,4 +1,4 @@
-"""What the sites of a model are to a reader of its posterior: latents, data, values computed from them, or mere factors."""
+"""Roles of a model's sites: latent, data, computed value, factor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Node = Mapping[str, Any]
 
 
 def is_observed(node: Node) -> bool:
-    """Whether the model observes a site, in this run or, if :class:`FreeData` has undone it, otherwise."""
+    """Whether the model observes a site, also if :class:`FreeData` undid it."""
     return bool(node["is_observed"] or node["infer"].get("was_observed"))
 
 
@@ -29,8 +29,8 @@ def is_factor(node: Node) -> bool:
 def is_computed(node: Node) -> bool:
     """Whether a site's value follows from others.
 
-    ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced by others, and the completed values of a
-    site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none.
+    These are ``pyro.deterministic``, an unobserved ``Delta``, a latent that a reparametrisation has replaced, and the
+    completed values of a site with an ``obs_mask``. Data that have a ``Delta`` for their likelihood are none.
     """
     fn = node["fn"]
     if family(fn) != "Delta":
@@ -59,7 +59,7 @@ def plates_of(node: Node) -> frozenset[str]:
 
 
 def hidden_entries(node: Node) -> Tensor | None:
-    """Where masks take entries of a site out of its density, ``True`` there; ``None`` if nowhere."""
+    """Returns where masks hide entries of a site, ``None`` if nowhere."""
     hidden: Tensor | None = None
     for mask in (node["mask"], getattr(node["fn"], "_mask", None)):
         if mask is not None:
@@ -69,7 +69,9 @@ def hidden_entries(node: Node) -> Tensor | None:
 
 
 class FreeData(Messenger):
-    """Effect handler that draws data instead of observing them; what is computed from others, and factors, stay what they are.
+    """Effect handler that draws data instead of observing them.
+
+    Computed values and factors stay what they are.
 
     (``poutine.uncondition`` draws from the point mass of a ``pyro.deterministic``, in a shape that plates have expanded.)
     """
@@ -84,6 +86,9 @@ class FreeData(Messenger):
 def leaves(
     model: Callable[..., Any], nodes: Mapping[str, Node], names: Collection[str], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> frozenset[str]:
-    """Those of the named latents on which nothing depends but computed values: missing entries of the data, say."""
+    """Returns named latents on which only computed values depend.
+
+    Missing entries of the data are an example.
+    """
     dependencies = Dependencies(Call(model, args, kwargs)) if names else None
     return frozenset(name for name in names if all(is_computed(nodes[site]) for site in dependencies.dependents({name}) if site in nodes))

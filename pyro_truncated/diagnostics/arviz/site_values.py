@@ -15,7 +15,10 @@ from pyro_truncated.program.sites import DiscreteSite
 
 
 def is_discrete(fn: Any) -> bool:
-    """Whether a distribution is known to be one of whole numbers; likelihoods of one's own may have no support."""
+    """Whether a distribution is known to be one of integers.
+
+    Likelihoods of one's own may have no support.
+    """
     try:
         return bool(fn.support.is_discrete)
     except (NotImplementedError, AttributeError):
@@ -23,15 +26,15 @@ def is_discrete(fn: Any) -> bool:
 
 
 def variable_name(site: str) -> str:
-    """What a site is called: as in the model, unless files or ArviZ cannot have a variable of that name."""
+    """Returns a site's name as files and ArviZ allow it."""
     return f"{site}_site" if site in ("chain", "draw") else site.replace("/", ".")
 
 
 def event_dim_of(node: Mapping[str, Any], shape: Sequence[int]) -> int:
     """Event dimensions of a site's values of this shape.
 
-    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it too: the leading ones
-    that have the sizes of the plates are the plates'.
+    ``pyro.deterministic`` takes all dimensions for an event's unless told otherwise, those of the plates around it
+    too. So leading dimensions that have the sizes of the plates are the plates'.
     """
     event_dim: int = node["fn"].event_dim
     if not is_computed(node) or event_dim < len(shape):
@@ -55,7 +58,7 @@ def without_hidden(node: Mapping[str, Any]) -> Tensor:
 
 
 def is_same(value: Tensor, other: Tensor) -> bool:
-    """Whether an argument is what is observed, at the same place or in a copy."""
+    """Whether an argument is the observed value or a copy of it."""
     if value.shape != other.shape:
         return False
     return value.data_ptr() == other.data_ptr() or bool(torch.equal(value.nan_to_num(), other.to(value).nan_to_num()))
@@ -68,7 +71,10 @@ def as_array(values: Tensor) -> np.ndarray:
 
 
 def level_type(bounds: Sequence[int]) -> torch.dtype:
-    """Smallest signed type for values below all the bounds; ArviZ plots neither bool nor unsigned types."""
+    """Returns the smallest signed type for values below all bounds.
+
+    ArviZ plots neither bool nor unsigned types.
+    """
     return next(dtype for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) if max(bounds) - 1 <= torch.iinfo(dtype).max)
 
 

@@ -36,7 +36,10 @@ _CERTIFIED_STATES = 2**22
 
 
 def draw_states(model: Callable[..., Any], guide: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int) -> Draws:
-    """Draws where there is nothing but states of data points: the populations are scored once."""
+    """Draws states where data points have no other latents.
+
+    The populations are scored once.
+    """
     with poutine.block():
         log_joint = guide.log_joint_of(*args, **kwargs)
     refuse_subsamples(log_joint.nodes)
@@ -70,7 +73,7 @@ def _computed(model: Callable[..., Any], draws: Draws, args: tuple[Any, ...], kw
 
 
 def _covered(log_joint: LogJoint, population: Population) -> Tensor:
-    """The certificate, from as many of the best states as can be had for the price of some millions of log joints."""
+    """Returns the certificate of covered mass from affordable states."""
     per_parent = len(population) * max(1, Moves(population.space, population.words.device, MOST_MOVES).count)
     return certificate(log_joint, population, max(1, min(population.num_states, _CERTIFIED_STATES // per_parent)))
 
@@ -86,7 +89,7 @@ def _likelihood_name(log_joint: LogJoint) -> str:
 def draw_jointly(
     model: Callable[..., Any], guide: Any, part: AutoTruncated, args: tuple[Any, ...], kwargs: Mapping[str, Any], num_draws: int
 ) -> Draws:
-    """Draws where the weights depend on other latents: the populations are scored anew for each draw of these."""
+    """Draws states and other latents; populations are scored for each draw."""
     gathered: _Gathered | None = None
     for _ in range(num_draws):
         guide_trace = poutine.trace(guide).get_trace(*args, **kwargs)
@@ -106,7 +109,7 @@ def _given(part: AutoTruncated, guide_trace: poutine.Trace) -> dict[str, Any]:
 
 
 class _Gathered:
-    """What is gathered draw by draw; states' probabilities and free energies become means."""
+    """Results gathered draw by draw; probabilities and free energies are averaged."""
 
     def __init__(
         self,
@@ -131,7 +134,10 @@ class _Gathered:
         self.given: frozenset[str] = frozenset()
 
     def add(self, log_joint: LogJoint, guide_trace: poutine.Trace, model_trace: poutine.Trace) -> None:
-        """Takes in a draw of the global sites: its populations, its traces, and for the first draws the mass covered."""
+        """Adds a draw of the global sites: its populations and traces.
+
+        Of the first draws also the covered mass.
+        """
         population = self.part.rescored(log_joint)
         self.weights = self.weights + population.weights().double() / self.num_draws
         self.free_energy = self.free_energy + population.free_energy() / self.num_draws
@@ -150,7 +156,10 @@ class _Gathered:
         )
 
     def _likelihoods(self, log_joint: LogJoint, population: Population, nodes: Mapping[str, Any]) -> Sites:
-        """Log likelihoods of the observations: of data points with their states summed out, or given global states."""
+        """Returns log likelihoods with the states of data points summed out.
+
+        Global states are given.
+        """
         if self.is_global:
             self.given = self.local - self.leaves
             return likelihoods_given_all(nodes)
@@ -160,7 +169,9 @@ class _Gathered:
         return {} if value is None or not name else {name: value}
 
     def _marginal_likelihood(self, log_joint: LogJoint, population: Population) -> Tensor | None:
-        r"""Each data point's log likelihood given the other latents: the free energy less the log prior of the point's other own latents.
+        r"""Returns each data point's log likelihood given the other latents.
+
+        It is the free energy less the log prior of the point's other own latents.
 
         Only latents that another guide draws count: for those of a ``conditional`` the free energy holds :math:`\log p - \log q` already.
         Leaves, on which no observation depends, are left out of the sum.
@@ -183,7 +194,7 @@ class _Gathered:
         return free_energy
 
     def result(self) -> Draws:
-        """All draws stacked, with posterior probabilities and free energies that are means over them."""
+        """Stacks the draws and averages probabilities and free energies."""
         # Log joints that give back both means.
         population = self.part.rescored(self.log_joint)
         population = dataclasses.replace(population, log_joint=self.weights.log() + self.free_energy.unsqueeze(-1))
@@ -201,7 +212,7 @@ class _Gathered:
 
 
 def _free_energy_without(log_joint: LogJoint, population: Population, names: frozenset[str]) -> Tensor:
-    """Free energies ``(N,)`` of log joints that some sites are left out of."""
+    """Returns free energies ``(N,)`` of log joints without some sites."""
     scores = []
     for _, states in log_joint.gradient_blocks(population.num_states):
         terms = log_joint.site_log_probs(population.words[:, states])

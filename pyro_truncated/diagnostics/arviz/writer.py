@@ -72,13 +72,13 @@ class Writer:
             raise ValueError(f"dims names the sites {sorted(unknown)}, which the model does not have")
 
     def dimension(self, plate: str) -> str:
-        """Name of the dimension of a plate: that of the data, or its own, unless that means something else to ArviZ or here."""
+        """Names the dimension of a plate, after the data if possible."""
         if plate in self.labels.plates:
             return self.labels.plates[plate]
         return f"{plate}_plate" if plate in self.reserved else variable_name(plate)
 
     def posterior(self) -> xr.Dataset:
-        """Draws of the index, of the discrete sites, of the other latents, and of what follows from them."""
+        """Returns draws of index, discrete sites, other latents and computed values."""
         variables: dict[str, Variable] = {}
         omitted: list[str] = []
         if self.draws.states is not None:
@@ -120,7 +120,7 @@ class Writer:
         return self._sampled({name: ((), as_array(value)) for name, value in columns.items()})
 
     def log_likelihood(self) -> xr.Dataset:
-        """Log likelihoods of the data points, or of the observations given their latents."""
+        """Returns log likelihoods of data points, or of observations given latents."""
         variables = {}
         for name, values in self.draws.log_likelihood.items():
             if name == self.draws.joint:
@@ -146,7 +146,10 @@ class Writer:
         return self._sampled(variables)
 
     def _as_integers(self, name: str, values: Tensor) -> Tensor:
-        """Values of a discrete site as integers, so that ArviZ counts instead of smoothing; of a latent of the smallest type."""
+        """Returns values of a discrete site as integers, which ArviZ counts.
+
+        Latents get the smallest type.
+        """
         node: Any = self.nodes[name]
         if is_computed(node) or is_factor(node) or not is_discrete(node["fn"]) or not values.numel():
             return values
@@ -160,7 +163,7 @@ class Writer:
         return values if values.is_floating_point() else values.to(torch.get_default_dtype())
 
     def observed_data(self) -> xr.Dataset:
-        """Values of the observed sites; NaN where a mask hides them from the model."""
+        """Returns values of the observed sites, NaN where a mask hides them."""
         variables = {}
         for name, node in self.nodes.items():
             if is_data(node) and torch.is_tensor(node["value"]):
@@ -221,7 +224,10 @@ class Writer:
         return tuple(map(self.dimension, plates)), as_array(values.reshape(len(values), *states.log_joint.sizes, *values.shape[2:]))
 
     def _site(self, name: str, values: Tensor, event_dim: int | None = None) -> Variable:
-        """Draws ``(draws, *batch, *event)`` of a site, batch dimensions named after plates; size 1 without a plate is dropped."""
+        """Returns draws ``(draws, *batch, *event)`` of a site.
+
+        Batch dimensions are named after plates. Size 1 without a plate is dropped.
+        """
         node: Any = self.nodes[name]
         plates = {frame.dim: self.dimension(frame.name) for frame in node["cond_indep_stack"] if frame.vectorized}
         event_dim = event_dim_of(node, values.shape[1:]) if event_dim is None else event_dim

@@ -1,4 +1,4 @@
-"""A report on one page: pictures and tables, each with what one sees in it."""
+"""A report on one page: pictures and tables with captions."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ class Section:
 def write_report(
     folder: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 110
 ) -> Path:
-    """Writes ``index.html`` and the pictures of its sections into a folder, without any dependence on the network.
+    """Writes ``index.html`` and its pictures into a folder.
+
+    The page needs no network.
 
     Args:
         folder: where to write; created if it does not exist.
@@ -72,7 +74,10 @@ def write_report(
 
 
 def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], *, dpi: int = 100) -> Path:
-    """Writes one file that holds its pictures; arguments as for :func:`write_report`, but the path is that of the page."""
+    """Writes one file that holds its pictures.
+
+    Arguments are those of :func:`write_report`, but the path is that of the page.
+    """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     sources = []
@@ -85,7 +90,7 @@ def write_page(path: str | Path, title: str, lead: str, numbers: Mapping[str, An
 
 
 def _write(page: Path, title: str, lead: str, numbers: Mapping[str, Any], sections: Sequence[Section], sources: Sequence[str]) -> Path:
-    """The page with pictures from the sources; it appears under its name only once it is complete."""
+    """Writes the page under a temporary name, then renames it."""
     tiles = "".join(f"<div><b>{_text(value)}</b><span>{_text(name)}</span></div>" for name, value in numbers.items())
     header = f'<header><h1>{_text(title)}</h1><p>{_text(lead)}</p><div class="numbers">{tiles}</div></header>'
     body = "\n".join([header, *map(_section, sections, sources)])

@@ -1,4 +1,7 @@
-"""Pictures of training and of the truncation; each function draws into the axes it is given and returns them."""
+"""Plots of training and truncation.
+
+Each function draws into the axes it is given and returns them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from pyro_truncated.utils.arviz_compat import get_dataset
 
 
 def plot_restarts(idata: Any, ax: Axes) -> Axes:
-    """Free energy over the steps of training, one curve per restart, the best in colour.
+    """Plots free energy over training steps, one curve per restart.
+
+    The best one is coloured.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -47,7 +52,9 @@ def plot_restarts(idata: Any, ax: Axes) -> Axes:
 
 
 def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
-    """Upper bound on the posterior mass that each population covers, data points in order of it, the worst ones named.
+    """Plots upper bounds on covered posterior mass, in increasing order.
+
+    The worst data points are named.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -73,7 +80,9 @@ def plot_covered_mass(idata: Any, ax: Axes, *, worst: int = 5) -> Axes:
 
 
 def plot_effective_states(idata: Any, ax: Axes) -> Axes:
-    """Histogram of the number of states that carry each data point's posterior, with the number kept.
+    """Plots a histogram of effective states per data point.
+
+    The number kept is marked.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -94,7 +103,9 @@ def plot_effective_states(idata: Any, ax: Axes) -> Axes:
 
 
 def plot_gap(idata: Any, ax: Axes) -> Axes:
-    """What the bound lacks of each data point's log evidence: the estimate with its interval, and the exact gap where it is known.
+    """Plots what the bound lacks of each data point's log evidence.
+
+    It shows the estimate with its interval, and the exact gap where it is known.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data

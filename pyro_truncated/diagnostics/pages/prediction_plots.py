@@ -1,4 +1,7 @@
-"""Pictures of parameters and predictions; each function draws into the axes it is given and returns them."""
+"""Plots of parameters and predictions.
+
+Each function draws into the axes it is given and returns them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +43,9 @@ def plot_predictive_check(idata: Any, ax: Axes, *, group: str = "posterior_predi
 
 
 def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
-    """Tail indices of PSIS-LOO on the marginal likelihood (``arviz.plot_khat``); above 0.7 a data point is too influential for it.
+    """Plots Pareto tail indices of PSIS-LOO (``arviz.plot_khat``).
+
+    They belong to the marginal likelihood. Above 0.7 a data point is too influential.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -59,9 +64,10 @@ def plot_pareto_k(idata: Any, ax: Axes, *, var_name: str | None = None) -> Axes:
 def plot_loo_pit(idata: Any, ax: Axes, *, name: str | None = None, features: Sequence[int] | None = None, level: float = 0.05) -> Axes:
     """Distribution functions of the leave-one-out transforms of each feature, less the uniform's.
 
-    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``; it is wide enough for all
-    features shown together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S: predictions too narrow or too wide; a bow: biased.
-    Where observations are missing, the band drawn is that of the feature seen least often; each curve in colour left its own.
+    The band holds the curve of a feature whose transforms are uniform with probability ``1 - level``. It is wide
+    enough for all features together (Dvoretzky-Kiefer-Wolfowitz, Bonferroni). A curve like an S shows predictions
+    that are too narrow or too wide, a bow biased ones. Where observations are missing, the band is that of the
+    feature seen least often. Each coloured curve left its own band.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -126,7 +132,7 @@ def plot_forest(idata: Any, ax: Axes, *, var_names: Sequence[str] | None = None,
 
 
 def global_names(idata: Any) -> list[str]:
-    """Latents that belong to no data point, and what is computed from them, without discrete ones."""
+    """Returns continuous latents of no data point, and values computed from them."""
     data = get_dataset(idata, "posterior")
     plates = set(_data_dims(idata))
     return [

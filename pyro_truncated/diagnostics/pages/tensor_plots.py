@@ -1,4 +1,7 @@
-"""Small pictures of what was learned; each function draws into the axes it is given and returns them."""
+"""Small plots of learned parameters.
+
+Each function draws into the axes it is given and returns them.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ GAPS = "#a9bfd6"  # tells white fields from the space between them
 
 
 def mosaic(images: Tensor, columns: int | None = None, gap: int = 1) -> np.ndarray:
-    """Puts images ``(K, height, width)`` side by side, row after row; gaps and empty places are NaN.
+    """Tiles images ``(K, height, width)`` row by row; gaps are NaN.
 
     Args:
         images: the images.
@@ -55,7 +58,9 @@ def _show(ax: Axes, picture: np.ndarray, limits: tuple[float, float], gaps: str 
 
 
 def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None, columns: int | None = None) -> Axes:
-    """The columns of a dictionary ``(D, H)`` as images: grey is zero, and each image is scaled to its own largest absolute value.
+    """Plots the columns of a dictionary ``(D, H)`` as images.
+
+    Grey is zero. Each image is scaled to its largest absolute value.
 
     Args:
         weight: the dictionary.
@@ -69,7 +74,10 @@ def plot_dictionary(weight: Tensor, ax: Axes, *, shape: tuple[int, int] | None =
 
 
 def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str | None = None) -> Axes:
-    """The free energy over iterations, higher is better; the axis starts where the last four fifths of the run lie, not at the start."""
+    """Plots the free energy over iterations.
+
+    The axis starts where the last four fifths of the run lie.
+    """
     curve = np.asarray(values, dtype=float)
     ax.plot(np.arange(1, len(curve) + 1), curve, color=COLOUR, linewidth=1.8, label=label)
     late = curve[len(curve) // 5 :]
@@ -81,7 +89,10 @@ def plot_free_energy(values: Sequence[float] | Tensor, ax: Axes, *, label: str |
 
 
 def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
-    """Histogram of the expected number of active latents per data point, from activation probabilities ``(N, H)``."""
+    """Plots a histogram of expected active latents per data point.
+
+    It takes activation probabilities ``(N, H)``.
+    """
     active = marginals.detach().double().sum(-1).cpu().numpy()
     width = max(1.0, np.ceil(active.max()) // 30)
     # Around whole numbers: where posteriors are points, 0.999 and 1.001 belong together.
@@ -95,7 +106,10 @@ def plot_activations(marginals: Tensor, ax: Axes) -> Axes:
 
 
 def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
-    """How often each latent is active, most active first, from activation probabilities ``(N, H)``."""
+    """Plots how often each latent is active, in decreasing order.
+
+    It takes activation probabilities ``(N, H)``.
+    """
     usage = marginals.detach().double().mean(0).sort(descending=True).values.cpu().numpy()
     ax.bar(np.arange(len(usage)), usage, width=1.0, color=COLOUR)
     ax.set_xlabel("latent, most active first")
@@ -104,7 +118,10 @@ def plot_usage(marginals: Tensor, ax: Axes) -> Axes:
 
 
 def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *, shape: tuple[int, int] | None = None) -> Axes:
-    """Originals ``(K, D)`` in the upper row, their reconstructions below; each pair on the grey scale of its original."""
+    """Plots originals ``(K, D)`` above their reconstructions.
+
+    Each pair is on the grey scale of its original.
+    """
     upper, lower = _as_images(originals, shape), _as_images(reconstructions, shape)
     low, high = upper.amin((-2, -1), keepdim=True), upper.amax((-2, -1), keepdim=True)
     pairs = [(images - low) / (high - low).clamp(min=1e-12) for images in (upper, lower)]
@@ -116,7 +133,9 @@ def plot_reconstructions(originals: Tensor, reconstructions: Tensor, ax: Axes, *
 def plot_decompositions(
     originals: Tensor, parts: Sequence[Tensor], ax: Axes, *, shape: tuple[int, int] | None = None, most: int = 8
 ) -> Axes:
-    """One row per data point: the original, its reconstruction, and the components ``(k, D)`` that add up to it.
+    """Plots original, reconstruction and components of each data point.
+
+    Components ``(k, D)`` add up to the reconstruction.
 
     All images of a row share one grey scale, grey is zero. Of more than ``most`` components the strongest are shown; the sum is of all.
     """

@@ -1,4 +1,4 @@
-"""Looks at converted data as a careful reader would: a short verdict in words, and a page with the pictures."""
+"""A verdict on converted data in words, and a page with plots."""
 
 from __future__ import annotations
 
@@ -84,13 +84,14 @@ def diagnose(
     image_shape: tuple[int, int] | None = None,
     warn: bool = True,
 ) -> Verdict:
-    """Prints a short verdict on a converted posterior, once; with a path, writes a page with its pictures into that file, too.
+    """Prints a verdict on a converted posterior, and can write a page.
 
-    The truncation is judged by the groups ``truncated_posterior`` (with the results of
-    :func:`~pyro_truncated.diagnostics.check_truncation`, if they were given to ``to_arviz``) and ``training``, the model's predictions by
-    leave-one-out cross-validation on the marginal likelihood, its transforms, and predictive p-values. What a group is missing for is
-    left out. Guides of other kinds are judged by the importance weights of their draws alone: a Pareto index above 0.7 says that the
-    draws do not follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
+    The truncation is judged by the groups ``truncated_posterior`` and ``training``. The former holds the results of
+    :func:`~pyro_truncated.diagnostics.check_truncation`, if ``to_arviz`` was given them. Predictions are judged by leave-one-out
+    cross-validation on the marginal likelihood, its transforms, and predictive p-values. Checks whose group is missing are left out.
+
+    Guides of other kinds are judged by the importance weights of their draws alone. A Pareto index above 0.7 says that the draws do not
+    follow the posterior (Yao, Vehtari, Simpson and Gelman 2018).
 
     Example:
         >>> y = linear_bars(20, 4, mean_active=2.0).data

@@ -1,4 +1,4 @@
-"""Restarts side by side: latents have no natural order, so they are matched before anything is compared."""
+"""Restarts compared, their latents matched first."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ class RestartComparison:
 
     @property
     def spread(self) -> float:
-        """Difference between the best free energy and the worst, per data point, in nats."""
+        """Returns best minus worst free energy per data point, in nats."""
         return float(self.free_energy.max() - self.free_energy.min()) / self.activation.shape[1]
 
     def shared(self, threshold: float = 0.9) -> Tensor:
-        """Share of the best restart's latents that each restart has found too, ``(R,)``."""
+        """Returns the share of the best restart's latents in each restart, ``(R,)``."""
         return (self.similarity >= threshold).double().mean(-1)
 
 
 @names_arguments
 def match_latents(reference: Tensor, other: Tensor, *, centred: bool = True) -> tuple[Tensor, Tensor]:
-    """The permutation that makes the rows of ``other`` most similar to those of ``reference``.
+    """Returns the permutation of ``other``'s rows most similar to ``reference``.
 
     Example:
         >>> rows = torch.randn(4, 9)
@@ -92,11 +92,11 @@ def _unit_rows(features: Tensor, centred: bool) -> Tensor:
 def compare_restarts(
     guides: Sequence[Any], *args: Any, components: Sequence[Tensor] | None = None, stores: Sequence[Any] | None = None, **kwargs: Any
 ) -> RestartComparison:
-    """Compares fits of the same model from different starts, up to a permutation of the latents.
+    """Compares restarts of a model up to a permutation of the latents.
 
-    Latents of restarts are matched to those of the best by an optimal assignment (``scipy.optimize.linear_sum_assignment``), which
-    maximises the sum of the similarities of all pairs. Convergence statistics such as R-hat make sense only for what does not depend on the
-    order of the latents, or after this.
+    Latents of restarts are matched to those of the best by an optimal assignment
+    (``scipy.optimize.linear_sum_assignment``). It maximises the sum of the similarities of all pairs. Without it,
+    convergence statistics such as R-hat make sense only for quantities that do not depend on the order of latents.
 
     Example:
         >>> y = linear_bars(30, 3, mean_active=2.0).data
@@ -109,8 +109,8 @@ def compare_restarts(
         *args: the model's arguments.
         components: what to match latents by, one dictionary ``(D, L)`` per restart (cosine); default: their activation probabilities over
             the data points (correlation).
-        stores: states of Pyro's parameter store, one per guide (``Restarts.stores``): parameters of plain functions, and of modules
-            whose names repeat, live there.
+        stores: states of Pyro's parameter store, one per guide (``Restarts.stores``). They hold parameters of plain
+            functions, and of modules whose names repeat.
         **kwargs: the model's keyword arguments.
 
     Returns:

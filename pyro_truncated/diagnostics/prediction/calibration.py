@@ -1,4 +1,4 @@
-"""Simulation-based calibration: are posteriors right on average, where the truth is known because it was drawn from the model?"""
+"""Simulation-based calibration: posteriors of data drawn from the model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ENUMERATED = 2**12
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """Probability integral transforms of the truth under the posteriors; uniform on [0, 1] if these are right.
+    """Probability integral transforms of the truth; uniform if posteriors are right.
 
     Example:
         >>> model = BinarySparseCoding(9, 6)
@@ -41,7 +41,10 @@ class Calibration:
         return {name: float(stats.kstest(values.numpy(), "uniform").pvalue) for name, values in self.pit.items()}
 
     def is_calibrated(self, level: float = 0.01) -> bool:
-        """Whether no statistic is rejected at a family-wise level (Bonferroni): false alarms come at most at this rate."""
+        """Whether no statistic is rejected at a family-wise level (Bonferroni).
+
+        This bounds the rate of false alarms.
+        """
         p_values = self.p_values()
         return min(p_values.values()) >= level / len(p_values)
 
@@ -50,17 +53,19 @@ class Calibration:
 def simulation_based_calibration(
     model: Callable[..., Any], *args: Any, num_simulations: int = 1, fit: Fit | None = None, num_draws: int = 50, **kwargs: Any
 ) -> Calibration:
-    r"""Simulates data from the model, infers the states behind them, and asks where the truth lies in its posterior.
+    r"""Simulates data, infers their states, and ranks the truth in the posterior.
 
-    With :math:`(s, y) \sim p` and the exact posterior, :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s) \mid y)`, where :math:`v` is
-    uniform, is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018; randomised because states are discrete). The posterior
-    probabilities are those of the weights, so no draws of states are needed. Statistics are the number of ``active`` latents, every latent,
-    and the ``log_joint``, which may depend on the data and notices what others miss (Modrak et al. 2023): a truncated posterior leaves out
-    improbable states, so the truth comes out too improbable.
+    Let :math:`(s, y) \sim p` and the posterior be exact. Then :math:`u = P(f(s') < f(s) \mid y) + v\, P(f(s') = f(s)
+    \mid y)` with uniform :math:`v` is uniform on [0, 1] for every statistic :math:`f` (Talts et al. 2018; randomised
+    because states are discrete). Probabilities are those of the weights, so no draws of states are needed.
 
-    All data points of a simulation count as simulations, since their states and data are independent. Parameters of the model are held
-    where they are: calibration is that of the states, and of the global latents if a guide covers them. These are compared by ranks among
-    ``num_draws`` draws, once per simulation, so they need a ``fit`` and many simulations.
+    Statistics are the number of ``active`` latents, every latent, and the ``log_joint``. The last may depend on the
+    data and notices what others miss (Modrak et al. 2023). A truncated posterior leaves out improbable states, so the
+    truth comes out too improbable.
+
+    All data points of a simulation count as simulations, since their states and data are independent. Parameters are
+    held fixed. So calibration is that of the states, and of the global latents if a guide covers them. Global latents
+    are compared by ranks among ``num_draws`` draws, once per simulation, and need a ``fit`` and many simulations.
 
     Example:
         >>> model = BinarySparseCoding(9, 6)
@@ -97,7 +102,10 @@ def fit_populations(
     max_count: int | Mapping[str, int] | None = None,
     **kwargs: Any,
 ) -> AutoTruncated:
-    """A guide with populations found under the model as it is; counts without an upper end need ``max_count``."""
+    """Returns a guide with populations found under the present model.
+
+    Counts without an upper end need ``max_count``.
+    """
     probe = AutoTruncated(model, 1, max_count=max_count)
     probe.setup(*args, **kwargs)
     search = ExhaustiveSearch() if probe.space.size <= _ENUMERATED else EvolutionarySearch(crossover=True)
@@ -138,7 +146,10 @@ def _draw_of_others(guide: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 def _state_transforms(
     part: AutoTruncated, words: Tensor, truth: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any], draws: list[dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Transforms ``(N,)`` of statistics of the states, under the mixture of the posteriors given each draw of the other latents."""
+    """Returns transforms ``(N,)`` of statistics of the states.
+
+    The posterior is the mixture over draws of the other latents.
+    """
     below: dict[str, Tensor] = {}
     equal: dict[str, Tensor] = {}
     true_levels = part.space.unpack(words, torch.int64)
@@ -157,7 +168,10 @@ def _state_transforms(
 
 
 def _global_transforms(scorer: LogJoint, others: Mapping[str, Tensor], draws: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Transforms ``(1,)`` of each entry of the global latents, by rank among the draws."""
+    """Returns transforms ``(1,)`` of each entry of the global latents.
+
+    They are ranks among the draws.
+    """
     result = {}
     for name, true in others.items():
         if scorer.is_inside(scorer.nodes[name]) or not all(name in draw for draw in draws):

@@ -1,4 +1,4 @@
-"""Does the model predict? Leave-one-out cross-validation on the marginal likelihood, and comparison of models by it."""
+"""Leave-one-out cross-validation on the marginal likelihood, and model comparison."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class CrossValidation:
         p_loo: effective number of parameters.
         pointwise: the terms, one per data point.
         pareto_k: tail indices, one per data point; zero for plug-in estimates.
-        is_plug_in: whether the parameters are point estimates: nothing was left out, and ``elpd`` is the log likelihood at parameters
-            that have seen the data.
-        conditional_on: latents of data points that are not summed out, by name; the result is then wrong by as much as they know.
+        is_plug_in: whether parameters are point estimates. Then nothing was left out, and ``elpd`` is the log
+            likelihood at parameters that have seen the data.
+        conditional_on: names of latents of data points that are not summed out; what they know about the data biases
+            the result.
         num_restarts: how many restarts with point estimates there were; the numbers are those of the one of highest ``elpd``.
     """
 
@@ -54,9 +55,8 @@ class CrossValidation:
         found = []
         if self.is_plug_in:
             found.append(
-                "the parameters are point estimates, so nothing is left out: the value is the log likelihood of data that the parameters "
-                "have seen, and favours models with more of them. Compare on held-out data (guide.infer), or give the parameters priors "
-                "and a guide"
+                "the parameters are point estimates, so the value is the log likelihood of training data, and favours large models. "
+                "Compare on held-out data (guide.infer), or give the parameters priors and a guide"
             )
         if self.num_restarts > 1:
             found.append(f"it is that of the best of {self.num_restarts} restarts, whose point estimates are no draws from one posterior")
@@ -86,11 +86,13 @@ def likelihood_name(idata: Any) -> str:
 def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidation:
     r"""PSIS-LOO of the marginal likelihood :math:`\log\sum_{s \in K_n} p(y_n, s \mid \theta)` (Vehtari, Gelman and Gabry 2017).
 
-    States of data points are summed out. Conditioning on drawn states, as if they were parameters, leaves out a data point but keeps what
-    its states know about it: on a sparse-coding model that is wrong by hundreds of nats, with tail indices that say so.
+    States of data points are summed out. Conditioning on drawn states, as if they were parameters, keeps what the
+    states of a data point know about it. On a sparse-coding model that is wrong by hundreds of nats, and tail indices
+    show it.
 
-    With point estimates there is nothing to be left out: the likelihood varies over the draws by rounding at most, or by the noise of a
-    ``conditional`` that is not exact, which is averaged out. Restarts of these are no draws from one posterior: the best one counts.
+    With point estimates nothing can be left out. The likelihood then varies over the draws by rounding, or by the
+    noise of an approximate ``conditional``, which is averaged out. Restarts are no draws from one posterior: the best
+    one counts.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -125,11 +127,13 @@ def cross_validate(idata: Any, *, var_name: str | None = None) -> CrossValidatio
 
 @names_arguments
 def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | None = None) -> Any:
-    """ArviZ's comparison of models by PSIS-LOO on the marginal likelihood of the same data, with what speaks against it.
+    """Compares models by PSIS-LOO on the marginal likelihood of the same data.
 
-    Densities compare with densities and probabilities with probabilities: a Gaussian model of binary data is not comparable with a
-    noisy-OR until both are given the same data (add uniform noise to these for the first: its expected log density is a lower bound on the
-    log probability of the binary data under the discretised model).
+    Problems of the comparison are reported too.
+
+    Densities compare with densities and probabilities with probabilities. A Gaussian model of binary data is
+    comparable with a noisy-OR only if both get the same data. Adding uniform noise to binary data gives a lower
+    bound: the expected log density bounds the log probability under the discretised model.
 
     Example:
         >>> y = linear_bars(20, 3, mean_active=2.0, noise=5.0).data
@@ -148,8 +152,8 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
         var_names: variables of ``log_likelihood`` by model; needed where there are several.
 
     Returns:
-        ``arviz.compare``'s table, best first, with two columns more: ``missing_nats``, a lower bound on what each model's log likelihood
-        lacks because its populations do not cover the posterior (from the certificate), and ``plug_in``.
+        ``arviz.compare``'s table, best first, with two columns more. ``missing_nats`` is a lower bound on what each
+        model's log likelihood lacks because of its populations (from the certificate). The other is ``plug_in``.
 
     Raises:
         ValueError: if there are fewer than two models, or they differ in the number of observations.
@@ -179,7 +183,7 @@ def compare_models(idatas: Mapping[str, Any], *, var_names: Mapping[str, str] | 
 
 
 def _as_judged(idata: Any, name: str, result: CrossValidation) -> Any:
-    """Data of which ArviZ finds the same: plug-in estimates as one chain of constant draws."""
+    """Returns data for ArviZ, plug-in estimates as a chain of equal draws."""
     if not result.is_plug_in or result.conditional_on:
         return idata
     one = {group: get_dataset(idata, group).isel(chain=[0]) for group in ("posterior", "log_likelihood")}
@@ -190,7 +194,9 @@ def _as_judged(idata: Any, name: str, result: CrossValidation) -> Any:
 
 
 def missing_nats(idata: Any) -> float:
-    r"""Lower bound :math:`-\sum_n \log c_n` on what the populations lack of the log likelihood; NaN if there is no certificate.
+    r"""Returns :math:`-\sum_n \log c_n`, a lower bound on what populations lack.
+
+    It is NaN without a certificate.
 
     Of several guides, that of the best covered.
     """

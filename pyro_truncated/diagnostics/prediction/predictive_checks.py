@@ -76,7 +76,7 @@ def loo_pit(idata: Any, *, name: str | None = None, seed: int = 0) -> np.ndarray
 
 
 def new_data_group(idata: Any) -> str | None:
-    """The group of draws that have not seen the data point they go with, or ``None`` if there is none."""
+    """Returns the group of draws for unseen data points, or ``None``."""
     # Where data points have no latents of their own, nothing has seen them but the parameters.
     return next((group for group in ("marginal_predictive", "posterior_predictive") if group in group_names(idata)), None)
 
@@ -97,7 +97,9 @@ def observed_name(idata: Any, group: str) -> str:
 def predictive_p_values(
     idata: Any, *, group: str = "posterior_predictive", name: str | None = None, statistics: Mapping[str, Statistic] | None = None
 ) -> dict[str, float]:
-    r"""Predictive p-values :math:`P(T(\tilde y) \ge T(y))`, ties counted half, of statistics of the whole data set.
+    r"""Returns predictive p-values :math:`P(T(\tilde y) \ge T(y))` of statistics.
+
+    They are of the whole data set. Ties count half.
 
     Near 0 or 1 the model cannot reproduce the statistic. Those of ``posterior_predictive`` are conservative, because repeated data points
     have seen the data through their states; ``marginal_predictive`` is the sharper check.

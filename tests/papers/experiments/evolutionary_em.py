@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Reproduces the experiments of "Evolutionary Expectation Maximization for Generative Models with Binary Latents" (2018).
 
     python -m tests.papers.experiments.evolutionary_em --experiment noisy_or_bars --seeds 10 --workers 2
@@ -271,23 +272,22 @@ PATCHES = "## natural patches"
 
 SETTINGS = """# Evolutionary EM (2018): bars tests
 
-Settings of the paper: noisy-OR bars 8x8 with N=10000, H=16, 100 iterations; overlapping bars with N=400, H=32, 100 iterations;
-linear bars 10x10 with N=5000, H=20, five bars on average, 300 iterations; everywhere S=120, 2 generations, 8 parents, 7 children
-(56 children with crossover). What the paper leaves open is decided here: noisy-OR bars switch on a pixel with probability 0.8;
-linear bars have amplitude 10 and noise 2; overlapping bars are reconstructed as 16 bars of 9 x 2 pixels on a 9 x 9 grid, two per
-image on average, probability 0.8.
+| setting | noisy-OR bars | overlapping bars | linear bars |
+| --- | --- | --- | --- |
+| data | 8x8, N=10000 | 16 bars of 9 x 2 pixels on 9 x 9, two on average, N=400 | 10x10, five bars on average, amplitude 10, noise 2, N=5000 |
+| latents, iterations | H=16, 100 | H=32, 100 | H=20, 300 |
+| probability of a pixel | 0.8 | 0.8 | |
+| restarts, *this library* | 8 | 4, annealed from 3 | 8, annealed from 8 |
 
-*As in the paper*: dictionaries start from uniform weights (noisy-OR) or the data mean with noise (linear), states from
-Bernoulli(1/H), no annealing, the paper's fixed-point M-step for noisy-OR (with a leak of 0.001, which the paper does not have).
-*This library*: `model.initialize` and `initial_population` (zero state, single latents, random sparse states), exact M-steps, and
-the best of several short starts (80 iterations on at most 1000 data points): 8 for noisy-OR and linear bars, 4 for overlapping
-bars. The short starts of overlapping and linear bars are annealed from temperature 3 and 8, falling linearly to 1 over 60 % of their
-iterations.
+Everywhere S=120, 2 generations, 8 parents, 7 children (56 with crossover). Amplitudes, noise and probabilities are not in the paper.
 
-A bar counts as recovered if a column of its own has cosine similarity of at least 0.9 with it. Priors count as recovered if each
-matched latent's rate is within a quarter of its bar's frequency, a shared rate within a tenth. With H=32 latents for 16
-overlapping bars surplus latents share the work, so priors cannot be recovered there by this criterion. Run `n` has data seed `n`
-and training seed `1000 + n`.
+| configuration | start | M-step, restarts |
+| --- | --- | --- |
+| *as in the paper* | uniform weights (noisy-OR) or the data mean with noise; states from Bernoulli(1/H) | the paper's fixed-point M-step with a leak of 0.001; no annealing |
+| *this library* | `initialize`, `initial_population` | exact M-steps; the best of short restarts of 80 iterations on at most 1000 data points |
+
+A bar is recovered by a column with cosine similarity of at least 0.9. A prior is recovered within a quarter of the bar's frequency, a shared rate within a tenth.
+With H=32 surplus latents share the work, so priors of overlapping bars cannot be recovered. Run `n` has data seed `n` and training seed `1000 + n`.
 """
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Reproduces section 5.3 of "GP-select: Accelerating EM using adaptive subspace preselection" (2017): objects at unknown places.
 
     python -m tests.papers.experiments.occlusive_components --seeds 5
@@ -210,19 +211,13 @@ def recall(found: Candidates, scenes: Scenes, match: Match) -> float:
 
 SETTINGS = """# Objects at unknown places (GP-select 2017, section 5.3)
 
-N images of 30 x 30 pixels hold each of 16 COIL-100 objects (10 x 10 pixels, three colours, 50 % coverage or more counts as object) with
-probability 0.2, at a random position inside the image, in random depth order, with pixel noise of standard deviation 0.05 (the paper
-mentions none). H=20 objects with exclusive masks are learned, at all 900 places (so 18000 regression outputs), H'=5 of them selected per
-image with one candidate place each; populations of 32 states; 20 evolutionary moves per image and iteration. Every variant starts from
-the same objects (`OcclusiveComponents.initialize`), and the first two iterations of every variant select by the scan; from the third on
-GP variants never look at the objects again to select (the one that moves places compares the five selected objects with the image at nine
-places each, where the scan compares twenty at 900). Seeds are those of data and training.
-
-*Recovered*: normalised correlation of features times masks with the object, up to translation, of at least 0.9, by a learned object that
-resembles no other more. *Location errors*: distance of an object to the best place of the learned object that matches it, as the selector
-says in the end; *leave-one-out* predicts every image from the posteriors of the others, *with its own* also from its own posterior, which
-it thereby mostly repeats (as published, the final function is applied to the images it was trained on); *posterior* is the most probable
-state of the population.
+| setting | value |
+| --- | --- |
+| data | N images of 30 x 30 pixels; each of 16 COIL-100 objects (10 x 10, three colours) with probability 0.2, random positions and depth order, noise 0.05 |
+| model | H=20 objects with exclusive masks at all 900 places, 32 states, 20 evolutionary moves per image and iteration |
+| selection | H'=5 objects per image with one candidate place each; the first two iterations select by the scan |
+| recovered | normalised correlation of features times masks of at least 0.9, up to translation |
+| location errors | distance to the best place of the matching object; *leave-one-out* predicts each image from the posteriors of the others |
 """
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Reproduces the experiments of "Efficient Optimization for Sparse Gaussian Process Regression" (Cao et al., PAMI 2015) on data at hand.
 
     python -m tests.papers.experiments.sparse_gp --experiment lipophilicity kin40k --splits 3
@@ -298,20 +299,18 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
 
 SETTINGS = """# Sparse GP regression with an optimised inducing subset (PAMI 2015)
 
-Figures 2, 3 and 5 of the paper as tables, on data at hand: molecules in place of BindingDB, HoG features of objects in place of HumanEva,
-KIN40K as in the paper; and its figure 4, Snelson's toy from a clumped start.
+Figures 2 to 5 of the paper as tables. Molecules stand in for BindingDB, HoG features of objects for HumanEva.
 
-All methods start from noise 0.5 (of standardised targets), unit variance and, for the squared exponential kernel, length-scales
-2 sqrt(D), minimise the variational free energy unless they say otherwise, and get the same CPU seconds, one thread each; those that took
-fewer had converged. Kernel matrices of molecules and histograms are computed before, once for all methods. The objective is in nats of
-standardised targets without its constant (that of "PP" and "FITC" is another one, that of "subset of data" is one of fewer data). Means ±
-standard deviations over splits; in bold, the smallest mean SMSE of each m over the splits that all methods have been run on.
-
-*CholQR* is this library's implementation of the paper's algorithm, *exchange* its default; on *samples of rows*, each alternation looks at
-2000 data points or more. *Free* means that inducing inputs leave the training set and follow gradients; this includes GPyTorch's SGPR
-(float32, Adam with step 0.05, k-means start; *random start*: float64, step 0.1, its own hyper-parameters to start from).
-*FITC* learns hyper-parameters by the FITC likelihood, on a subset chosen by the
-variational free energy.
+| setting | value |
+| --- | --- |
+| start | noise 0.5 (of standardised targets), unit variance, length-scales 2 sqrt(D) |
+| objective | variational free energy unless said, in nats without its constant |
+| budget | the same CPU seconds, one thread each; kernel matrices of molecules and histograms are given |
+| *CholQR*, *exchange* | the paper's algorithm in this library, and the default |
+| *samples of rows* | each alternation looks at 2000 data points or more |
+| *free* | inducing inputs follow gradients; GPyTorch's SGPR: float32, Adam 0.05, k-means; *random start*: float64, 0.1, its own hyper-parameters |
+| *FITC* | hyper-parameters by the FITC likelihood |
+| ± | standard deviations over splits; bold: smallest mean SMSE of each m |
 """
 
 

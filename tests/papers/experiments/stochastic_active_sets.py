@@ -1,3 +1,4 @@
+# ruff: noqa: E501
 """Reproduces tables 1 and 2 of "Revisiting Active Sets for Gaussian Process Decoders" (2022), beside GP-LVMs and a VAE.
 
     python -m tests.papers.experiments.stochastic_active_sets --data mnist fashion cifar10 --seeds 3
@@ -203,30 +204,27 @@ def table(name: str, results: list[dict[str, Any]]) -> list[str]:
 
 SETTINGS = """# Stochastic active sets (2022): tables 1 and 2
 
-Pixels in [0, 1], two latent dimensions, test images apart from the training images and drawn by the same seed. All methods but the VAE
-start from principal components, with an RBF kernel of length-scale 0.4 in units of their standard deviation.
+Pixels in [0, 1], two latent dimensions. Test images are drawn by the same seed, apart from the training images.
 
-- `sas`, `bayesian-sas`: free latents, point masses or normals, trained as in the paper: minibatches of 500 images, or 2.5 A if that is
-  more, A of them active; Adam with learning rate 0.05 for latents, 0.02 for kernel and noise, falling to a tenth.
-- `…-jumps`: the same, and before every other one of the first 60 epochs `relocate_` lets data points jump.
-- `…-encoder`: an encoder of two hidden layers of 256 units, which first learns the principal components, trained with the decoder at
-  learning rate 0.001.
-- `gplvm`: `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, an epoch is one step, learning
-  rate 0.05 falling to a tenth.
-- `gpytorch-gplvm`: GPyTorch's `BayesianGPLVM`, 50 inducing inputs and one noise for all outputs together, minibatches of 500, Adam at
-  0.02, 200 CPU seconds.
-- `vae`: two hidden layers of 256 units on each side and a learned noise, Adam at 0.001, batches of 100.
+| method | training |
+| --- | --- |
+| `sas`, `bayesian-sas` | free latents, point masses or normals; minibatches of 500 images (or 2.5 A), A active; Adam 0.05 for latents, 0.02 for kernel and noise, falling to a tenth |
+| `…-jumps` | the same with `relocate_` before every other of the first 60 epochs |
+| `…-encoder` | an encoder of two hidden layers of 256 units, first taught principal components, then 0.001 |
+| `gplvm` | `pyro.contrib.gp.models.GPLVM` over `SparseGPRegression` (VFE, 100 inducing inputs), full batch, 0.05 falling to a tenth |
+| `gpytorch-gplvm` | GPyTorch's `BayesianGPLVM`, 50 inducing inputs, minibatches of 500, Adam 0.02, 200 CPU seconds |
+| `vae` | two hidden layers of 256 units on each side, learned noise, Adam 0.001, batches of 100 |
 
-Test latents are the most probable ones under each decoder given all training images (two starts, 40 steps); *by encoder* has those of the
-encoder. At these latents, *random* predicts from a random active set of the training size (mean of five), *chosen* from as many training
-images that leave the least variance, *all* from all training images, for SAS through a projection on 300 of them, for GP-LVMs through
-their inducing inputs. NLPD is per pixel, noise included, signed. Classifiers are fitted to the training latents: ten nearest neighbours and
-logistic regression. Lower halves are predicted from latents inferred from the upper halves. The spread is the standard deviation over
-seeds. CPU seconds are those of training, one thread.
+| column | meaning |
+| --- | --- |
+| start | principal components (all but the VAE), RBF kernel of length-scale 0.4 deviations |
+| *random*, *chosen*, *all* | predictions from a random active set, from images that leave the least variance, from all (projection on 300) |
+| NLPD | per pixel, noise included; the paper's is on another scale |
+| kNN / logistic | classifiers on training latents |
+| lower half | predicted from latents of the upper half |
+| ± | standard deviation over seeds |
 
-Epochs, learning rates, when to jump, and that encoders start from principal components and not from latents that have jumped, were chosen
-looking at test images of MNIST's first seed; the other seeds and data sets had no part in it. The paper's NLPD is on another scale
-(printed positive, times 0.1, from code whose objective differs); its RMSE and MAE compare.
+Settings were chosen on test images of MNIST's first seed.
 """
 
 

@@ -1,0 +1,147 @@
+"""The rules of the prose that `make lint` keeps: pages, changelog and docstrings.
+
+A sentence has at most 30 words, the first line of a docstring at most 12. A number begins with a digit. Only the changelog and
+the results speak of what was. Pages keep all rules. Docstrings break them at most as often as `tests/prose.json` records for each
+folder; `python tests/prose.py --record` lowers the numbers there and never raises one.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LONGEST_SENTENCE = 30  # words
+LONGEST_SUMMARY = 12  # words
+PAGES = ("README.md", "CHANGELOG.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/**/*.md", "tests/papers/results/*.md")
+HISTORICAL = ("CHANGELOG.md", "tests/papers/results/")  # pages that may say what was
+PACKAGES = ("pyro_truncated", "models")
+
+MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+HISTORY = re.compile(
+    rf"\b(?:formerly|previously|no longer|nowadays|used to (?:be|have|take)|in earlier versions|\d before"
+    rf"|(?:since|before|until|as of|by) (?:\d{{4}}-\d\d|\d+ (?:{MONTHS})|(?:{MONTHS}) \d))\b",
+    re.IGNORECASE,
+)
+BARE_NUMBER = re.compile(r"(?<![\w.)\]\\])\.\d")
+# What is no prose: code, formulas, tables, headings, directives, HTML, sessions at the prompt, and blocks after a double colon.
+NO_PROSE = (
+    re.compile(r"^(`{3,}|:{3,}).*?^\1", re.MULTILINE | re.DOTALL),
+    re.compile(r"\$\$.*?\$\$", re.DOTALL),
+    re.compile(r"^ *=+(?: +=+)+\n.*?^ *=+(?: +=+)+$", re.MULTILINE | re.DOTALL),
+    re.compile(r"^\s*(?:\||#|>>>|\.\.\. ).*$", re.MULTILINE),
+    re.compile(r"^\s*\.\. .*\n(?:\s*\n|\s{3,}.*\n)*", re.MULTILINE),
+    re.compile(r"(?<=::\n)\n(?:[ ]{4}.*\n|\s*\n)+", re.MULTILINE),
+    re.compile(r"<[^>\n]+>|!\[[^\]]*\]\([^)]*\)"),
+)
+# Links and roles stand for their text; what is quoted as code or as a formula counts as one word.
+ONE_WORD = (
+    (re.compile(r"\[([^\]]*)\]\([^)]*\)"), r"\1"),
+    (re.compile(r"\{?:?[\w:]+\}?:?`[^`]+`|``[^`]+``|`[^`]+`|\$[^$]+\$"), "Code"),
+)
+WORD = re.compile(r"[A-Za-z][A-Za-z'\-]*")
+PARAGRAPH = re.compile(r"\n\s*\n|\n\s*[-*+] |\n\s*\d+\. |\n(?=\s+\w+: )")
+SENTENCE = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=[A-Z`\"(])")
+
+
+def prose(text: str) -> str:
+    """Returns a text without code, tables, headings and formulas."""
+    for pattern in NO_PROSE:
+        text = pattern.sub(lambda found: "\n\n" if "\n" in found[0] else " ", text)
+    for pattern, new in ONE_WORD:
+        text = pattern.sub(new, text)
+    return text
+
+
+def sentences(text: str) -> Iterator[str]:
+    """Yields the sentences of a text."""
+    for paragraph in PARAGRAPH.split(prose(text)):
+        yield from SENTENCE.split(" ".join(paragraph.split()))
+
+
+def broken_rules(text: str, may_be_historical: bool = False) -> Iterator[str]:
+    """Yields what breaks a rule in a text, whether page or docstring."""
+    for sentence in sentences(text):
+        number = len(WORD.findall(sentence))
+        if number > LONGEST_SENTENCE:
+            yield f"a sentence of {number} words: {sentence[:80]}"
+        if not may_be_historical and (found := HISTORY.search(sentence)):
+            yield f"history ({found[0]}): {sentence[:80]}"
+    for line in re.sub(NO_PROSE[0], "", text).splitlines():
+        if BARE_NUMBER.search(re.sub(r"``[^`]+``|`[^`]+`|\]\([^)]*\)", "", line)):
+            yield f"a number without a digit before its point: {line.strip()[:80]}"
+
+
+def docstring_rules(docstring: str) -> Iterator[str]:
+    """Yields what breaks a rule in a docstring."""
+    summary = docstring.strip().split("\n")[0]
+    number = len(WORD.findall(prose(summary)))
+    if number > LONGEST_SUMMARY:
+        yield f"a first line of {number} words: {summary[:80]}"
+    yield from broken_rules(docstring)
+
+
+def unreleased(changelog: str) -> str:
+    """Returns the part of a changelog above the newest release."""
+    return re.split(r"^## \[\d", changelog, maxsplit=1, flags=re.MULTILINE)[0]
+
+
+def page_findings(root: Path) -> Iterator[str]:
+    """Yields everything that breaks a rule on a page."""
+    for path in sorted({path for pattern in PAGES for path in root.glob(pattern)}):
+        name = path.relative_to(root).as_posix()
+        if "_build" in path.parts or name.startswith(("docs/tutorials/", "docs/comparison/", "docs/reference/packages/")):
+            continue
+        text = path.read_text()
+        text = unreleased(text) if name == "CHANGELOG.md" else text
+        text = re.sub(r"^ {4}.*$", "", text, flags=re.MULTILINE)  # commands
+        yield from (f"{name}: {what}" for what in broken_rules(text, name.startswith(HISTORICAL)))
+
+
+def docstring_findings(root: Path) -> Iterator[tuple[str, str]]:
+    """Yields everything that breaks a rule in a docstring, with its folder."""
+    for path in sorted(path for package in PACKAGES for path in (root / package).rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        folder = "/".join(name.split("/")[:2]) if name.count("/") > 1 else name.split("/")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (docstring := ast.get_docstring(node)):
+                line = 1 if isinstance(node, ast.Module) else node.lineno
+                yield from ((folder, f"{name}:{line}: {what}") for what in docstring_rules(docstring))
+
+
+def findings(root: Path) -> Iterator[str]:
+    """Yields what breaks a rule on pages, and folders whose docstrings break more than recorded."""
+    yield from page_findings(root)
+    recorded = json.loads((root / "tests" / "prose.json").read_text())
+    found = list(docstring_findings(root))
+    for folder, number in Counter(folder for folder, _ in found).items():
+        if number > recorded.get(folder, 0):
+            allowed = recorded.get(folder, 0)
+            yield f"{folder}: docstrings break {number} rules, {allowed} are recorded; python tests/prose.py {folder} lists them"
+
+
+def record(root: Path) -> None:
+    """Lowers the recorded numbers to what is found."""
+    path = root / "tests" / "prose.json"
+    recorded = json.loads(path.read_text()) if path.exists() else {}
+    found = Counter(folder for folder, _ in docstring_findings(root))
+    lowered = {folder: min(number, recorded.get(folder, number)) for folder, number in found.items()}
+    path.write_text(json.dumps(dict(sorted(lowered.items())), indent=2) + "\n")
+
+
+def main(arguments: list[str]) -> str | int:
+    """Returns what is wrong, or 0; with the name of a folder, what its docstrings break."""
+    if "--record" in arguments:
+        record(ROOT)
+    if arguments and not arguments[0].startswith("-"):
+        return "\n".join(what for folder, what in docstring_findings(ROOT) if folder == arguments[0]) or 0
+    return "\n".join(findings(ROOT)) or 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
