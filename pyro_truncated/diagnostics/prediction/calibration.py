@@ -43,7 +43,7 @@ class Calibration:
     def is_calibrated(self, level: float = 0.01) -> bool:
         """Whether no statistic is rejected at a family-wise level (Bonferroni): false alarms come at most at this rate."""
         p_values = self.p_values()
-        return min(p_values.values()) >= level / len(p_values)
+        return all(p_value >= level / len(p_values) for p_value in p_values.values())
 
 
 @torch.no_grad()
