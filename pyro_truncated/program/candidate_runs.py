@@ -19,6 +19,7 @@ from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
 from pyro_truncated.program.sites import latent_nodes, sample_nodes
 from pyro_truncated.program.supports import supported_log_prob
+from pyro_truncated.program.zero_probabilities import exact_log_prob
 from pyro_truncated.states.moments import Moments
 from pyro_truncated.utils.isolation import Assign, isolated
 
@@ -166,6 +167,11 @@ class CandidateRuns:
     def _log_prob(self, node: Any) -> Tensor:
         if node["name"] in self.probe.layout.checked:
             return supported_log_prob(node["fn"], node["value"])
+        if node["name"] in self.probe.layout.sites and not node["is_observed"]:
+            return exact_log_prob(node["fn"], node["value"], lambda: self._usual_log_prob(node))
+        return self._usual_log_prob(node)
+
+    def _usual_log_prob(self, node: Any) -> Tensor:
         if not node["args"] and not node["kwargs"] and self.scoring != "vmap":
             return log_density(node["fn"], node["value"])
         log_prob: Tensor = node["fn"].log_prob(node["value"], *node["args"], **node["kwargs"])
