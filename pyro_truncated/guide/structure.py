@@ -15,6 +15,7 @@ from pyro_truncated.distributed.shards import Portion, portion_of
 from pyro_truncated.guide.earlier_parameters import naming_earlier_parameters
 from pyro_truncated.program.call import Call
 from pyro_truncated.program.candidate_runs import Conditional
+from pyro_truncated.program.changing_sites import refuse_changing_sites
 from pyro_truncated.program.dependencies import Dependencies
 from pyro_truncated.program.inspection import dependents, refuse_hidden_latents
 from pyro_truncated.program.layout import Layout
@@ -41,7 +42,9 @@ def first_run(call: Call, conditional: Conditional | None) -> poutine.Trace:
 
 def find_layout(call: Call, trace: poutine.Trace, max_count: int | Mapping[str, int] | None) -> Layout:
     """The discrete sites and the data plates of a model that has been run."""
-    layout = Layout(trace, max_count, lambda names: dependents(call, names), Dependencies(call))
+    dependencies = Dependencies(call)
+    refuse_changing_sites(call, trace, dependencies)
+    layout = Layout(trace, max_count, lambda names: dependents(call, names), dependencies)
     if not any(node["is_observed"] for node in trace.nodes.values() if node["type"] == "sample"):
         warnings.warn(
             "AutoTruncated sees no observed site: its posterior would be the prior. "

@@ -14,6 +14,7 @@ import torch
 from pyro.distributions.util import scale_and_mask
 from torch import Tensor
 
+from pyro_truncated.program.changing_sites import ChangingSitesError
 from pyro_truncated.program.densities import log_density
 from pyro_truncated.program.observed_moments import moments_of
 from pyro_truncated.program.probe import Probe
@@ -25,10 +26,6 @@ from pyro_truncated.utils.isolation import Assign, isolated
 
 Conditional = Callable[..., Any]
 Scoring = Literal["together", "vmap", "singly"]
-
-
-class ChangingSitesError(NotImplementedError):
-    """A model samples other sites for some states than for others."""
 
 
 @dataclasses.dataclass
@@ -156,11 +153,7 @@ class CandidateRuns:
     def _check_sites(self, nodes: Mapping[str, Any]) -> None:
         changed = sorted(set(nodes) ^ set(self.probe.nodes))
         if changed:
-            raise ChangingSitesError(
-                f"the sites {changed} are sampled for some states of {list(self.probe.layout.sites)} only. Sample the same sites for every "
-                "state: mask an observation (poutine.mask) where it shall not count, and let a latent have no influence where it is not "
-                "needed."
-            )
+            raise ChangingSitesError(changed, [name for name in self.probe.layout.sites if name not in changed])
 
     # --- one site ---
 

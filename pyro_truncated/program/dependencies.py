@@ -35,6 +35,7 @@ class Dependencies:
         leaked: by site, the latents whose values Python code has read before (``if z == 1``, ``range(k)``); shapes may depend on these.
         observed: by site, the latents that its observed value is computed from.
         read: the latents whose values Python code reads anywhere.
+        is_followed: whether that could be told; otherwise runs were compared.
 
     Args:
         call: the model and its arguments.
@@ -47,12 +48,14 @@ class Dependencies:
         self.observed: dict[str, frozenset[str]] = {}
         self.lower_varies: set[str] = set()
         self.read: frozenset[str] = frozenset()
+        self.is_followed = True
         reader = PythonReads()
         try:
             with torch.no_grad(), spare_random_numbers(), isolated(), pyro.validation_enabled(False), reader, _Marks(reader) as marks:
                 trace = call.of(TrackProvenance()(call.model)).trace()
         except Exception:
             # Code that cannot follow tensors that carry their provenance.
+            self.is_followed = False
             self._compare_runs()
             return
         sites = {name: node for name, node in trace.nodes.items() if node["type"] == "sample" and not site_is_subsample(node)}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyro_truncated.ops import repeated, take
 from pyro_truncated.program.call import Call
+from pyro_truncated.program.changing_sites import ChangingSitesError, changing_sites
 from pyro_truncated.program.layout import Layout
 from pyro_truncated.program.sites import is_delta, log_density, sample_nodes
 
@@ -89,10 +90,14 @@ class Probe:
 
     def _check_structure(self) -> None:
         missing = [name for name in self.layout.sites if name not in self.nodes]
+        if missing and self._changing():
+            raise ChangingSitesError(self._changing(), [])
         if missing:
             raise ValueError(f"the model no longer samples the discrete sites {missing} that the guide was set up for")
         known = {*self.layout.sites, *self.layout.other_latents}
         new = [name for name, node in self.nodes.items() if not node["is_observed"] and name not in known and not is_delta(node)]
+        if new and self._changing():
+            raise ChangingSitesError(self._changing(), [])
         if new:
             raise ValueError(
                 f"the model now has the latents {new}, which it had not (or observed) when the guide was set up. Set the guide up with "
@@ -101,6 +106,10 @@ class Probe:
             )
         if all(self._is_observed(name) for name in self.layout.sites):
             raise AllObservedError({name: self.nodes[name]["value"] for name in self.layout.sites})
+
+    def _changing(self) -> set[str]:
+        """The sites that are not sampled in every run with these arguments."""
+        return changing_sites(self.call, self.run(self.subsamples))
 
     def _is_observed(self, name: str) -> bool:
         return name in self.nodes and bool(self.nodes[name]["is_observed"])
